@@ -1,0 +1,107 @@
+"""The envelope of a payload: what it claims to be, and checksums to prove it whole.
+
+The header travels as a store entry's `meta`, apart from the payload, so that payloads are
+written in place by several ranks:
+
+    magic "CPLG" | u16 version | u8 kind | u8 dtype-name length | u8 dimensions | u8 zero |
+    u16 segments | 32-byte key | dtype name | u64 dimension ... | u64 segment checksum ... |
+    u64 checksum of all the above
+
+All integers are little-endian. A payload is `segments` equal parts, each with its own
+checksum (XXH3-64), so that a tensor-parallel rank verifies just the heads it reads.
+The checksum guards against damage, not against malice: keys are what guards against that.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from cornplug.errors import CodecError
+
+MAGIC: Final = b"CPLG"
+VERSION: Final = 1
+_FIXED: Final = struct.Struct("<4sHBBBBH32s")
+
+
+class Kind(enum.IntEnum):
+    EMBEDDING = 1
+    FEATURE = 2
+    KV_PAGE = 3
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a payload is. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
+
+    kind: Kind
+    key: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+def checksum(payload: bytes | memoryview) -> int:
+    """XXH3-64 of the bytes."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def encode_header(header: Header) -> bytes:
+    """The header's bytes. Raises CodecError when a field does not fit the format."""
+    name = header.dtype.encode()
+    if len(header.key) != 32 or len(name) > 255 or len(header.shape) > 255:
+        raise CodecError(f"header does not fit its format: {header}", reason="codec")
+    if not 1 <= len(header.checksums) <= 0xFFFF:
+        raise CodecError(f"{len(header.checksums)} segments, want 1 to 65535", reason="codec")
+    body = _FIXED.pack(
+        MAGIC, VERSION, header.kind, len(name), len(header.shape), 0, len(header.checksums), header.key
+    )
+    body += name
+    body += struct.pack(f"<{len(header.shape)}Q", *header.shape)
+    body += struct.pack(f"<{len(header.checksums)}Q", *header.checksums)
+    return body + struct.pack("<Q", checksum(body))
+
+
+def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
+    """Read a header and check that it belongs to `key`.
+
+    Raises CodecError with reason "codec" (not ours, or damaged), "version" (another
+    release's format) or "wrong_key" (a header of another entry).
+    """
+    data = bytes(meta)
+    if len(data) < _FIXED.size + 8 or data[:4] != MAGIC:
+        raise CodecError("not a cornplug header", reason="codec")
+    _, version, kind, name_len, dims, _, segments, found_key = _FIXED.unpack_from(data)
+    if version != VERSION:
+        raise CodecError(f"header version {version}, this release reads {VERSION}", reason="version")
+    expected = _FIXED.size + name_len + 8 * dims + 8 * segments + 8
+    if len(data) != expected or struct.unpack_from("<Q", data, expected - 8)[0] != checksum(data[:-8]):
+        raise CodecError("header is damaged", reason="codec")
+    if found_key != key:
+        raise CodecError("header belongs to another key", reason="wrong_key")
+    at = _FIXED.size + name_len
+    return Header(
+        kind=Kind(kind),
+        key=found_key,
+        dtype=data[_FIXED.size : at].decode(),
+        shape=struct.unpack_from(f"<{dims}Q", data, at),
+        checksums=struct.unpack_from(f"<{segments}Q", data, at + 8 * dims),
+    )
+
+
+def verify(header: Header, payload: memoryview, segments: Sequence[int] | None = None) -> None:
+    """Check a whole payload, or only the given segments of it, against the header.
+
+    Raises CodecError("corrupt") at the first part that does not match.
+    """
+    count = len(header.checksums)
+    if payload.nbytes % count:
+        raise CodecError(f"{payload.nbytes} bytes are not {count} equal segments", reason="corrupt")
+    step = payload.nbytes // count
+    for i in range(count) if segments is None else segments:
+        if checksum(payload[i * step : (i + 1) * step]) != header.checksums[i]:
+            raise CodecError(f"segment {i} of {count} is corrupt", reason="corrupt")

@@ -1,0 +1,155 @@
+"""All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
+
+Read nowhere else. Precedence: explicit arguments (engine flags), environment, the file
+named by `CORNPLUG_CONFIG`, the defaults below.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cornplug.errors import ConfigError
+
+
+def runtime_dir() -> Path:
+    """Where sockets live: `$XDG_RUNTIME_DIR/cornplug`, else a 0700 folder of this user in /tmp."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "cornplug" if base else Path(f"/tmp/cornplug-{os.getuid()}")
+
+
+def cache_dir() -> Path:
+    """Where fingerprints and the secret are kept: `$XDG_CACHE_HOME/cornplug` or `~/.cache/cornplug`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cornplug"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StoreConfig(_Section):
+    """The host's store."""
+
+    socket: Path = Field(default_factory=lambda: runtime_dir() / "store.sock")
+    size_bytes: int = Field(default=4 << 30, gt=0)
+    """Upper bound of payload bytes in shared memory."""
+    shm_dir: Path = Path("/dev/shm")
+    autostart: bool = True
+    """Start a store when none answers at `socket`."""
+    deadline_s: float = Field(default=0.02, gt=0)
+    """Longest wait for one answer of the store before it counts as a miss."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """How long an engine may take to copy what it leased."""
+    quarantine_s: float = Field(default=5.0, ge=0)
+    """How long the room of a reservation whose owner died is kept from other writers."""
+    secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
+    """32 bytes that key every digest; made on first use. Same file on all hosts that share."""
+
+
+class EncoderConfig(_Section):
+    """The shared encoder service."""
+
+    socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
+    host: str = "127.0.0.1"
+    port: int = Field(default=8750, ge=0, le=65535)
+    deadline_s: float = Field(default=10.0, gt=0)
+    """Longest wait for an embedding before the engine encodes by itself."""
+    max_batch_items: int = Field(default=16, gt=0)
+    max_pixels: int = Field(default=64_000_000, gt=0)
+    """Largest picture accepted, in pixels after decoding."""
+    max_body_bytes: int = Field(default=64 << 20, gt=0)
+    max_waiting: int = Field(default=256, gt=0)
+    """Items in the queue beyond which the service answers 503."""
+
+
+class EngineConfig(_Section):
+    """One engine's use of both."""
+
+    app: str = Field(default="default", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    """Who this engine works for: the label of metrics and of bytes in the store."""
+    page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
+    share_kv: bool = True
+    share_embeddings: bool = True
+
+
+class Config(_Section):
+    """Everything. Frozen; make another with `load`."""
+
+    store: StoreConfig = StoreConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+def load(
+    overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ
+) -> Config:
+    """Merge defaults, file, environment and `overrides` ({"section.field": value}).
+
+    Raises ConfigError that names the field, where it was set, and what it accepts.
+    """
+    values: dict[str, dict[str, Any]] = {"store": {}, "encoder": {}, "engine": {}}
+    path = environ.get("CORNPLUG_CONFIG")
+    if path:
+        for section, fields in _read_toml(Path(path)).items():
+            if section not in values or not isinstance(fields, dict):
+                raise ConfigError(f"{path}: [{section}]", "unknown section", f"Sections: {', '.join(values)}.")
+            values[section].update(fields)
+    for name, text in environ.items():
+        parts = name.removeprefix("CORNPLUG_").lower().split("_", 1)
+        if name.startswith("CORNPLUG_") and len(parts) == 2 and parts[0] in values:
+            values[parts[0]][parts[1]] = text
+    for dotted, value in (overrides or {}).items():
+        section, _, field = dotted.partition(".")
+        if section not in values:
+            raise ConfigError(dotted, "unknown section", f"Sections: {', '.join(values)}.")
+        values[section][field] = value
+    try:
+        return Config.model_validate(values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        field = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(
+            field,
+            f"{first['msg']} (got {first.get('input')!r})",
+            "Set it in the file named by CORNPLUG_CONFIG, as "
+            f"CORNPLUG_{field.upper().replace('.', '_')}, or by the engine's --cornplug-* flag.",
+        ) from None
+
+
+def read_secret(path: Path) -> bytes:
+    """The 32-byte secret, made on first use with mode 0600.
+
+    Raises ConfigError when the file is not exactly 32 bytes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Written beside and linked into place: of two first users one wins, and both read the winner's.
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        draft.touch(mode=0o600)
+        draft.write_bytes(secrets.token_bytes(32))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    secret = path.read_bytes()
+    if len(secret) != 32:
+        raise ConfigError("store.secret_file", f"{path} has {len(secret)} bytes", "Make one: head -c 32 /dev/urandom > FILE.")
+    return secret
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError("CORNPLUG_CONFIG", f"cannot read {path}: {e.strerror}", "Name a readable TOML file.") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError("CORNPLUG_CONFIG", f"{path} is no TOML: {e}", "Correct that line.") from e

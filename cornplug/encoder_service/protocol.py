@@ -1,0 +1,95 @@
+"""What crosses the encoder's unix socket: length-prefixed msgpack, never pickle.
+
+Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many
+requests under way on one connection; replies carry the request's id and come in any order.
+The socket is for engines of the same user on the same host (peer credentials are checked):
+they are trusted to name the embedding key that belongs to the inputs they send. Strangers
+speak HTTP, where the service computes every digest itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 256 << 20
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Ask what the service serves."""
+
+    version: int = PROTOCOL_VERSION
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """One model of the service, by what it is computed from. Fingerprints are 32 bytes."""
+
+    name: str
+    family: str
+    identity: bytes
+    """`cornplug.identity.model_identity` of the three below."""
+    tower_fp: bytes
+    projector_fp: bytes
+    spec_fp: bytes
+    dtype: str
+    hidden_size: int
+    """Width of an embedding row, as the LLM consumes it."""
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """The answer to `Describe`."""
+
+    version: int
+    models: tuple[ServedModel, ...]
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """Encode one medium from the inputs that the engine's own processor made."""
+
+    id: int
+    identity: bytes
+    key: bytes
+    """The embedding key under which the result is published."""
+    salt: str | None
+    inputs: dict[str, Tensor]
+    """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
+    app: str
+    deadline_s: float
+    """Seconds from receipt after which nobody waits for the answer any more."""
+
+
+class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+    """An embedding, shape (rows, hidden_size)."""
+
+    id: int
+    key: bytes
+    tower: Literal["ran", "joined", "reused"]
+    """Who ran the tower: this request, another one in flight, or nobody (features were kept)."""
+    stored: bool
+    """True: in the store under `key`. False: no store took it, and `tensor` carries it."""
+    tensor: Tensor | None
+    seconds: float
+    """From receipt to answer."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The service will not encode this. `reason` is a metric label (see EncoderRefused)."""
+
+    id: int
+    reason: Literal["unknown_model", "bad_input", "overloaded", "too_late", "internal"]
+    message: str
+    retry_after_s: float | None = None
+
+
+Request = Describe | Encode
+Reply = Described | Encoded | Refused

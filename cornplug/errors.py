@@ -1,0 +1,76 @@
+"""Every error cornplug raises, in one tree.
+
+    CornplugError
+    ├── ConfigError            a setting is wrong: names the field and the remedy
+    ├── CheckpointError        a checkpoint cannot be read or is of no known family
+    ├── MediaError             a picture or sound cannot be decoded, or is refused
+    ├── CodecError             bytes are not what their envelope says
+    ├── LayoutError            an engine's KV cache does not map to pages
+    ├── StoreError
+    │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
+    └── EncoderError
+        ├── EncoderUnavailable no answer inside the deadline, or no service at all
+        └── EncoderRefused     the service answered that it will not do this
+
+Connectors catch `CornplugError` in exactly one place each and count a miss.
+"""
+
+from __future__ import annotations
+
+
+class CornplugError(Exception):
+    """Root of the tree.
+
+    `reason` is a short snake_case word, fit for a metric label: the same word
+    appears in `cornplug_misses_total{reason=...}`.
+    """
+
+    def __init__(self, message: str, *, reason: str = "error") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ConfigError(CornplugError):
+    """A setting is wrong. The message names the field and what to write instead."""
+
+    def __init__(self, field: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{field}: {problem}. {remedy}", reason="config")
+        self.field = field
+        self.remedy = remedy
+
+
+class CheckpointError(CornplugError):
+    """A checkpoint cannot be read, or belongs to no family we know."""
+
+
+class MediaError(CornplugError):
+    """A medium cannot be decoded, or exceeds a limit."""
+
+
+class CodecError(CornplugError):
+    """Bytes do not agree with their envelope (magic, version, shape or checksum)."""
+
+
+class LayoutError(CornplugError):
+    """An engine's KV cache does not map to engine-neutral pages."""
+
+
+class StoreError(CornplugError):
+    """The store answered that it cannot do what was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """The store gave no answer inside the deadline (`reason` "store_timeout") or
+    there is none (`reason` "store_down")."""
+
+
+class EncoderError(CornplugError):
+    """Root of what the encoder client raises."""
+
+
+class EncoderUnavailable(EncoderError):
+    """No answer inside the deadline ("encoder_timeout") or no service ("encoder_down")."""
+
+
+class EncoderRefused(EncoderError):
+    """The service answered, and will not: unknown model, bad input, too late."""

@@ -1,0 +1,182 @@
+"""What an entry was computed from, as 32 bytes. Pure: no file, no clock, no engine.
+
+Everything here is SHA-256 over length-prefixed parts under a domain name, so that no two
+different inputs ever share an encoding. Schemes are versioned by that domain; golden
+vectors in tests/golden/identity.json freeze them.
+
+    tower fp ─┐
+    projector fp ┼─ model identity ─┐
+    spec fp ──┘                     ├─ embedding key     (what a tower gave for a medium)
+    media digest ───────────────────┤
+    tenant salt, store secret ──────┘
+    LM fp, kv spec ── kv root ── chain of 16-token links ── page key   (KV of a prefix)
+
+`tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+DIGEST_BYTES: Final = 32
+LINK_TOKENS: Final = 16
+"""Tokens in one link of the page chain, whatever the page size of an engine."""
+
+_WIDE_BASE: Final = 1_000_000
+_WIDE_MASK: Final = (1 << 62) - 1
+_U32_MAX: Final = (1 << 32) - 1
+
+
+def digest(domain: str, *parts: bytes) -> bytes:
+    """SHA-256 of a domain name and parts, each prefixed by its length as 8 bytes big-endian."""
+    h = hashlib.sha256()
+    for part in (domain.encode(), *parts):
+        h.update(struct.pack(">Q", len(part)))
+        h.update(part)
+    return h.digest()
+
+
+def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
+    """`digest` under HMAC-SHA256 with the store's secret: nobody outside can make keys."""
+    return hmac.digest(secret, digest(domain, *parts), "sha256")
+
+
+def canonical(value: Mapping[str, Any]) -> bytes:
+    """Canonical JSON (sorted keys, no spaces, no NaN) of a spec.
+
+    Raises TypeError or ValueError for what JSON cannot carry, rather than guess a form:
+    a spec that lost a field would share what differs.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
+    """Fingerprint of weights: (normalised name, safetensors dtype, shape, SHA-256 of raw bytes).
+
+    Order does not matter; a name given twice raises ValueError.
+    """
+    rows: dict[str, bytes] = {}
+    for name, dtype, shape, data in tensors:
+        if name in rows:
+            raise ValueError(f"tensor {name!r} appears twice")
+        packed = struct.pack(f">{len(shape)}Q", *shape)
+        rows[name] = digest("cornplug-tensor-v1", name.encode(), dtype.encode(), packed, data)
+    return digest("cornplug-weights-v1", *(rows[name] for name in sorted(rows)))
+
+
+def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
+    """Fingerprint of everything but weights and content that changes a tower's output."""
+    return digest("cornplug-spec-v1", canonical(spec))
+
+
+def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
+    """What an embedding depends on besides the medium. Equal for every fine-tune, merge or
+    quantisation that left tower and projector alone."""
+    return digest("cornplug-model-v1", tower_fp, projector_fp, spec_fp)
+
+
+def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview) -> bytes:
+    """Media digest of a decoded picture: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
+    h = hashlib.sha256(b"cornplug-pixels-v1")
+    h.update(struct.pack(">16sQQ", mode.encode(), width, height))
+    h.update(pixels)
+    return h.digest()
+
+
+def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
+    """Digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
+
+    Used for decoded audio and video frames, and for a tower's very input.
+    """
+    h = hashlib.sha256(b"cornplug-array-v1")
+    h.update(struct.pack(">16sB", dtype.encode(), len(shape)))
+    h.update(struct.pack(f">{len(shape)}Q", *shape))
+    h.update(data)
+    return h.digest()
+
+
+def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -> bytes:
+    """Key of what a tower and projector give for one medium, as an engine consumes it.
+
+    Args:
+        model: `model_identity`.
+        media: `pixels_digest` or `array_digest`.
+        salt: the tenant's salt; None is the deployment's shared domain, "" is a salt.
+    """
+    return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))
+
+
+def feature_key(
+    secret: bytes, tower_fp: bytes, tower_spec_fp: bytes, inputs: Sequence[bytes], salt: str | None
+) -> bytes:
+    """Key of a tower's output before any per-model parameter: shared by different LLMs.
+
+    `inputs` are `array_digest`s of the tower's very input tensors in a fixed order, so
+    preprocessing needs no name here: what it did is in the bytes.
+    """
+    return keyed(
+        secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _salt(salt)
+    )
+
+
+def kv_root(
+    secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None
+) -> bytes:
+    """What KV depends on besides the tokens: the whole LM (with adapters and quantisation),
+    cache dtype, rope and page geometry, tenant."""
+    return keyed(
+        secret, "cornplug-kv-root-v1", language_model_fp, canonical(kv_spec), _salt(salt)
+    )
+
+
+def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
+    """The four wide values that stand, in rotation, for a medium's placeholder tokens.
+
+    `lineage` is the medium's embedding key: 248 of its bits enter the chain. The form is
+    SGLang's wide pad value (1_000_000 + 62 bits), which no vocabulary reaches, so that
+    SGLang's hook can put the very same values into its own token stream.
+    """
+    if len(lineage) != DIGEST_BYTES:
+        raise ValueError(f"lineage must be {DIGEST_BYTES} bytes, not {len(lineage)}")
+    a, b, c, d = struct.unpack(">4Q", lineage)
+    return (
+        _WIDE_BASE + (a & _WIDE_MASK),
+        _WIDE_BASE + (b & _WIDE_MASK),
+        _WIDE_BASE + (c & _WIDE_MASK),
+        _WIDE_BASE + (d & _WIDE_MASK),
+    )
+
+
+def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """Advance the chain over whole links; `len(tokens)` must be a multiple of LINK_TOKENS.
+
+    A link is SGLang's published page hash: sha256(prior || tokens as little-endian u32),
+    or, where a token exceeds 32 bits, sha256(prior || 0xff || tokens as little-endian u64)
+    (sglang/srt/mem_cache/utils.py, 0.5.23). `prior` is b"" at the first link.
+    """
+    if len(tokens) % LINK_TOKENS:
+        raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+    out = []
+    for start in range(0, len(tokens), LINK_TOKENS):
+        link = tokens[start : start + LINK_TOKENS]
+        if max(link) > _U32_MAX:
+            packed = b"\xff" + struct.pack(f"<{LINK_TOKENS}Q", *link)
+        else:
+            packed = struct.pack(f"<{LINK_TOKENS}I", *link)
+        prior = hashlib.sha256(prior + packed).digest()
+        out.append(prior)
+    return out
+
+
+def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -> bytes:
+    """Key of the page whose last token ends the link with `chain_value`."""
+    return keyed(secret, "cornplug-page-v1", root, struct.pack(">Q", page_tokens), chain_value)
+
+
+def _salt(salt: str | None) -> bytes:
+    return b"\x00" if salt is None else b"\x01" + salt.encode()

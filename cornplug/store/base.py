@@ -1,0 +1,132 @@
+"""The one seam of every store: key -> bytes, written in place, read in place.
+
+A `Store` knows nothing of engines, models or tokens. Keys are 32 bytes from
+`cornplug.identity`; `meta` is the envelope header of `cornplug.codec`; the payload is
+raw bytes in an *arena* that every process of the host may map.
+
+    absent ──reserve──> reserved ──commit──> present ──lease──> leased ──release──> present
+               │            │                   │
+             Refusal     release / death of   evicted, deleted (never while leased)
+                         its connection
+
+Contract, held by `cornplug.testing.StoreContract` for every implementation:
+
+* Nothing is visible before `commit`; after it, `meta` and payload never change.
+* Two writers of one key: the first `reserve` wins, the other is told `PENDING`, and
+  `PRESENT` once it is committed. Nobody overwrites.
+* A lease keeps its entry in place until released, until it expires, or until the
+  connection that took it ends. A reservation ends the same way, and its room is not
+  given to another writer before the `quarantine` has passed, so that a dying writer
+  cannot scribble over a live entry.
+* Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
+* Questions (`contains`, `stat`) change nothing; in particular they do not refresh LRU.
+* A full store evicts unleased entries; when that is not enough it refuses with `FULL`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+KEY_BYTES = 32
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True):
+    """Where a payload lies; small enough to travel to another process of the host."""
+
+    arena_id: bytes
+    """16 random bytes, new for each arena: a location of a dead store never resolves."""
+    offset: int
+    """Byte offset of the payload in the arena; a multiple of 64."""
+    size: int
+    """Payload size in bytes."""
+    generation: int
+    """Changes whenever this room is given to another entry."""
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """A promise that an entry stays where it is."""
+
+    token: int
+    key: bytes
+    meta: bytes
+    location: Location
+
+
+class Reservation(msgspec.Struct, frozen=True, array_like=True):
+    """Room for one entry that only its owner may fill."""
+
+    token: int
+    key: bytes
+    location: Location
+
+
+class Refusal(enum.Enum):
+    """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost."""
+
+    PRESENT = "present"
+    PENDING = "pending"
+    FULL = "full"
+    TOO_LARGE = "too_large"
+
+
+class StoreStat(msgspec.Struct, frozen=True):
+    """A snapshot; all sizes in bytes."""
+
+    capacity_bytes: int
+    used_bytes: int
+    entries: int
+    reservations: int
+    leases: int
+    bytes_by_app: dict[str, int]
+    evictions: int
+    hits: int
+    """Keys for which `lease` found an entry, since the store began."""
+    misses: int
+    refusals: int
+    """Reservations refused with FULL or TOO_LARGE."""
+
+
+class Store(Protocol):
+    """See the module's contract. Implementations are safe to call from several threads."""
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        """One byte a key, 1 where it is present. The longest prefix is `mask.find(0)`."""
+
+    def lease(
+        self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float
+    ) -> list[Lease | None]:
+        """A lease for each key that is present, None for the others; refreshes LRU."""
+
+    def reserve(
+        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+    ) -> list[Reservation | Refusal]:
+        """Room for each (key, size in bytes), charged to `app`, or why not."""
+
+    def commit(
+        self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
+    ) -> list[bool]:
+        """Publish each (reservation, meta). False where the reservation had ended."""
+
+    def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
+        """End leases, or give up reservations. Unknown tokens are ignored."""
+
+    def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        """Drop entries, leased ones as soon as they are released; the number dropped.
+
+        A dropped entry is invisible at once, even while a lease keeps its bytes."""
+
+    def stat(self, *, deadline_s: float) -> StoreStat:
+        """A snapshot of sizes and counts."""
+
+    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+        """The bytes of a location, without a copy and without asking the daemon.
+
+        Raises StoreUnavailable("stale_location") when the location is of another arena.
+        The caller holds the lease or the reservation; this call does not check that."""
+
+    def close(self) -> None:
+        """End the connection: every lease and reservation of it ends."""
