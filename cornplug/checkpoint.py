@@ -1,0 +1,241 @@
+"""A published checkpoint as what it computes: fingerprints of its parts, and specs.
+
+Torch-free. Reads config.json, the preprocessor's JSON and safetensors; never code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cornplug.errors import CheckpointError
+from cornplug.families import FAMILIES, Family, Part, without_inert
+from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
+from cornplug.tensor_files import TensorEntry, read_header, tensor_digests, tensor_files
+
+__all__ = ["Checkpoint", "ModelIdentity", "Part"]
+
+NUMERIC_CLASS: Final = "any"
+"""Producers of one numeric class give equal bits, or bits that a deployment takes as equal."""
+
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
+_MAX_JSON_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What a model's embeddings depend on besides the medium; 32 bytes each."""
+
+    identity: bytes
+    tower_fp: bytes
+    projector_fp: bytes
+    spec_fp: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """One checkpoint folder, opened. Make it with `open`."""
+
+    path: Path
+    config: dict[str, Any]
+    """config.json"""
+    preprocessor: dict[str, Any]
+    """preprocessor_config.json; empty for a text-only model."""
+
+    @classmethod
+    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
+        """Open a folder, or a hub id from the local Hugging Face cache. Nothing is downloaded.
+
+        Raises CheckpointError: "not_found", "bad_config".
+        """
+        path = Path(model) if Path(model).is_dir() else _cached_snapshot(model, revision)
+        config = _read_json(path / "config.json")
+        if config is None:
+            raise CheckpointError(f"{path} has no config.json. Name a checkpoint folder.", reason="not_found")
+        # transformers looks in the same order.
+        nested = (_read_json(path / "processor_config.json") or {}).get("image_processor")
+        alone = _read_json(path / "preprocessor_config.json")
+        return cls(path, config, nested if isinstance(nested, dict) else alone or {})
+
+    @property
+    def family(self) -> Family:
+        """Raises CheckpointError("unknown_family") for a model_type that has no family."""
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        if family is None:
+            raise CheckpointError(
+                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower. "
+                f"Families: {', '.join(FAMILIES)}.",
+                reason="unknown_family",
+            )
+        return family
+
+    def fingerprint(self, part: Part) -> bytes:
+        """Fingerprint of a part's weights, whatever the names' generation and the file split.
+
+        A tower counts up to the cut only (`Family.before_cut`). A model of no known family
+        is all language model. Raises CheckpointError as `locate`, and "unreadable", "changed".
+        """
+        rows = self._part(part)
+        wanted: dict[Path, dict[str, TensorEntry]] = {}
+        for file, name, entry in rows.values():
+            wanted.setdefault(file, {})[name] = entry
+        digests = tensor_digests(wanted)
+        return tensors_fingerprint(
+            (normal, entry.dtype, entry.shape, digests[file][name])
+            for normal, (file, name, entry) in rows.items()
+        )
+
+    def locate(self, part: Part) -> dict[str, tuple[Path, str]]:
+        """Normalised name -> (file, name in that file) of a part's tensors up to the cut.
+
+        Tower and projector names are relative to their part: `encoder.layers.0...`,
+        `linear_1.weight`, `blocks.0...`, `ln_q.weight`. Language models read
+        `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (tower
+        or projector of one), "no_weights" (the part has no tensor), and as `tensor_files`.
+        """
+        return {normal: (file, name) for normal, (file, name, _) in self._part(part).items()}
+
+    def tower_spec(self, dtype: str, *, numeric_class: str = NUMERIC_CLASS) -> dict[str, Any]:
+        """What shapes the tower's output besides weights: family, config up to the cut, dtype.
+
+        `dtype` is torch's name without "torch." in which the tower runs.
+        """
+        return {
+            "family": self.family.name,
+            "tower": self.family.tower_spec(self.config),
+            "dtype": dtype,
+            "numeric_class": numeric_class,
+            "quantization": self._quantization("tower"),
+        }
+
+    def embedding_spec(
+        self,
+        dtype: str,
+        *,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        numeric_class: str = NUMERIC_CLASS,
+    ) -> dict[str, Any]:
+        """`tower_spec` with projector and preprocessor.
+
+        `processor_kwargs` are an engine's overrides (vLLM's `mm_processor_kwargs`).
+        """
+        return {
+            "tower": self.tower_spec(dtype, numeric_class=numeric_class),
+            "projector": self.family.projector_spec(self.config),
+            "projector_quantization": self._quantization("projector"),
+            "preprocessor": self.family.preprocess_spec({**self.preprocessor, **(processor_kwargs or {})}),
+        }
+
+    def identity(
+        self,
+        dtype: str,
+        *,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        numeric_class: str = NUMERIC_CLASS,
+    ) -> ModelIdentity:
+        """The identity under which this model's embeddings are shared. Reads weights."""
+        spec = self.embedding_spec(dtype, processor_kwargs=processor_kwargs, numeric_class=numeric_class)
+        tower, projector = self.fingerprint("tower"), self.fingerprint("projector")
+        spec_fp = spec_fingerprint(spec)
+        return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
+
+    def kv_spec(self) -> dict[str, Any]:
+        """What changes KV besides the language model's weights: the text config without names.
+
+        Rope reads alike whether transformers 4 or 5 wrote it.
+        """
+        whole = self.config
+        text = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
+        # In a flat file the towers' configs stand beside the text's own fields.
+        spec = {k: v for k, v in without_inert(text).items() if k not in _OTHER_PARTS}
+        # Flat and nested files of one family name their text part differently.
+        spec["model_type"] = str(spec.get("model_type", "")).removesuffix("_text")
+        for name in ("quantization_config", "compression_config"):
+            found = text.get(name, whole.get(name))
+            if found is not None:
+                spec[name] = found
+        theta, scaling = spec.pop("rope_theta", None), spec.pop("rope_scaling", None)
+        rope = {**(scaling or {}), **(spec.pop("rope_parameters", None) or {})}
+        if theta is not None:
+            rope.setdefault("rope_theta", theta)
+        legacy = rope.pop("type", "default")
+        rope.setdefault("rope_type", legacy)
+        if rope["rope_type"] == "mrope":  # transformers 5 tells it by `mrope_section` alone
+            rope["rope_type"] = "default"
+        return spec | {"rope_parameters": rope}
+
+    def _quantization(self, part: Part) -> object:
+        """The quantisation config where it reaches this part: None for a tower left alone."""
+        if all(entry.dtype in _FLOATS for _, _, entry in self._part(part).values()):
+            return None
+        return self.config.get("quantization_config")
+
+    def _part(self, part: Part) -> dict[str, tuple[Path, str, TensorEntry]]:
+        family = None if part == "language_model" else self.family
+        rows = self._parts.get(part)
+        if not rows:
+            raise CheckpointError(f"{self.path} has no {part} tensors.", reason="no_weights")
+        if family is None or part == "projector":
+            return rows
+        return {name: row for name, row in rows.items() if family.before_cut(self.config, name)}
+
+    @cached_property
+    def _parts(self) -> dict[Part, dict[str, tuple[Path, str, TensorEntry]]]:
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        parts: dict[Part, dict[str, tuple[Path, str, TensorEntry]]] = {}
+        for file in tensor_files(self.path):
+            for name, entry in read_header(file).items():
+                part, normal = family.classify(name) if family else ("language_model", name)
+                if part == "language_model" and family and self._unread(normal):
+                    continue
+                rows = parts.setdefault(part, {})
+                if normal in rows:
+                    raise CheckpointError(
+                        f"{self.path}: {name!r} in {file.name} and {rows[normal][1]!r} in "
+                        f"{rows[normal][0].name} are the same tensor. Remove stray weight files.",
+                        reason="duplicate_tensor",
+                    )
+                rows[normal] = (file, name, entry)
+        return parts
+
+    def _unread(self, name: str) -> bool:
+        """Tensors that some savers write and no engine reads: rope tables, a tied head's copy."""
+        text = self.config.get("text_config")
+        tied = self.config.get("tie_word_embeddings") or (
+            isinstance(text, dict) and text.get("tie_word_embeddings")
+        )
+        return name.endswith("rotary_emb.inv_freq") or (bool(tied) and name == "lm_head.weight")
+
+
+def _cached_snapshot(model: str, revision: str | None) -> Path:
+    # Its import takes longer than reading a checkpoint folder.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as e:
+        raise CheckpointError(
+            f"{model} is neither a folder nor in the local Hugging Face cache. Run: hf download {model}",
+            reason="not_found",
+        ) from e
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes.", reason="bad_config")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise CheckpointError(f"{path} is no JSON object: {e}.", reason="bad_config") from e

@@ -1,0 +1,279 @@
+"""Safetensors files, read with suspicion: headers with limits, and digests of raw bytes.
+
+A header is checked whole before a byte of data is touched: names, dtypes, shapes and
+offsets must agree with each other and with the file's size. Digests are kept per file
+under `config.cache_dir()/"fingerprints"`, so that a checkpoint is read once a host.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import math
+import os
+import re
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cornplug.config import cache_dir
+from cornplug.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES: Final = 32 << 20
+"""About 250,000 tensors: more than any published shard."""
+_PIECE_BYTES: Final = 8 << 20
+_SHOW_PROGRESS_BYTES: Final = 2 << 30
+_HASH_THREADS: Final = min(4, os.cpu_count() or 1)
+_SETTLED_S: Final = 2.0
+"""A file younger than this may still change without a change of its time stamps."""
+
+_DTYPE_BITS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[_Natural, _Natural]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of a file: safetensors dtype name, shape, and where its bytes lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """From the start of the file."""
+    size_bytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file.
+
+    Raises CheckpointError("bad_header") unless length, names, shapes and offsets are
+    consistent and the tensors fill the file without gap or overlap.
+    """
+    try:
+        with path.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            head = f.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise _bad(path, f"header of {length} bytes in a file of {size}")
+            text = f.read(length)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        rows = {name: msgspec.json.decode(row, type=_Row) for name, row in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _bad(path, str(e)) from e
+    return _checked(path, rows, start=8 + length, size=size)
+
+
+def _checked(path: Path, rows: Mapping[str, _Row], *, start: int, size: int) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    at = 0
+    for name, row in sorted(rows.items(), key=lambda item: item[1].data_offsets):
+        begin, end = row.data_offsets
+        bits = _DTYPE_BITS.get(row.dtype)
+        if bits is None:
+            raise _bad(path, f"tensor {name!r} has unknown dtype {row.dtype!r}")
+        if begin != at or (end - begin) * 8 != math.prod(row.shape) * bits:
+            raise _bad(path, f"tensor {name!r} at [{begin}, {end}), shape {row.shape}, does not follow {at}")
+        entries[name] = TensorEntry(row.dtype, row.shape, start + begin, end - begin)
+        at = end
+    if start + at != size:
+        raise _bad(path, f"tensors end at byte {start + at} of {size}")
+    return entries
+
+
+def _bad(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {problem}. Download it again.", reason="bad_header")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files that engines load from a checkpoint folder, sorted by name.
+
+    Raises CheckpointError: "missing_shard" (named in the index, not there), "not_safetensors"
+    (only other formats), "no_weights", "bad_header" (an index that is none).
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise _bad(index, str(e)) from e
+        for name in names:
+            if Path(name).name != name:
+                raise _bad(index, f"{name!r} is no file name")
+            if not (folder / name).is_file():
+                raise CheckpointError(
+                    f"{folder} lacks {name}, which its index names. Finish the download.",
+                    reason="missing_shard",
+                )
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
+    if found:
+        return found
+    if any(folder.glob("adapter_*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds a LoRA adapter only. Name the base model, or merge the adapter.",
+            reason="no_weights",
+        )
+    if any(p for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} has no safetensors weights, and other formats are not read. "
+            "Convert it: load it with transformers and call save_pretrained(safe_serialization=True).",
+            reason="not_safetensors",
+        )
+    raise CheckpointError(f"{folder} holds no weights. Finish the download.", reason="no_weights")
+
+
+def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
+    """SHA-256 of the raw bytes of each wanted tensor, by file. Reads only what no cache holds.
+
+    Raises CheckpointError("unreadable", "changed") when a file cannot be read or changes
+    meanwhile.
+    """
+    total = sum(entry.size_bytes for entries in wanted.values() for entry in entries.values())
+    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    show = total > _SHOW_PROGRESS_BYTES
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not show, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        out = {}
+        for path, entries in wanted.items():
+            progress.update(task, description=path.name)
+            out[path] = _file_digests(path, entries, lambda n: progress.advance(task, n))
+    return out
+
+
+def _file_digests(
+    path: Path, entries: Mapping[str, TensorEntry], advance: Callable[[float], None]
+) -> dict[str, bytes]:
+    identity, settled = _file_identity(path)
+    slot = cache_dir() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
+    with _only_reader(slot):
+        known = _load_cache(slot, identity)
+        missing = {name: entry for name, entry in entries.items() if name not in known}
+        advance(sum(entries[name].size_bytes for name in entries.keys() - missing.keys()))
+        if missing:
+            known |= _hash_tensors(path, missing, advance)
+            if _file_identity(path)[0] != identity:
+                raise CheckpointError(f"{path} changed while it was read. Try again.", reason="changed")
+            if settled:
+                _save_cache(slot, identity, known)
+    return {name: known[name] for name in entries}
+
+
+def _file_identity(path: Path) -> tuple[str, bool]:
+    """What stands for a file's content, and whether it may be trusted on a later day.
+
+    A blob of the Hugging Face cache is named by its own SHA-256. Elsewhere: place, size,
+    times and inode, unless they are so fresh that a further write could leave them equal.
+    """
+    try:
+        real = path.resolve(strict=True)
+        stat = real.stat()
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
+    if real.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", real.name):
+        return f"sha256:{real.name}:{stat.st_size}", True
+    newest = max(stat.st_mtime_ns, stat.st_ctime_ns)
+    identity = f"file:{real}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
+    return identity, time.time_ns() - newest > _SETTLED_S * 1e9
+
+
+def _hash_tensors(
+    path: Path, entries: Mapping[str, TensorEntry], advance: Callable[[float], None]
+) -> dict[str, bytes]:
+    def one(name: str) -> bytes:
+        entry, h, done = entries[name], hashlib.sha256(), 0
+        buffer = bytearray(min(_PIECE_BYTES, entry.size_bytes))
+        while done < entry.size_bytes:
+            piece = memoryview(buffer)[: entry.size_bytes - done]
+            got = os.preadv(file, [piece], entry.offset + done)
+            if got == 0:
+                raise CheckpointError(f"{path} ended inside {name!r}. Try again.", reason="changed")
+            h.update(piece[:got])
+            done += got
+            advance(got)
+        return h.digest()
+
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
+    try:
+        # hashlib and preadv release the GIL, so threads hash in parallel.
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            return dict(zip(entries, pool.map(one, entries), strict=True))
+    finally:
+        os.close(file)
+
+
+class _Cached(msgspec.Struct):
+    identity: str
+    sha256: dict[str, str]
+
+
+def _load_cache(slot: Path, identity: str) -> dict[str, bytes]:
+    try:
+        cached = msgspec.json.decode(slot.read_bytes(), type=_Cached)
+        digests = {name: bytes.fromhex(text) for name, text in cached.sha256.items()}
+    except (OSError, ValueError):  # absent, or damaged (msgspec's errors are ValueErrors): read again
+        return {}
+    if cached.identity != identity or any(len(d) != 32 for d in digests.values()):
+        return {}
+    return digests
+
+
+def _save_cache(slot: Path, identity: str, digests: Mapping[str, bytes]) -> None:
+    body = msgspec.json.encode(_Cached(identity, {name: d.hex() for name, d in digests.items()}))
+    try:
+        with tempfile.NamedTemporaryFile(dir=slot.parent, prefix=".new-", delete=False) as f:
+            f.write(body)
+        os.replace(f.name, slot)
+    except OSError as e:
+        _log.warning("fingerprints are not kept, so they are computed again: %s", e)
+
+
+@contextmanager
+def _only_reader(slot: Path) -> Iterator[None]:
+    """One process at a time reads the file of this slot; the next one finds its digests."""
+    with ExitStack() as held:
+        try:
+            slot.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = held.enter_context(slot.with_suffix(".lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as e:
+            # A read-only home costs a second reading, not the service.
+            _log.warning("no fingerprint cache in %s: %s", slot.parent, e)
+        yield
