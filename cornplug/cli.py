@@ -1,0 +1,90 @@
+"""The command `cornplug`: a table of commands, each loaded when it is asked for.
+
+Knows nothing of what a command does. A command is `main(argv) -> exit status`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from cornplug import __version__
+from cornplug.errors import CornplugError
+
+
+class Command(NamedTuple):
+    target: str
+    """`module:function`, imported late: `cornplug --help` must not load torch."""
+    help: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
+    "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
+    "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),
+    "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
+}
+
+# Top-level module -> the extra of ours that brings it.
+EXTRAS: Mapping[str, str] = {
+    "torch": "encoder",
+    "transformers": "encoder",
+    "safetensors": "encoder",
+    "fastapi": "encoder",
+    "uvicorn": "encoder",
+    "multipart": "encoder",
+    "python_multipart": "encoder",
+    "vllm": "vllm",
+    "sglang": "sglang",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status, or 2 for a CornplugError (one line on stderr)."""
+    args = _parser().parse_args(argv)
+    try:
+        return _load(COMMANDS[args.command].target)(args.args)
+    except CornplugError as e:
+        print(f"cornplug {args.command}: {e}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as e:
+        extra = EXTRAS.get((e.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        print(
+            f"cornplug {args.command}: needs {e.name}, which is not installed. "
+            f"Run: pip install 'cornplug[{extra}]'",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _load(target: str) -> Callable[[list[str]], int]:
+    module, _, function = target.partition(":")
+    command: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return command
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="cornplug",
+        description="Engines share what they compute.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+        + "\n\n'cornplug COMMAND --help' explains one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cornplug {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

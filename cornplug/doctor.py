@@ -1,0 +1,285 @@
+"""`cornplug doctor`: is this host set up as its engines will find it?
+
+Each check is a function that yields findings. None changes anything: no daemon is started,
+no secret made. vLLM is never imported here; a short-lived process of its own does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cornplug import __version__, config, fingerprint
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.protocol import Described
+from cornplug.errors import CheckpointError, ConfigError, EncoderError, StoreError
+from cornplug.store.base import StoreStat
+from cornplug.store.pool import PoolStore
+from cornplug.vllm_connector import compat
+
+_ENTRY_GROUP, _ENTRY_NAME = "vllm.general_plugins", "cornplug"
+_ANSWER_S = 2.0
+_PROBE_S = 120.0
+_PROBE = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from cornplug.vllm_connector import plugin
+print("registered" if plugin.registered() else "why:" + plugin.why_not())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `remedy` is empty where nothing need be done."""
+
+    status: Literal["ok", "warn", "fail"]
+    check: str
+    what: str
+    remedy: str = ""
+
+
+def main(argv: list[str]) -> int:
+    """Print the findings; 1 when one of them is a failure. Raises ConfigError for a wrong setting."""
+    parser = argparse.ArgumentParser(prog="cornplug doctor", description="Check this host's set-up.")
+    parser.add_argument(
+        "--model", action="append", default=[], help="a checkpoint that is to be served; repeatable"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="what the engine computes in"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    args = parser.parse_args(argv)
+    findings = list(examine(config.load(), args.model, args.dtype))
+    if args.json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        _print(findings)
+    return int(any(f.status == "fail" for f in findings))
+
+
+def examine(
+    settings: config.Config, models: list[str], dtype: fingerprint.DType | None = None
+) -> Iterator[Finding]:
+    """Every check in order, each finding as soon as it is known."""
+    yield from versions()
+    yield from plugin()
+    yield from secret(settings.store)
+    yield from store(settings.store)
+    described = describe_encoder(settings.encoder)
+    yield from encoder(settings.encoder, described)
+    for model in models:
+        yield from served(model, dtype, described)
+
+
+def versions() -> Iterator[Finding]:
+    """Python, cornplug, and a vLLM inside the tested range."""
+    yield Finding("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
+    low, high = (".".join(map(str, v)) for v in compat.TESTED)
+    remedy = f"pip install 'vllm>={low},<{high}', or a cornplug release for the vLLM that you have."
+    version = compat.vllm_version()
+    if version is None:
+        yield Finding("warn", "vllm", "not installed in this environment", remedy)
+    elif compat.is_tested(version):
+        yield Finding("ok", "vllm", f"{version}, in the tested range")
+    else:
+        yield Finding("fail", "vllm", f"{version}, tested are {low} up to below {high}", remedy)
+
+
+def plugin() -> Iterator[Finding]:
+    """The entry point is there, and an engine's process that follows it ends up with our hooks."""
+    if compat.vllm_version() is None:
+        return
+    if not entry_points(group=_ENTRY_GROUP, name=_ENTRY_NAME):
+        yield Finding(
+            "fail", "plugin", f"no entry point {_ENTRY_GROUP}:{_ENTRY_NAME}", "pip install cornplug, again."
+        )
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _ENTRY_NAME not in allowed.split(","):
+        yield Finding(
+            "fail",
+            "plugin",
+            f"VLLM_PLUGINS={allowed} leaves it out",
+            f"Add {_ENTRY_NAME}, or unset VLLM_PLUGINS.",
+        )
+        return
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            "fail",
+            "plugin",
+            f"a process that loads it took over {_PROBE_S:g} s",
+            "See why by: vllm --version",
+        )
+        return
+    said = (probe.stdout.strip().splitlines() or [""])[-1]
+    if probe.returncode == 0 and said == "registered":
+        yield Finding("ok", "plugin", "found and registered by a process of vLLM")
+    else:
+        why = said.removeprefix("why:") if probe.returncode == 0 else probe.stderr.strip()[-300:]
+        yield Finding(
+            "fail", "plugin", f"did not register: {why}", "Correct what it names; engines log the same line."
+        )
+
+
+def secret(settings: config.StoreConfig) -> Iterator[Finding]:
+    """The secret is 32 bytes that only this user reads."""
+    path = settings.secret_file
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        yield Finding("ok", "secret", f"{path}: none yet, made on first use")
+        return
+    except OSError as e:
+        yield Finding(
+            "fail", "secret", f"{path}: {e.strerror}", "Set store.secret_file to a file of your own."
+        )
+        return
+    if about.st_size != 32:
+        remedy = f"Remove it, or: head -c 32 /dev/urandom > {path}"
+        yield Finding("fail", "secret", f"{path} has {about.st_size} bytes, want 32", remedy)
+    elif about.st_mode & 0o077:
+        remedy = f"chmod 600 {path}; replace it if strangers may have read it."
+        yield Finding(
+            "fail", "secret", f"{path} has mode {about.st_mode & 0o777:03o}: others can make keys", remedy
+        )
+    else:
+        yield Finding("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
+
+
+def store(settings: config.StoreConfig) -> Iterator[Finding]:
+    """A store answers, or there is room to start one."""
+    stat = ask_store(settings)
+    if not isinstance(stat, StoreStat):
+        start = f"cornplug serve-store --socket {settings.socket}"
+        yield Finding(
+            "warn" if settings.autostart else "fail",
+            "store",
+            f"{settings.socket}: {stat}",
+            f"The first engine will start one; by hand: {start}"
+            if settings.autostart
+            else f"Start one: {start}",
+        )
+        yield from shared_memory(settings)
+        return
+    used = f"{_mib(stat.used_bytes)} of {_mib(stat.capacity_bytes)} used, {stat.entries} entries"
+    yield Finding("ok", "store", f"{settings.socket}: {used}, {stat.hits} hits, {stat.misses} misses")
+
+
+def ask_store(settings: config.StoreConfig) -> StoreStat | str:
+    """The store's own account, or why there is none."""
+    if not settings.secret_file.exists():
+        return "no store has run here, there is no secret yet"  # and a client would make one
+    try:
+        client = PoolStore(settings, autostart=False, connect_timeout_s=_ANSWER_S)
+    except ConfigError as e:
+        return str(e)
+    try:
+        return client.stat(deadline_s=_ANSWER_S)
+    except StoreError as e:
+        return str(e)
+    finally:
+        client.close()
+
+
+def shared_memory(settings: config.StoreConfig) -> Iterator[Finding]:
+    """`shm_dir` has room for a store of the size that is set."""
+    try:
+        about = os.statvfs(settings.shm_dir)
+    except OSError as e:
+        remedy = "Set store.shm_dir to a tmpfs, such as /dev/shm."
+        yield Finding("fail", "shared memory", f"{settings.shm_dir}: {e.strerror}", remedy)
+        return
+    free = about.f_bavail * about.f_frsize
+    what = f"{settings.shm_dir} has {_mib(free)} free, store.size_bytes is {_mib(settings.size_bytes)}"
+    if free >= settings.size_bytes:
+        yield Finding("ok", "shared memory", what)
+    else:
+        remedy = "Set CORNPLUG_STORE_SIZE_BYTES lower, or give more (docker run --shm-size=8g)."
+        yield Finding("warn", "shared memory", what, remedy)
+
+
+def describe_encoder(settings: config.EncoderConfig) -> Described | EncoderError:
+    """What the encoder service serves, or why it does not answer."""
+    client = SocketEncoder(settings.socket)
+    try:
+        return client.describe(deadline_s=_ANSWER_S)
+    except EncoderError as e:
+        return e
+    finally:
+        client.close()
+
+
+def encoder(settings: config.EncoderConfig, described: Described | EncoderError) -> Iterator[Finding]:
+    """An encoder service answers."""
+    if isinstance(described, Described):
+        names = ", ".join(f"{m.name} ({m.dtype})" for m in described.models)
+        yield Finding("ok", "encoder", f"{settings.socket}: serves {names or 'nothing'}")
+    else:
+        remedy = "Engines encode by themselves. To share a tower: cornplug encoder --model DIR"
+        yield Finding("warn", "encoder", f"{settings.socket}: {described}", remedy)
+
+
+def served(
+    model: str, dtype: fingerprint.DType | None, described: Described | EncoderError
+) -> Iterator[Finding]:
+    """A checkpoint's fingerprints can be computed, and the encoder serves that very identity."""
+    try:
+        report = fingerprint.describe(model, dtype)
+    except CheckpointError as e:
+        yield Finding(
+            "fail", model, str(e), "Name a folder with config.json and safetensors, or download it."
+        )
+        return
+    if report["identity"] is None:
+        kind = Checkpoint.open(model).config.get("model_type")
+        yield Finding("ok", model, f"{kind}: no tower that we know; KV is shared, embeddings are not")
+        return
+    yield Finding("ok", model, f"{report['family']}, {report['dtype']}, identity {report['identity'][:16]}")
+    if not isinstance(described, Described):
+        return
+    if any(m.identity.hex() == report["identity"] for m in described.models):
+        yield Finding("ok", model, "the encoder serves this identity")
+        return
+    near = [m for m in described.models if m.tower_fp.hex() == report["tower"]]
+    why = (
+        f"same tower as {near[0].name} ({near[0].dtype}), but not the same projector, settings or dtype"
+        if near
+        else ""
+    )
+    yield Finding(
+        "warn",
+        model,
+        f"the encoder does not serve this identity. {why}".rstrip(" ."),
+        f"Add it: cornplug encoder --model {model} --dtype {report['dtype']}",
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+def _print(findings: list[Finding]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "finding", "what to do"):
+        table.add_column(column, overflow="fold")
+    colour = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for f in findings:
+        table.add_row(f"[{colour[f.status]}]{f.status}[/]", *map(escape, (f.check, f.what, f.remedy)))
+    Console().print(table)

@@ -1,0 +1,235 @@
+"""A real `vllm serve` for tests, benchmarks and the demo, spoken to by its OpenAI API."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cornplug.testing.photos import Photo, photos
+from cornplug.testing.processes import (
+    EncoderProcess,
+    ManagedProcess,
+    ProcessFailed,
+    StoreProcess,
+    answers,
+    free_port,
+    wait_until,
+)
+
+__all__ = [
+    "Answer",
+    "EncoderProcess",
+    "ManagedProcess",
+    "Photo",
+    "ProcessFailed",
+    "RequestFailed",
+    "StoreProcess",
+    "VllmServer",
+    "free_port",
+    "has_gpu",
+    "photos",
+    "wait_until",
+]
+
+# Small and exact, unless the caller says otherwise: greedy answers are then comparable.
+_DEFAULTS: Mapping[str, str | None] = {
+    "--max-model-len": "2048",
+    "--dtype": "float32",
+    "--enforce-eager": None,
+}
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class RequestFailed(RuntimeError):
+    """The engine answered with an error status."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body}")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion. `logprobs` are of the chosen tokens, in order."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    finish_reason: str | None
+    ttft_s: float
+    """From sending the request to its first token."""
+    total_s: float
+
+
+class VllmServer(ManagedProcess):
+    """`vllm serve MODEL`, ready when /health answers 200.
+
+    `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
+    added. The server's name for the model is `model` for every server, whatever its folder.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *args: str,
+        log: Path,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        ready_s: float = 300,
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        given = {arg.partition("=")[0] for arg in args}
+        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--served-model-name", "model", *args]
+        for flag, value in _DEFAULTS.items():
+            if flag not in given:
+                command += [flag] if value is None else [flag, value]
+        # Kernel builds look for ninja on PATH, beside this interpreter.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        super().__init__(
+            command, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
+        )
+
+    def ready(self) -> bool:
+        return answers(f"{self.url}/health")
+
+    def chat(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        images: Sequence[bytes] = (),
+        max_tokens: int = 16,
+        cache_salt: str | None = None,
+        timeout_s: float = 120,
+        **fields: Any,
+    ) -> Answer:
+        """One greedy chat completion, streamed.
+
+        Args:
+            prompt: The user's words, or whole OpenAI messages (then without `images`).
+            images: Encoded pictures, placed before the words.
+            fields: Further fields of the request's body, as `temperature` or `ignore_eos`.
+
+        Raises RequestFailed for an error status, httpx.TransportError when the server is gone.
+        """
+        messages = [_user(prompt, images)] if isinstance(prompt, str) else list(prompt)
+        body: dict[str, Any] = {
+            "model": "model",
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({} if cache_salt is None else {"cache_salt": cache_salt}),
+            **fields,
+        }
+        url = f"{self.url}/v1/chat/completions"
+        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+            sent = time.perf_counter()
+            with client.stream("POST", url, json=body) as response:
+                if response.status_code != 200:
+                    raise RequestFailed(response.status_code, response.read().decode(errors="replace"))
+                return _collect(_events(response), sent)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics: `name{label="value",...}`, labels sorted, -> value."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                samples[f"{sample.name}{{{labels}}}"] = sample.value
+        return samples
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of `name` that have these labels; 0 where there is none."""
+        wanted = [f'{k}="{v}"' for k, v in labels.items()]
+        return sum(
+            value
+            for sample, value in self.metrics().items()
+            if sample.partition("{")[0] == name and all(label in sample for label in wanted)
+        )
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether the NVIDIA driver names a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return listed.stdout.startswith("GPU")
+
+
+def _vllm() -> str:
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise ProcessFailed("the command `vllm` is not installed. Run: script/setup")
+    return found
+
+
+def _user(prompt: str, images: Sequence[bytes]) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images
+    ]
+    return {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
+
+
+def _data_url(image: bytes) -> str:
+    mime = "png" if image.startswith(b"\x89PNG") else "webp" if image[8:12] == b"WEBP" else "jpeg"
+    return f"data:image/{mime};base64,{base64.b64encode(image).decode()}"
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RequestFailed(int(event["error"].get("code") or 500), line)
+            yield event
+
+
+def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
+    text, finish, usage, first = "", None, None, None
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for event in events:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            new = choice.get("token_ids") or []
+            if new and first is None:
+                first = time.perf_counter()
+            token_ids += new
+            text += choice["delta"].get("content") or ""
+            logprobs += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+            finish = choice.get("finish_reason") or finish
+    done = time.perf_counter()
+    if usage is None or first is None:
+        raise RequestFailed(200, f"the stream ended early, after {len(token_ids)} tokens")
+    return Answer(
+        text=text,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        prompt_tokens=usage["prompt_tokens"],
+        finish_reason=finish,
+        ttft_s=first - sent,
+        total_s=done - sent,
+    )

@@ -1,0 +1,52 @@
+"""What every test stands on: settings of its own, short socket paths, marks by folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cornplug.testing.engines import has_gpu
+
+_TESTS = Path(__file__).parent
+_ENGINE_TEST_S = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by folder, give engines time, and skip what wants a GPU where there is none."""
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder in ("integration", "stress"):
+            item.add_marker(folder)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
+        if item.get_closest_marker("gpu") is not None and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_settings() -> Iterator[Path]:
+    """No test reads this user's settings, secret, sockets or fingerprint cache."""
+    home = Path(tempfile.mkdtemp(prefix="cornplug-"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ:
+            if name.startswith("CORNPLUG_"):
+                patch.delenv(name)
+        patch.setenv("XDG_RUNTIME_DIR", str(home / "run"))
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        (home / "run").mkdir(mode=0o700)
+        yield home
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name: those end at 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="cp-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
