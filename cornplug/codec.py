@@ -84,10 +84,14 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
     if found_key != key:
         raise CodecError("header belongs to another key", reason="wrong_key")
     at = _FIXED.size + name_len
+    try:
+        named, dtype = Kind(kind), data[_FIXED.size : at].decode()
+    except ValueError as e:  # whole, but not written by this format
+        raise CodecError(f"header of an unknown kind: {e}", reason="codec") from e
     return Header(
-        kind=Kind(kind),
+        kind=named,
         key=found_key,
-        dtype=data[_FIXED.size : at].decode(),
+        dtype=dtype,
         shape=struct.unpack_from(f"<{dims}Q", data, at),
         checksums=struct.unpack_from(f"<{segments}Q", data, at + 8 * dims),
     )

@@ -82,9 +82,9 @@ class EngineConfig(_Section):
 class Config(_Section):
     """Everything. Frozen; make another with `load`."""
 
-    store: StoreConfig = StoreConfig()
-    encoder: EncoderConfig = EncoderConfig()
-    engine: EngineConfig = EngineConfig()
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    encoder: EncoderConfig = Field(default_factory=EncoderConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
 
 
 def load(

@@ -1,0 +1,141 @@
+"""The envelope: frozen bytes, and no damage that goes unseen."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug import codec
+from cornplug.codec import Header, Kind, checksum, decode_header, encode_header, verify
+from cornplug.errors import CodecError
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "codec.json").read_text())
+KEY = bytes(range(32))
+PAYLOAD = bytes(range(240))
+HEADER = Header(Kind.EMBEDDING, KEY, "bfloat16", (6, 20), (checksum(PAYLOAD[:120]), checksum(PAYLOAD[120:])))
+META = encode_header(HEADER)
+
+headers = st.builds(
+    Header,
+    kind=st.sampled_from(Kind),
+    key=st.binary(min_size=32, max_size=32),
+    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "uint8", ""]),
+    shape=st.lists(st.integers(0, (1 << 64) - 1), max_size=5).map(tuple),
+    checksums=st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=5).map(tuple),
+)
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=[row["header"]["kind"] for row in GOLDEN])
+def test_golden(row: dict[str, object]) -> None:
+    h = dict(row["header"])  # type: ignore[call-overload]
+    header = Header(
+        Kind[h["kind"]], bytes.fromhex(h["key"]), h["dtype"], tuple(h["shape"]), tuple(h["checksums"])
+    )
+    assert encode_header(header).hex() == row["meta"]
+    assert decode_header(bytes.fromhex(str(row["meta"])), key=header.key) == header
+
+
+def test_checksum_is_xxh3_64() -> None:
+    # The published value for no input: a change of seed or variant would be a change of format.
+    assert checksum(b"") == 0x2D06800538D394C2
+
+
+@given(headers)
+def test_a_header_comes_back(header: Header) -> None:
+    assert decode_header(memoryview(encode_header(header)), key=header.key) == header
+
+
+@given(st.integers(0, len(META) * 8 - 1))
+def test_any_flipped_bit_of_a_header_is_seen(bit: int) -> None:
+    with pytest.raises(CodecError):
+        decode_header(_flip(META, bit), key=KEY)
+
+
+@given(st.integers(0, len(PAYLOAD) * 8 - 1))
+def test_any_flipped_bit_of_a_payload_is_seen_in_its_segment(bit: int) -> None:
+    damaged = memoryview(_flip(PAYLOAD, bit))
+    hit = bit // 8 // 120
+    with pytest.raises(CodecError, match=f"segment {hit} of 2") as caught:
+        verify(HEADER, damaged)
+    assert caught.value.reason == "corrupt"
+    verify(HEADER, damaged, segments=[1 - hit])
+
+
+@pytest.mark.parametrize("size", range(len(META)))
+def test_a_truncated_header_is_seen(size: int) -> None:
+    with pytest.raises(CodecError) as caught:
+        decode_header(META[:size], key=KEY)
+    assert caught.value.reason == "codec"
+
+
+def test_a_longer_header_is_seen() -> None:
+    with pytest.raises(CodecError, match="damaged"):
+        decode_header(META + b"\0", key=KEY)
+
+
+@pytest.mark.parametrize("size", [0, 1, 120, 238, 239, 241, 242])
+def test_a_payload_of_another_size_is_seen(size: int) -> None:
+    with pytest.raises(CodecError) as caught:
+        verify(HEADER, memoryview((PAYLOAD * 2)[:size]))
+    assert caught.value.reason == "corrupt"
+
+
+def test_swapped_segments_are_seen() -> None:
+    with pytest.raises(CodecError, match="segment 0"):
+        verify(HEADER, memoryview(PAYLOAD[120:] + PAYLOAD[:120]))
+
+
+def test_a_whole_payload_passes() -> None:
+    verify(HEADER, memoryview(PAYLOAD))
+    verify(HEADER, memoryview(PAYLOAD), segments=[])
+
+
+def test_another_entry_s_header_is_refused() -> None:
+    with pytest.raises(CodecError) as caught:
+        decode_header(META, key=bytes(32))
+    assert caught.value.reason == "wrong_key"
+
+
+def test_another_release_s_header_is_named_as_such() -> None:
+    with pytest.raises(CodecError, match="version 2") as caught:
+        decode_header(_resealed(META, 4, struct.pack("<H", codec.VERSION + 1)), key=KEY)
+    assert caught.value.reason == "version"
+
+
+@pytest.mark.parametrize(("at", "patch"), [(6, b"\x63"), (44, b"\xff")], ids=["kind", "dtype"])
+def test_a_whole_header_of_unknown_content_is_refused(at: int, patch: bytes) -> None:
+    with pytest.raises(CodecError, match="unknown kind"):
+        decode_header(_resealed(META, at, patch), key=KEY)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(Kind.FEATURE, KEY[:31], "float32", (1,), (0,)),
+        Header(Kind.FEATURE, KEY, "x" * 256, (1,), (0,)),
+        Header(Kind.FEATURE, KEY, "float32", (1,) * 256, (0,)),
+        Header(Kind.FEATURE, KEY, "float32", (1,), ()),
+        Header(Kind.FEATURE, KEY, "float32", (1,), (0,) * 65536),
+    ],
+    ids=["key", "dtype", "dimensions", "no segments", "segments"],
+)
+def test_what_does_not_fit_is_refused(header: Header) -> None:
+    with pytest.raises(CodecError):
+        encode_header(header)
+
+
+def _flip(data: bytes, bit: int) -> bytes:
+    out = bytearray(data)
+    out[bit // 8] ^= 1 << bit % 8
+    return bytes(out)
+
+
+def _resealed(meta: bytes, at: int, patch: bytes) -> bytes:
+    """A header with a patched field and a checksum that agrees."""
+    body = meta[:at] + patch + meta[at + len(patch) : -8]
+    return body + struct.pack("<Q", checksum(body))
