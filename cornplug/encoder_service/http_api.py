@@ -1,0 +1,258 @@
+"""The HTTP face: pictures in, embeddings out. Every digest and key is computed here.
+
+    POST /v1/encode   multipart (model, image, salt, inline) or JSON {model, image, salt, inline}
+    GET  /v1/models   GET /health   GET /metrics   GET /openapi.json
+
+Nothing is ever fetched: an image is bytes, base64 or a data URL. A client gives no ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import pydantic
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cornplug import __version__
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service.pictures import Pictures
+from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import EncoderRefused, MediaError
+
+RAW: Final = "application/octet-stream"
+_STATUS: Final = {
+    "unknown_model": 404,
+    "bad_input": 422,
+    "overloaded": 503,
+    "too_late": 504,
+    "internal": 500,
+    "too_large": 413,
+    "too_many_pixels": 413,
+    "remote_url": 422,
+}
+_FORM_OVERHEAD_BYTES: Final = 64 << 10
+
+
+class EncodeBody(pydantic.BaseModel):
+    """What to encode. In a multipart form, `image` is the file and the others are fields."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    model: str
+    image: str
+    """Base64, or a `data:` URL with base64."""
+    salt: str | None = pydantic.Field(default=None, max_length=256)
+    """Tenant: equal pictures of different salts never share a key."""
+    inline: bool = True
+    """False: leave the data out where the host's store has it under `key`."""
+    deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600)
+
+
+class EncodeAnswer(pydantic.BaseModel):
+    """An embedding. `data` is base64 of a C-contiguous little-endian tensor."""
+
+    key: str
+    shape: list[int] | None
+    """(rows, hidden_size); None where `data` is left out: the store's entry tells it."""
+    dtype: str
+    tower: str
+    stored: bool
+    seconds: float
+    data: str | None = None
+
+
+class ModelRow(pydantic.BaseModel):
+    """One served model; fingerprints in hex."""
+
+    name: str
+    family: str
+    identity: str
+    tower_fp: str
+    projector_fp: str
+    spec_fp: str
+    dtype: str
+    hidden_size: int
+
+
+class ModelList(pydantic.BaseModel):
+    models: list[ModelRow]
+
+
+def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> FastAPI:
+    """The ASGI application over an encoder. Limits are `config`'s."""
+    app = FastAPI(title="cornplug encoder", version=__version__)
+    # Decoding and preprocessing are Python and C on bytes: two threads keep the towers fed.
+    pictures = Pictures(encoder.registry, secret=secret, max_pixels=config.max_pixels)
+    threads = ThreadPoolExecutor(2, "cornplug-pictures")
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    body_schema = EncodeBody.model_json_schema()
+    form_schema = {**body_schema, "properties": {**body_schema["properties"], "image": {"type": "string", "format": "binary"}}}
+
+    @app.post(
+        "/v1/encode",
+        response_model=EncodeAnswer,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {"schema": body_schema},
+                    "multipart/form-data": {"schema": form_schema},
+                },
+            }
+        },
+    )
+    async def encode(request: Request) -> Response:
+        try:
+            body, data = await _read(request)
+            deadline_s = body.deadline_s or config.deadline_s
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(
+                threads, lambda: pictures.prepare(body.model, data, salt=body.salt, deadline_s=deadline_s)
+            )
+        except (EncoderRefused, MediaError) as e:
+            encoder.meters.refusals.labels(e.reason).inc()
+            return _error(e.reason, str(e))
+        # Cancelled with the request's task, so that no tower runs for a client that has gone.
+        answer = await asyncio.wrap_future(encoder.submit(prepared.request, inline=body.inline))
+        if isinstance(answer, Refused):
+            return _error(answer.reason, answer.message, answer.retry_after_s)
+        return _answer(answer, request.headers.get("accept", ""), prepared.dtype)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(
+            models=[
+                ModelRow(
+                    name=m.name,
+                    family=m.family,
+                    identity=m.identity.hex(),
+                    tower_fp=m.tower_fp.hex(),
+                    projector_fp=m.projector_fp.hex(),
+                    spec_fp=m.spec_fp.hex(),
+                    dtype=m.dtype,
+                    hidden_size=m.hidden_size,
+                )
+                for m in encoder.registry.served()
+            ]
+        )
+
+    @app.get("/health")
+    async def health() -> Response:
+        up = encoder.healthy()
+        return JSONResponse({"status": "ok" if up else "down"}, status_code=200 if up else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(encoder.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+class BodyLimit:
+    """ASGI middleware: a body over `max_bytes` is refused by its header, or where it passes."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await _error("too_large", f"body of {int(length)} bytes, at most {self._max_bytes}")(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise EncoderRefused(f"body exceeds {self._max_bytes} bytes", reason="too_large")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+async def _read(request: Request) -> tuple[EncodeBody, bytes]:
+    """The checked body and the picture's bytes. Raises EncoderRefused with the field's name."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        try:
+            async with request.form(max_files=1, max_fields=8) as form:
+                upload = form.get("image")
+                if not isinstance(upload, UploadFile):
+                    raise EncoderRefused("image: send the picture as a file", reason="bad_input")
+                fields = {name: value for name, value in form.items() if name != "image"}
+                return _validate({**fields, "image": ""}), await upload.read()
+        except MultiPartException as e:
+            raise EncoderRefused(f"form: {e.message}", reason="bad_input") from e
+    if kind == "application/json":
+        body = _validate(await request.body())
+        return body, _image_bytes(body.image)
+    raise EncoderRefused(
+        f"content-type {kind!r}: send multipart/form-data or application/json", reason="bad_input"
+    )
+
+
+def _validate(value: bytes | dict[str, Any]) -> EncodeBody:
+    try:
+        if isinstance(value, bytes):
+            return EncodeBody.model_validate_json(value)
+        return EncodeBody.model_validate(value)
+    except pydantic.ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise EncoderRefused(f"{where}: {first['msg']}", reason="bad_input") from None
+
+
+def _image_bytes(image: str) -> bytes:
+    if image.startswith("data:"):
+        header, _, image = image.partition(",")
+        if not header.endswith(";base64"):
+            raise EncoderRefused("image: a data URL must be base64", reason="bad_input")
+    elif "://" in image[:32]:
+        raise EncoderRefused("image: remote URLs are not fetched; send the bytes", reason="remote_url")
+    try:
+        return base64.b64decode(image, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise EncoderRefused(f"image: not base64: {e}", reason="bad_input") from None
+
+
+def _answer(answer: Encoded, accept: str, dtype: str) -> Response:
+    tensor: Tensor | None = answer.tensor
+    meta: dict[str, Any] = {
+        "key": answer.key.hex(),
+        "shape": list(tensor.shape) if tensor is not None else None,
+        "dtype": dtype,
+        "tower": answer.tower,
+        "stored": answer.stored,
+        "seconds": round(answer.seconds, 6),
+    }
+    if RAW in accept and tensor is not None:
+        headers = {
+            f"x-cornplug-{name}": ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            for name, value in meta.items()
+        }
+        return Response(tensor.data, media_type=RAW, headers=headers)
+    data = base64.b64encode(tensor.data).decode() if tensor is not None else None
+    return JSONResponse({**meta, "data": data})
+
+
+def _error(reason: str, message: str, retry_after_s: float | None = None) -> JSONResponse:
+    headers = {} if retry_after_s is None else {"retry-after": str(math.ceil(retry_after_s))}
+    content: dict[str, Any] = {"error": {"reason": reason, "message": message}}
+    if retry_after_s is not None:
+        content["error"]["retry_after_s"] = round(retry_after_s, 3)
+    return JSONResponse(content, status_code=_STATUS.get(reason, 422), headers=headers)

@@ -1,0 +1,112 @@
+"""From a picture's bytes to the pixels that a processor receives, and to their digest.
+
+The rule, which is vLLM's own (vllm/multimodal/image.py, 0.32), so that engines and the
+service arrive at one digest for one picture:
+
+1. EXIF orientation is applied, and only the first frame of an animation counts.
+2. A picture with mode "RGB" is left alone, even where it names a transparent colour.
+3. A picture with transparency (RGBA, LA, PA, or a palette or grey picture that names a
+   transparent colour) becomes RGBA and is laid on white.
+4. Everything else goes through Pillow's `convert("RGB")`.
+
+The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one picture agree,
+and a caller who flattens a picture by this rule beforehand changes nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Final
+
+from PIL import Image, ImageOps
+
+from cornplug.errors import MediaError
+from cornplug.identity import pixels_digest
+
+FORMATS: Final = (
+    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
+)  # fmt: skip
+"""Still pictures that Pillow decodes in this process. EPS starts Ghostscript: never."""
+
+_WHITE: Final = (255, 255, 255)
+
+# Pillow's readers parse hostile bytes with struct, slices and dictionaries, and let all of this out.
+_BROKEN: Final = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    NotImplementedError,
+    struct.error,
+    zlib.error,
+)
+
+
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """Decode one still picture, whole, with its EXIF orientation applied.
+
+    Nothing is decoded before width times height has been checked, so a decompression bomb
+    costs its header only.
+
+    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels"
+    or "damaged" (truncated or inconsistent).
+    """
+    if not data:
+        raise MediaError("the picture has no bytes", reason="empty")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.UnidentifiedImageError as e:
+        raise MediaError(
+            f"{len(data)} bytes are no picture that we know; send one of {', '.join(FORMATS)}",
+            reason="unknown_format",
+        ) from e
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+        raise MediaError(str(e), reason="too_many_pixels") from e
+    except _BROKEN as e:
+        raise MediaError(f"the picture's header is damaged: {e}", reason="damaged") from e
+    width, height = image.size
+    if width * height > max_pixels:
+        raise MediaError(
+            f"{width} x {height} pixels, at most {max_pixels} are accepted", reason="too_many_pixels"
+        )
+    if width * height == 0:
+        raise MediaError("the picture has no pixels", reason="damaged")
+    try:
+        image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+        raise MediaError(str(e), reason="too_many_pixels") from e
+    except _BROKEN as e:
+        raise MediaError(f"the {image.format} picture is truncated or damaged: {e}", reason="damaged") from e
+    return _upright(image)
+
+
+def as_received(image: Image.Image) -> Image.Image:
+    """The RGB picture that an engine hands to its processor; see the module's rule."""
+    image = _upright(image)
+    if image.mode == "RGB":
+        return image
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+        flat = Image.new("RGB", rgba.size, _WHITE)
+        flat.paste(rgba, mask=rgba.getchannel("A"))
+        return flat
+    return image.convert("RGB")
+
+
+def digest_image(image: Image.Image) -> bytes:
+    """Media digest (32 bytes) of a picture as the processor receives it."""
+    rgb = as_received(image)
+    return pixels_digest("RGB", rgb.width, rgb.height, rgb.tobytes())
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except _BROKEN:
+        # Damaged EXIF: vLLM takes the pixels as they lie, so do we.
+        return image

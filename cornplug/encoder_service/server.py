@@ -1,0 +1,177 @@
+"""`cornplug encoder`: loads towers once, then serves engines by socket and apps by HTTP.
+
+SIGTERM and SIGINT drain: nothing new is taken, what waits is answered, the exit status is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import uvicorn
+from rich.console import Console
+
+from cornplug.config import Config, load, read_secret
+from cornplug.encoder_service.endpoint import Endpoint, claim
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import ConfigError
+from cornplug.store.pool import PoolStore
+
+DRAIN_S: Final = 30.0
+"""Longest time that a stopping service works on what it has admitted."""
+_STORE_DEADLINE_S: Final = 0.25
+"""Longest wait for the store, whose failure costs the service only what it would have shared."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after its shutdown, and exit with them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Taken before any weight is read, so that a wrong port or path costs no minute."""
+
+    unix: socket.socket
+    lock: int
+    http: socket.socket
+
+    @classmethod
+    def open(cls, config: Config) -> Listeners:
+        """Raises ConfigError that names the address which is taken."""
+        encoder = config.encoder
+        family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
+        http = socket.socket(family, socket.SOCK_STREAM)
+        http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            http.bind((encoder.host, encoder.port))
+            http.listen(128)
+        except OSError as e:
+            http.close()
+            raise ConfigError(
+                "encoder.port", f"cannot listen at {encoder.host}:{encoder.port}: {e.strerror}", "Give --port another one; 0 picks a free one."
+            ) from e
+        try:
+            unix, lock = claim(encoder.socket)
+        except ConfigError:
+            http.close()
+            raise
+        return cls(unix=unix, lock=lock, http=http)
+
+    def close(self, path: Path) -> None:
+        """Take the socket's file away and let the next service have the lock."""
+        self.unix.close()
+        self.http.close()
+        path.unlink(missing_ok=True)
+        os.close(self.lock)
+
+
+async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secret: bytes) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    app = create_app(encoder, config.encoder, secret=secret)
+    web = _Uvicorn(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(DRAIN_S))
+    )
+    endpoint = Endpoint(encoder, listeners.unix)
+    await endpoint.start()
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopping.set)
+    serving = asyncio.create_task(web.serve(sockets=[listeners.http]))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    endpoint.stop_accepting()
+    web.should_exit = True
+    await asyncio.to_thread(encoder.drain, DRAIN_S)
+    await serving
+    await endpoint.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the service until it is told to stop. Raises ConfigError or CheckpointError at start."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    config = load(_overrides(args))
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    listeners = Listeners.open(config)
+    try:
+        with console.status("loading") as status:
+
+            def report(line: str) -> None:
+                status.update(line)
+                console.log(line)
+
+            registry = Registry.open(args.model, dtype=args.dtype, device=args.device, report=report)
+        secret = read_secret(config.store.secret_file)
+        store = None if args.no_store else PoolStore(config.store, autostart=False)
+        shelf = Shelf(store, deadline_s=_STORE_DEADLINE_S)
+        encoder = Encoder(
+            registry,
+            shelf,
+            secret=secret,
+            max_batch_items=config.encoder.max_batch_items,
+            max_waiting=config.encoder.max_waiting,
+        )
+        host, port = listeners.http.getsockname()[:2]
+        console.log(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
+        try:
+            asyncio.run(serve(encoder, config, listeners, secret=secret))
+        finally:
+            encoder.close()
+            if store is not None:
+                store.close()
+    finally:
+        listeners.close(config.encoder.socket)
+    console.log("stopped")
+    return 0
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "encoder.socket": args.socket,
+        "encoder.host": args.host,
+        "encoder.port": args.port,
+        "store.socket": args.store_socket,
+    }
+    return {field: value for field, value in given.items() if value is not None}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cornplug encoder", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", action="append", required=True, help="folder, or hub id in the local cache; repeat")
+    parser.add_argument("--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--socket", type=Path, help="unix socket for engines")
+    parser.add_argument("--host", help="HTTP address")
+    parser.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
+    parser.add_argument("--store-socket", type=Path, help="the host's store")
+    parser.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
+    parser.add_argument("--threads", type=int, help="torch's threads")
+    return parser
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

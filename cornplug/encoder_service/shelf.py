@@ -1,0 +1,109 @@
+"""Where results are kept: the host's store if there is one, and a few features in this process.
+
+A store that fails costs a tower pass, never an answer: every call here returns, and counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.towers.tensors import dtype_name, from_bytes, raw_bytes
+from cornplug.errors import CodecError, StoreError
+from cornplug.store import entry
+from cornplug.store.base import Store
+
+KEPT_BYTES: Final = 256 << 20
+_ROOM: Final = ("full", "too_large", "pending")
+
+
+class Shelf:
+    """Thread-safe. `store` None: nothing is published, features are kept in this process only."""
+
+    def __init__(self, store: Store | None, *, deadline_s: float, kept_bytes: int = KEPT_BYTES) -> None:
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        self._store = store
+        self._deadline_s = deadline_s
+        self._kept_bytes = kept_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._used_bytes = 0
+
+    def present(self, key: bytes) -> bool:
+        """Whether the store has this entry."""
+        if self._store is None:
+            return False
+        try:
+            return self._store.contains([key], deadline_s=self._deadline_s) == b"\x01"
+        except StoreError as e:
+            self.on_failure(e.reason)
+            return False
+
+    def fetch(self, kind: Kind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor out of the store, shape (rows, width), verified; None where there is none."""
+        if self._store is None:
+            return None
+        try:
+            found = entry.get(self._store, key, deadline_s=self._deadline_s)
+            if found is None:
+                return None
+            header, payload = found
+            if header.kind != kind or header.dtype != dtype_name(dtype) or len(header.shape) != 2:
+                raise CodecError(f"entry is {header.kind.name} {header.dtype} {header.shape}", reason="wrong_kind")
+            return from_bytes(payload, dtype, header.shape)
+        except (StoreError, CodecError) as e:
+            self.on_failure(e.reason)
+        except ValueError:
+            self.on_failure("wrong_size")
+        return None
+
+    def publish(self, kind: Kind, key: bytes, tensor: torch.Tensor, app: str) -> bool:
+        """Put a CPU tensor into the store in the app's name. Whether it is there now."""
+        if self._store is None:
+            return False
+        try:
+            outcome = entry.put(
+                self._store,
+                kind=kind,
+                key=key,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                payload=raw_bytes(tensor),
+                app=app,
+                deadline_s=self._deadline_s,
+            )
+        except (StoreError, CodecError) as e:
+            self.on_failure(e.reason)
+            return False
+        if outcome in _ROOM:
+            self.on_failure(outcome)
+        return outcome in ("stored", "present")
+
+    def keep(self, key: bytes, features: torch.Tensor) -> None:
+        """Keep features in this process; the longest unused make room."""
+        size = features.nbytes
+        if size > self._kept_bytes:
+            return
+        with self._lock:
+            old = self._kept.pop(key, None)
+            self._used_bytes += size - (old.nbytes if old is not None else 0)
+            self._kept[key] = features
+            while self._used_bytes > self._kept_bytes:
+                self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
+        """Features kept here, or else in the store."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+        found = self.fetch(Kind.FEATURE, key, dtype)
+        if found is not None:
+            self.keep(key, found)
+        return found

@@ -1,0 +1,291 @@
+"""The engines' way to the service: one connection in a thread of its own. Torch-free.
+
+The caller never blocks and never learns of sockets: it gets a future that ends, whatever
+the service does, inside the request's deadline.
+
+    submit ──> outbox ──> [thread: select] ──> service
+    future <── pending by id <──────────────── replies in any order
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import selectors
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, cast
+
+import msgspec
+
+from cornplug.encoder_service.framing import Frames, Garbage
+from cornplug.encoder_service.protocol import (
+    PROTOCOL_VERSION,
+    Describe,
+    Described,
+    Encode,
+    Encoded,
+    Refused,
+    Reply,
+    Request,
+    ServedModel,
+)
+from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
+
+_BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
+_MARGIN_S: Final = 5.0
+MAX_OUTBOX_BYTES: Final = 512 << 20
+"""Unsent bytes beyond which a request fails at once: a stopped service must not fill memory."""
+
+Result = Encoded | Described
+
+
+class SocketEncoder:
+    """A client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
+
+    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout",
+    "encoder_garbage", "encoder_version") or EncoderRefused (the service's reason).
+    While there is no service they fail at once, and the thread tries again every second.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._frames = Frames()
+        self._pending: dict[int, tuple[Future[Result], float]] = {}
+        self._describing: set[int] = set()
+        self._ids = itertools.count(1)
+        self._last_id = 0
+        self._socket: socket.socket | None = None
+        self._refusing = False
+        """The last attempt to connect failed: requests fail at once until one succeeds."""
+        self._closed = False
+        self._decode = msgspec.msgpack.Decoder(Reply).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="cornplug-encoder", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Encode) -> Future[Encoded]:
+        """Send one request; its `id` is replaced by ours. Returns at once."""
+        # `_reply` gives an Encode's future nothing but an Encoded.
+        return cast("Future[Encoded]", self._enqueue(request, request.deadline_s))
+
+    def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
+        """What is served; waits up to `deadline_s`. Raises EncoderUnavailable."""
+        # The thread ends the future by its deadline; the margin is for a machine under load.
+        described = cast(Described, self._enqueue(Describe(), deadline_s).result(deadline_s + _MARGIN_S))
+        if described.version != PROTOCOL_VERSION:
+            raise EncoderUnavailable(
+                f"the service at {self._path} speaks version {described.version}, this client {PROTOCOL_VERSION}",
+                reason="encoder_version",
+            )
+        return described.models
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._socket is not None
+
+    def close(self) -> None:
+        """Fail what is pending with "encoder_down" and end the thread."""
+        with self._lock:
+            self._closed = True
+        self._wake()
+        self._thread.join(timeout=_MARGIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _enqueue(self, request: Request, deadline_s: float) -> Future[Result]:
+        future: Future[Result] = Future()
+        with self._lock:
+            number = next(self._ids)
+            self._last_id = number
+            problem = self._problem()
+            if problem is None:
+                if isinstance(request, Encode):
+                    request = msgspec.structs.replace(request, id=number)
+                else:
+                    self._describing.add(number)
+                try:
+                    self._frames.add(number, self._encode(request))
+                    self._pending[number] = (future, time.monotonic() + deadline_s)
+                except ValueError as e:
+                    problem = EncoderRefused(f"inputs: {e}", reason="bad_input")
+        if problem is not None:
+            _fail(future, problem)
+        else:
+            self._wake()
+        return future
+
+    def _problem(self) -> EncoderError | None:
+        if self._closed or self._refusing:
+            return self._down("no service answers")
+        if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
+            return EncoderUnavailable(f"the service at {self._path} reads nothing", reason="encoder_timeout")
+        return None
+
+    def _down(self, why: str) -> EncoderUnavailable:
+        return EncoderUnavailable(
+            f"{why} at {self._path}; start one with: cornplug encoder --model ...", reason="encoder_down"
+        )
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._closed:
+            sock = self._connect()
+            if sock is None:
+                self._fail_all(self._down("no service answers"), refuse=True)
+                self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                attempt += 1
+                continue
+            attempt = 0
+            with self._lock:
+                self._socket, self._refusing = sock, False
+            error = self._converse(sock)
+            with self._lock:
+                self._socket = None
+            sock.close()
+            self._fail_all(error, refuse=False)
+            if error.reason != "encoder_down":
+                # Who talks garbage would do so again: not in a tight loop.
+                self._sleep(_BACKOFF_S[-1])
+        self._fail_all(self._down("this client was closed; no service is asked"), refuse=True)
+        self._woken.close()
+        self._waker.close()
+
+    def _connect(self) -> socket.socket | None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A stopped service with a full backlog would block: bounded here, in our own thread.
+        sock.settimeout(1.0)
+        try:
+            sock.connect(str(self._path))
+        except OSError:
+            sock.close()
+            return None
+        sock.setblocking(False)
+        return sock
+
+    def _converse(self, sock: socket.socket) -> EncoderUnavailable:
+        """Send and receive until the connection ends; why it ended."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(sock, selectors.EVENT_READ)
+            while not self._closed:
+                with self._lock:
+                    writing = self._frames.unsent_bytes > 0
+                selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
+                for key, events in selector.select(self._next_deadline_s()):
+                    if key.fileobj is self._woken:
+                        self._drain_wakes()
+                        continue
+                    try:
+                        if events & selectors.EVENT_WRITE:
+                            with self._lock:
+                                self._frames.send(sock)
+                        if events & selectors.EVENT_READ:
+                            for frame in self._frames.receive(sock):
+                                self._reply(self._decode(frame))
+                    except (Garbage, msgspec.ValidationError, msgspec.DecodeError) as e:
+                        return EncoderUnavailable(f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage")
+                    except OSError as e:
+                        return self._down(f"the service went away ({e.strerror or e})")
+                self._expire()
+        return self._down("this client was closed; no service is asked")
+
+    def _reply(self, reply: Reply) -> None:
+        if isinstance(reply, Described):
+            # It has no id on the wire: it answers all who have asked.
+            with self._lock:
+                asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
+                self._describing.clear()
+            for future in asked:
+                _succeed(future, reply)
+            return
+        with self._lock:
+            found = self._pending.pop(reply.id, None)
+            if found is None and not 0 < reply.id <= self._last_id:
+                raise Garbage(f"an answer to request {reply.id}, which was never made")
+        if found is None:
+            return  # It came too late, and was told so.
+        if isinstance(reply, Refused):
+            _fail(found[0], EncoderRefused(reply.message, reason=reply.reason))
+        else:
+            _succeed(found[0], reply)
+
+    def _next_deadline_s(self) -> float | None:
+        with self._lock:
+            if not self._pending:
+                return None
+            return max(0.0, min(deadline for _, deadline in self._pending.values()) - time.monotonic())
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = {n for n, (_, deadline) in self._pending.items() if deadline <= now}
+            # What its caller cancelled is not worth sending either.
+            gone = {n for n, (future, _) in self._pending.items() if future.cancelled()} - late
+            expired = [self._pending.pop(n)[0] for n in late]
+            for n in gone:
+                del self._pending[n]
+            if late or gone:
+                self._frames.drop(late | gone)
+                self._describing -= late | gone
+        for future in expired:
+            _fail(
+                future,
+                EncoderUnavailable(f"no answer from {self._path} in time", reason="encoder_timeout"),
+            )
+
+    def _fail_all(self, error: EncoderUnavailable, *, refuse: bool) -> None:
+        with self._lock:
+            self._refusing = refuse
+            failed = [future for future, _ in self._pending.values()]
+            self._pending.clear()
+            self._describing.clear()
+            self._frames.clear()
+        for future in failed:
+            _fail(future, error)
+
+    def _sleep(self, seconds: float) -> None:
+        """Until close, or `seconds`; what is submitted meanwhile still ends by its deadline."""
+        end = time.monotonic() + seconds
+        while not self._closed and (left := end - time.monotonic()) > 0:
+            deadline = self._next_deadline_s()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                if selector.select(left if deadline is None else min(left, deadline)):
+                    self._drain_wakes()
+            self._expire()
+
+    def _wake(self) -> None:
+        # Full: it will wake anyway. Closed: nobody is left to wake.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+
+
+def _succeed(future: Future[Result], result: Result) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
+
+
+def _fail(future: Future[Result], error: EncoderError) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -1,0 +1,67 @@
+"""The seam of every tower: validated inputs -> features -> embeddings.
+
+    wire tensors ──prepare──> Item ──encode──> features ──project──> embedding
+                              (CPU)            (rows, width)         (rows, hidden)
+                                  └─ shared by models ─┘  └─ per model ─┘
+
+A new family is one module here with an `Architecture`, and a line in `towers.TOWERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.protocol import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One medium, checked, in the tower's dtype, on the CPU."""
+
+    tensors: tuple[torch.Tensor, ...]
+    digests: tuple[bytes, ...]
+    """`identity.array_digest` of each of `tensors`, for `identity.feature_key`."""
+    tokens: int
+    """Rows that attention sees: what a batch's budget counts."""
+
+
+class Tower(Protocol):
+    """Weights up to the cut. Called by one thread only, except `prepare`."""
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        """Check one medium's inputs. Thread-safe.
+
+        Raises EncoderRefused("bad_input") that names the field: missing, unknown, of a
+        wrong dtype or shape, or not finite.
+        """
+
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """Features of each item, shape (rows, width). The same as one by one."""
+
+
+class Projector(Protocol):
+    """Weights after the cut."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of an embedding row."""
+
+    def project(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Embeddings, shape (rows, hidden_size) each, contiguous."""
+
+
+class Architecture(Protocol):
+    """Loads the two halves of one family. Both raise CheckpointError that names tensors."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower: ...
+
+    @staticmethod
+    def load_projector(
+        checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> Projector: ...

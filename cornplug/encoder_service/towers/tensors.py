@@ -1,0 +1,92 @@
+"""Between wire tensors, torch and bytes, with every check that a stranger's bytes need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import torch
+
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.identity import array_digest
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+FLOATS: Final = ("float32", "float16", "bfloat16")
+INTEGERS: Final = ("int64", "int32")
+
+
+def float_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a model. ConfigError for anything that is no floating dtype we know."""
+    if name not in FLOATS:
+        raise ConfigError("--dtype", f"{name!r} is unknown", f"Write one of {', '.join(FLOATS)}.")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bad_input(field: str, problem: str) -> EncoderRefused:
+    """The one form of a complaint about inputs: the field first."""
+    return EncoderRefused(f"{field}: {problem}", reason="bad_input")
+
+
+def check_names(inputs: Mapping[str, Tensor], wanted: Iterable[str]) -> None:
+    """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there."""
+    wanted = tuple(wanted)
+    for name in wanted:
+        if name not in inputs:
+            raise bad_input(name, f"missing; this tower takes {', '.join(wanted)}")
+    for name in inputs:
+        if name not in wanted:
+            raise bad_input(name, f"unknown; this tower takes {', '.join(wanted)}")
+
+
+def from_wire(field: str, tensor: Tensor, accepted: tuple[str, ...]) -> torch.Tensor:
+    """A torch tensor of its own memory.
+
+    Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions,
+    bytes that do not fill the shape, NaN or infinity.
+    """
+    if tensor.dtype not in accepted:
+        raise bad_input(field, f"dtype {tensor.dtype!r}, want one of {', '.join(accepted)}")
+    dtype = DTYPES[tensor.dtype]
+    if not tensor.shape or any(size <= 0 for size in tensor.shape):
+        raise bad_input(field, f"shape {tensor.shape} is empty")
+    expected = math.prod(tensor.shape) * dtype.itemsize
+    if len(tensor.data) != expected:
+        raise bad_input(
+            field, f"{len(tensor.data)} bytes, but shape {tensor.shape} of {tensor.dtype} has {expected}"
+        )
+    # Copied: torch must not write to, or outlive, the frame that these bytes came in.
+    out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    if dtype.is_floating_point and not bool(torch.isfinite(out).all()):
+        raise bad_input(field, "has NaN or infinite values")
+    return out
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, C-contiguous; a view where it already is so on the CPU."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """`identity.array_digest` of a CPU tensor."""
+    return array_digest(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
+
+
+def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over these bytes, without a copy. ValueError when they do not fill the shape."""
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)

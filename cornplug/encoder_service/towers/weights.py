@@ -1,0 +1,83 @@
+"""Fill a module from a checkpoint's safetensors, reading only the tensors it has.
+
+Modules are built on the meta device, so neither an LLM nor unused layers ever take memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from cornplug.errors import CheckpointError
+
+_NAMED = 5
+
+
+def fill(
+    module: nn.Module,
+    located: dict[str, tuple[Path, str]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Load every parameter of `module` from where `Checkpoint.locate` found it.
+
+    Args:
+        located: normalised name -> (file, name in the file).
+        unused: names of the checkpoint that this module does without (layers past the cut).
+
+    Raises CheckpointError with reason "tensors" that names tensors which are missing, which
+    nobody asked for, or whose shape or kind is not the module's; "unreadable" for a bad file.
+    """
+    wanted = module.state_dict()
+    missing = sorted(wanted.keys() - located.keys())
+    if missing:
+        raise CheckpointError(f"checkpoint lacks {_some(missing)}", reason="tensors")
+    unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
+    if unexpected:
+        raise CheckpointError(f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="tensors")
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name in wanted:
+        file, stored = located[name]
+        by_file[file].append((name, stored))
+    loaded: dict[str, torch.Tensor] = {}
+    for file, names in by_file.items():
+        loaded.update(_read(file, names, dtype, device))
+    wrong = [
+        f"{name} {tuple(loaded[name].shape)} for {tuple(wanted[name].shape)}"
+        for name in wanted
+        if loaded[name].shape != wanted[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"shapes disagree with config.json: {_some(wrong)}", reason="tensors")
+    module.load_state_dict(loaded, assign=True)
+    module.eval().requires_grad_(False)
+
+
+def _read(
+    file: Path, names: list[tuple[str, str]], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, stored in names:
+                tensor = tensors.get_tensor(stored)
+                if not tensor.is_floating_point():
+                    raise CheckpointError(
+                        f"{stored} is {tensor.dtype}: a quantised tower or projector is not served", reason="tensors"
+                    )
+                out[name] = tensor.to(device=device, dtype=dtype, copy=True)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
+    return out
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,140 @@
+"""Tiny checkpoints made once, inputs from their own processors, and running services."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from cornplug import identity
+from cornplug.config import Config, load
+from cornplug.encoder_service.protocol import Encode, Tensor
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.worker import Encoder
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import checkpoints
+
+SECRET = b"s" * 32
+torch.set_num_threads(1)
+
+
+def picture(seed: int, width: int = 70, height: int = 60) -> Image.Image:
+    """A picture of coarse random patches: it survives resizing, unlike noise."""
+    small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height))
+
+
+def png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def to_wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))
+
+
+def inputs_of(path: Path, image: Image.Image) -> dict[str, Tensor]:
+    """One picture's processor outputs, as an engine has them."""
+    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt")
+    return {name: to_wire(tensor) for name, tensor in made.items()}
+
+
+
+
+@pytest.fixture(scope="session")
+def llava_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two LLaVAs of different width with one CLIP tower."""
+    root = tmp_path_factory.mktemp("llava")
+    return (
+        checkpoints.llava(root / "a", hidden_size=64, llm_seed=1),
+        checkpoints.llava(root / "b", hidden_size=96, heads=3, llm_seed=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.qwen2_vl(tmp_path_factory.mktemp("qwen") / "q")
+
+
+@pytest.fixture(scope="session")
+def registry(llava_pair: tuple[Path, Path], qwen: Path) -> Registry:
+    return Registry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="cpu")
+
+
+class Requests:
+    """Makes `Encode`s as an engine would."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self._made: dict[tuple[Path, int], dict[str, Tensor]] = {}
+
+    def __call__(self, path: Path, seed: int, **changes: Any) -> Encode:
+        loaded = self.registry.by_name(str(path))
+        assert loaded is not None
+        if (path, seed) not in self._made:
+            self._made[path, seed] = inputs_of(path, picture(seed))
+        salt = changes.get("salt")
+        fields: dict[str, Any] = {
+            "id": 1,
+            "identity": loaded.served.identity,
+            "key": identity.embedding_key(SECRET, loaded.served.identity, bytes([seed]) * 32, salt),
+            "salt": salt,
+            "inputs": self._made[path, seed],
+            "app": "test",
+            "deadline_s": 30.0,
+            **changes,
+        }
+        return Encode(**fields)
+
+
+@pytest.fixture(scope="session")
+def request_for(registry: Registry) -> Requests:
+    return Requests(registry)
+
+
+MakeEncoder = Callable[..., Encoder]
+
+
+@pytest.fixture
+def make_encoder(registry: Registry) -> Iterator[MakeEncoder]:
+    """Encoders that are closed at the end of the test. `store` None: no store."""
+    made: list[Encoder] = []
+
+    def make(store: Any = None, **options: Any) -> Encoder:
+        shelf = Shelf(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
+        encoder = Encoder(options.pop("registry", registry), shelf, secret=SECRET, **options)
+        made.append(encoder)
+        return encoder
+
+    yield make
+    for encoder in made:
+        encoder.close()
+
+
+@pytest.fixture
+def memory_store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=16 << 20)
+
+
+@pytest.fixture
+def config(short_path: Path) -> Config:
+    return load({"encoder.socket": str(short_path / "e.sock"), "encoder.port": 0}, environ={})
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until it holds; fails the test when it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.01)

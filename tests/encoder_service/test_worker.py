@@ -1,0 +1,345 @@
+"""The service without sockets: joins, reuse, refusals, stores that fail, towers that fail."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from cornplug import identity
+from cornplug.codec import Kind
+from cornplug.encoder_service.batcher import Answer
+from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.towers.base import Item, Tower
+from cornplug.encoder_service.towers.clip import ClipTower
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+
+from .conftest import MakeEncoder, Requests, eventually
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    return registry.get_sample_value(name, labels) or 0.0
+
+
+def ok(future: Future[Answer]) -> Encoded:
+    answer = future.result(20)
+    assert isinstance(answer, Encoded), answer
+    return answer
+
+
+def no(future: Future[Answer]) -> Refused:
+    answer = future.result(20)
+    assert isinstance(answer, Refused), answer
+    return answer
+
+
+def passes(encoder: Encoder) -> float:
+    return value(encoder.meters.registry, "cornplug_encoder_tower_passes_total")
+
+
+class Gate:
+    """Holds the tower's passes back until opened, and can make them fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.batches: list[int] = []
+        self.fails: Any = lambda items: False
+        real = ClipTower.encode
+
+        def encode(tower: ClipTower, items: list[Item]) -> list[torch.Tensor]:
+            self.batches.append(len(items))
+            self.entered.set()
+            assert self.open.wait(20)
+            if self.fails(items):
+                raise RuntimeError("no memory")
+            return real(tower, items)
+
+        monkeypatch.setattr(ClipTower, "encode", encode)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def hold(encoder: Encoder, gate: Gate, request: Any) -> Future[Answer]:
+    """One request that is in the tower when this returns."""
+    future = encoder.submit(request)
+    assert gate.entered.wait(10)
+    return future
+
+
+def queued(encoder: Encoder, count: int) -> None:
+    eventually(lambda: encoder._batcher.queued() == count)
+
+
+def test_towers_and_projectors_are_shared(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+    a, b = (registry.by_name(str(p)) for p in llava_pair)
+    assert a is not None
+    assert b is not None
+    assert a.tower is b.tower
+    assert a.projector is not b.projector
+    assert registry.summary() == "3 models, 2 towers, 3 projectors"
+    assert [m.hidden_size for m in registry.served()] == [64, 96, 64]
+    assert registry.by_identity(a.served.identity) is a
+    assert registry.by_identity(b"?" * 32) is None
+    with pytest.raises(ConfigError, match="twice"):
+        registry.add(str(llava_pair[0]))
+    with pytest.raises(ConfigError, match="int8"):
+        Registry(dtype="int8", device="cpu")
+
+
+def test_inline_without_a_store(make_encoder: MakeEncoder, request_for: Requests, qwen: Path) -> None:
+    encoder = make_encoder()
+    answer = ok(encoder.submit(request_for(qwen, 1)))
+    assert answer.tower == "ran"
+    assert not answer.stored
+    assert answer.tensor is not None
+    assert answer.tensor.shape[1] == 64
+    assert len(answer.tensor.data) == 4 * 64 * answer.tensor.shape[0]
+
+
+def test_published_and_then_reused(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
+) -> None:
+    encoder = make_encoder(memory_store.connect())
+    request = request_for(llava_pair[0], 1)
+    first = ok(encoder.submit(request))
+    assert (first.tower, first.stored, first.tensor) == ("ran", True, None)
+    reader = memory_store.connect()
+    found = entry.get(reader, request.key, deadline_s=1)
+    assert found is not None
+    header, payload = found
+    assert (header.kind, header.dtype, header.shape) == (Kind.EMBEDDING, "float32", (16, 64))
+    assert reader.stat(deadline_s=1).bytes_by_app["test"] >= len(payload)
+    second = ok(encoder.submit(request))
+    assert (second.tower, second.stored) == ("reused", True)
+    inline = ok(encoder.submit(request, inline=True))
+    assert inline.tensor is not None
+    assert inline.tensor.data == bytes(payload)
+    assert passes(encoder) == 1
+
+
+def test_two_models_one_pass(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    held = hold(encoder, gate, request_for(llava_pair[0], 9))
+    a = encoder.submit(request_for(llava_pair[0], 1))
+    b = encoder.submit(request_for(llava_pair[1], 1))
+    queued(encoder, 2)
+    gate.open.set()
+    answers = [ok(a), ok(b)]
+    ok(held)
+    assert {x.tower for x in answers} == {"ran", "joined"}
+    assert [x.tensor.shape for x in answers if x.tensor] == [(16, 64), (16, 96)]
+    assert gate.batches == [1, 1]
+    # Later, the other model needs no pass at all.
+    assert ok(encoder.submit(request_for(llava_pair[1], 9))).tower == "reused"
+    assert passes(encoder) == 2
+
+
+def test_one_model_twice_joins_while_it_runs(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    request = request_for(llava_pair[0], 1)
+    first = hold(encoder, gate, request)
+    others = [encoder.submit(request) for _ in range(3)]
+    encoder._admission.submit(int).result(5)
+    eventually(lambda: sum(len(f.waits) for f in encoder._batcher._flying.values()) == 4)
+    gate.open.set()
+    towers = [ok(f).tower for f in (first, *others)]
+    assert towers == ["ran", "joined", "joined", "joined"]
+    assert passes(encoder) == 1
+
+
+def test_features_are_kept_in_the_store(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
+) -> None:
+    """Another service of the host finds them there."""
+    one = make_encoder(memory_store.connect())
+    plain = make_encoder()
+    request = request_for(llava_pair[1], 4)
+    ok(one.submit(request_for(llava_pair[0], 4)))
+    one._publishing.submit(int).result(5)
+    two = make_encoder(memory_store.connect())
+    reused, alone = ok(two.submit(request, inline=True)), ok(plain.submit(request))
+    assert reused.tower == "reused"
+    assert passes(two) == 0
+    assert reused.tensor == alone.tensor
+
+
+def test_salts_share_nothing(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    encoder = make_encoder()
+    answers = [ok(encoder.submit(request_for(llava_pair[0], 1, salt=salt))) for salt in (None, "a", "b")]
+    assert [a.tower for a in answers] == ["ran"] * 3
+    assert len({a.key for a in answers}) == 3
+
+
+def test_a_batch_equals_one_by_one_across_models(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder(max_batch_items=4)
+    gate.open.set()
+    alone = [ok(make_encoder().submit(request_for(p, s))) for s in (2, 3) for p in llava_pair]
+    gate.open.clear()
+    gate.entered.clear()
+    held = hold(encoder, gate, request_for(llava_pair[0], 9))
+    many = [encoder.submit(request_for(p, s)) for s in (2, 3) for p in llava_pair]
+    queued(encoder, 4)
+    gate.open.set()
+    ok(held)
+    for a, b in zip(alone, (ok(f) for f in many), strict=True):
+        assert a.tensor is not None
+        assert b.tensor is not None
+        x, y = (torch.frombuffer(bytearray(t.data), dtype=torch.float32) for t in (a.tensor, b.tensor))
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=0)
+    assert gate.batches[-1] == 2
+
+
+def test_bad_inputs_harm_nobody(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    encoder = make_encoder()
+    good = request_for(llava_pair[0], 1)
+    bad = [
+        encoder.submit(request_for(llava_pair[0], 1, inputs={})),
+        encoder.submit(request_for(llava_pair[0], 1, key=b"short")),
+        encoder.submit(request_for(llava_pair[0], 1, app="")),
+        encoder.submit(request_for(llava_pair[0], 1, inputs={"pixel_values": Tensor("float32", (3,), b"")})),
+    ]
+    assert [no(f).message.split(":")[0] for f in bad] == ["pixel_values", "key", "app", "pixel_values"]
+    assert {no(f).reason for f in bad} == {"bad_input"}
+    ok(encoder.submit(good))
+    unknown = no(encoder.submit(request_for(llava_pair[0], 1, identity=b"?" * 32)))
+    assert unknown.reason == "unknown_model"
+    assert str(llava_pair[0]) in unknown.message
+    assert value(encoder.meters.registry, "cornplug_encoder_refusals_total", reason="bad_input") == 4
+
+
+def test_too_late_and_overloaded(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder(max_waiting=2)
+    held = hold(encoder, gate, request_for(llava_pair[0], 1))
+    late = encoder.submit(request_for(llava_pair[0], 2, deadline_s=0.0))
+    full = no(encoder.submit(request_for(llava_pair[0], 3)))
+    assert full.reason == "overloaded"
+    assert full.retry_after_s is not None
+    assert full.retry_after_s > 0
+    gate.open.set()
+    assert no(late).reason == "too_late"
+    ok(held)
+    eventually(lambda: encoder.waiting() == 0)
+    assert passes(encoder) == 1
+    ok(encoder.submit(request_for(llava_pair[0], 3)))
+
+
+def test_who_has_gone_costs_no_pass(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    held = hold(encoder, gate, request_for(llava_pair[0], 1))
+    gone = encoder.submit(request_for(llava_pair[0], 2))
+    stays = encoder.submit(request_for(llava_pair[0], 3))
+    leaves = encoder.submit(request_for(llava_pair[0], 3))
+    queued(encoder, 2)
+    assert gone.cancel()
+    assert leaves.cancel()
+    gate.open.set()
+    ok(held)
+    ok(stays)
+    assert passes(encoder) == 2
+    assert encoder.drain(5)
+
+
+def test_a_failing_batch_is_retried_one_by_one(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    held = hold(encoder, gate, request_for(llava_pair[0], 1))
+    two, three = (encoder.submit(request_for(llava_pair[0], seed)) for seed in (2, 3))
+    queued(encoder, 2)
+    poison = encoder._batcher._queue[0].work.item.digests
+    gate.fails = lambda items: any(item.digests == poison for item in items)
+    gate.open.set()
+    ok(held)
+    answers = sorted((two.result(20), three.result(20)), key=lambda a: isinstance(a, Encoded))
+    assert isinstance(answers[0], Refused)
+    assert answers[0].reason == "internal"
+    assert "no memory" in answers[0].message
+    assert isinstance(answers[1], Encoded)
+    assert encoder.healthy()
+    assert gate.batches == [1, 2, 1, 1]
+
+
+class DownStore:
+    """Every call fails, as a daemon's does that was killed."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise StoreUnavailable("gone", reason="store_down")
+
+        return fail
+
+
+def test_a_store_that_fails_costs_nothing(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    encoder = make_encoder(DownStore())
+    answer = ok(encoder.submit(request_for(llava_pair[0], 1)))
+    assert answer.tensor is not None
+    assert not answer.stored
+    assert ok(encoder.submit(request_for(llava_pair[1], 1))).tower == "reused"
+    assert value(encoder.meters.registry, "cornplug_encoder_store_failures_total", reason="store_down") > 0
+
+
+def test_a_full_store_gives_inline(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    tiny = MemoryStore(capacity_bytes=4096).connect()
+    encoder = make_encoder(tiny)
+    answer = ok(encoder.submit(request_for(llava_pair[1], 1)))
+    assert not answer.stored
+    assert answer.tensor is not None
+
+
+def test_features_of_another_dtype_are_not_believed(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
+) -> None:
+    writer = memory_store.connect()
+    encoder = make_encoder(writer)
+    request = request_for(llava_pair[0], 5)
+    loaded = encoder.registry.by_identity(request.identity)
+    assert loaded is not None
+    key = identity.feature_key(
+        b"s" * 32,
+        loaded.served.tower_fp,
+        loaded.tower_spec_fp,
+        loaded.tower.prepare(request.inputs).digests,
+        None,
+    )
+    entry.put(
+        writer, b"x" * 64, kind=Kind.FEATURE, key=key, dtype="bfloat16", shape=(4, 8), app="t", deadline_s=1
+    )
+    assert ok(encoder.submit(request)).tower == "ran"
+
+
+def test_seam(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+    loaded = registry.by_name(str(llava_pair[0]))
+    assert loaded is not None
+    tower: Tower = loaded.tower
+    assert callable(tower.prepare)
