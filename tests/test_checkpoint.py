@@ -1,0 +1,330 @@
+"""Checkpoints: the same weights give one fingerprint however they are published, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cornplug import tensor_files
+from cornplug.checkpoint import Checkpoint, Part
+from cornplug.errors import CheckpointError
+from cornplug.identity import embedding_key
+from cornplug.testing import bare_checkpoints as bare
+from cornplug.testing.bare_checkpoints import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG, Tensors
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "checkpoints.json").read_text())
+PARTS: tuple[Part, ...] = ("tower", "projector", "language_model")
+TOWER_IN_CUT = [
+    name
+    for name in bare.llava_tensors()
+    if name.startswith("vision_tower") and "layers.2." not in name and "post_layernorm" not in name
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _write(folder: Path, tensors: Tensors | None = None, **kwargs: Any) -> Checkpoint:
+    return Checkpoint.open(str(bare.write(folder, tensors or bare.llava_tensors(), **kwargs)))
+
+
+def _key(checkpoint: Checkpoint, dtype: str = "float32", **kwargs: Any) -> bytes:
+    return embedding_key(bytes(32), checkpoint.identity(dtype, **kwargs).identity, bytes(32), None)
+
+
+def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    return {part: checkpoint.fingerprint(part).hex() for part in PARTS}
+
+
+# --- what is equal ---
+
+
+@pytest.mark.parametrize("generation", [4, 5])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_golden(tmp_path: Path, family: str, generation: bare.Generation, shards: int) -> None:
+    """Names of either generation and either file split give the one frozen fingerprint."""
+    if family == "llava":
+        checkpoint = _write(tmp_path / "x", bare.llava_tensors(generation), shards=shards)
+    else:
+        tensors = bare.qwen2_vl_tensors(generation)
+        checkpoint = _write(tmp_path / "x", tensors, config=QWEN2_VL_CONFIG, preprocessor={}, shards=shards)
+    identity = checkpoint.identity("bfloat16")
+    found = _fingerprints(checkpoint) | {"spec": identity.spec_fp.hex(), "identity": identity.identity.hex()}
+    assert found == GOLDEN[family]
+
+
+def test_place_and_name_do_not_count(tmp_path: Path) -> None:
+    before = _key(_write(tmp_path / "one"))
+    (tmp_path / "one").rename(tmp_path / "another-name")
+    assert _key(Checkpoint.open(str(tmp_path / "another-name"))) == before
+    shutil.copytree(tmp_path / "another-name", tmp_path / "copy")
+    (tmp_path / "link").symlink_to(tmp_path / "copy")
+    assert _key(Checkpoint.open(str(tmp_path / "link"))) == before
+
+
+def test_a_fine_tuned_or_quantised_llm_keeps_the_embedding_s_key(tmp_path: Path) -> None:
+    base = _write(tmp_path / "base")
+    tensors = bare.llava_tensors()
+    name = "language_model.model.layers.0.self_attn.q_proj"
+    del tensors[f"{name}.weight"]
+    tensors |= {f"{name}.qweight": bare.bare("q", "I64"), f"{name}.scales": bare.bare("s", "F16")}
+    quantised = _write(tmp_path / "awq", tensors, config={**LLAVA_CONFIG, "quantization_config": {"bits": 4}})
+    assert _key(quantised) == _key(base)
+    assert quantised.fingerprint("language_model") != base.fingerprint("language_model")
+    assert quantised.kv_spec() != base.kv_spec()
+
+
+def test_a_quantised_tower_takes_the_quantisation_into_its_spec(tmp_path: Path) -> None:
+    tensors = bare.llava_tensors() | {TOWER_IN_CUT[0]: bare.bare("q", "I64")}
+    keys = {
+        _key(
+            _write(
+                tmp_path / str(bits), tensors, config={**LLAVA_CONFIG, "quantization_config": {"bits": bits}}
+            )
+        )
+        for bits in (4, 8)
+    }
+    assert len(keys) == 2
+
+
+def test_what_runs_behind_the_cut_does_not_count(tmp_path: Path) -> None:
+    before = _key(_write(tmp_path / "base"))
+    for i, name in enumerate(n for n in bare.llava_tensors() if "layers.2." in n or "post_layernorm" in n):
+        tensors = bare.llava_tensors() | {name: bare.bare(f"other {name}")}
+        assert _key(_write(tmp_path / str(i), tensors)) == before
+        config = {**LLAVA_CONFIG, "vision_feature_layer": -1}
+        last = _write(tmp_path / f"last{i}", tensors, config=config)
+        assert last.fingerprint("tower") != _write(tmp_path / "last", config=config).fingerprint("tower")
+
+
+def test_tensors_that_engines_do_not_read_do_not_count(tmp_path: Path) -> None:
+    tied = {**LLAVA_CONFIG, "tie_word_embeddings": True}
+    tensors = bare.llava_tensors()
+    base = _fingerprints(_write(tmp_path / "base", tensors, config=tied))
+    tensors["vision_tower.vision_model.embeddings.position_ids"] = bare.bare("ids", "I64")
+    tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = bare.bare("freq")
+    del tensors["language_model.lm_head.weight"]
+    assert _fingerprints(_write(tmp_path / "other", tensors, config=tied)) == base
+
+
+# --- what differs ---
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(TOWER_IN_CUT), bit=st.integers(0, 64 * 8 - 1))
+def test_one_flipped_bit_in_any_tower_tensor_changes_the_key(
+    tmp_path_factory: pytest.TempPathFactory, name: str, bit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("flip")
+    tensors = bare.llava_tensors()
+    dtype, shape, data = tensors[name]
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    other = _write(folder / "other", tensors | {name: (dtype, shape, bytes(damaged))})
+    base = _write(folder / "base", tensors)
+    assert _key(other) != _key(base)
+    assert other.fingerprint("projector") == base.fingerprint("projector")
+    assert other.fingerprint("language_model") == base.fingerprint("language_model")
+
+
+@pytest.mark.parametrize("name", list(bare.llava_tensors()))
+def test_every_tensor_enters_exactly_one_part(tmp_path: Path, name: str) -> None:
+    config = {**LLAVA_CONFIG, "vision_feature_layer": -1}
+    base = _fingerprints(_write(tmp_path / "base", config=config))
+    dtype, shape, data = bare.llava_tensors()[name]
+    changed = [(dtype, shape, bytes(len(data))), ("F16", (4, 8), data), (dtype, (2, 8), data)]
+    for i, tensor in enumerate(changed):
+        other = _fingerprints(_write(tmp_path / str(i), bare.llava_tensors() | {name: tensor}, config=config))
+        assert sum(other[part] != base[part] for part in PARTS) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": {**LLAVA_CONFIG, "vision_feature_layer": 1}},
+        {"config": {**LLAVA_CONFIG, "vision_feature_layer": [1, 2]}},
+        {"config": {**LLAVA_CONFIG, "vision_feature_select_strategy": "full"}},
+        {"config": {**LLAVA_CONFIG, "projector_hidden_act": "relu"}},
+        {"preprocessor": {**CLIP_PREPROCESSOR, "resample": 2}},
+        {"preprocessor": {**CLIP_PREPROCESSOR, "image_std": [1.0, 1.0, 1.0]}},
+        {"tensors": bare.llava_tensors() | {"multi_modal_projector.linear_1.weight": bare.bare("other")}},
+    ],
+    ids=["layer", "layers", "select", "projector config", "resample", "std", "projector weight"],
+)
+def test_what_changes_an_embedding_changes_its_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert _key(_write(tmp_path / "other", **change)) != _key(_write(tmp_path / "base"))
+
+
+def test_dtype_numeric_class_and_processor_arguments_change_the_key(tmp_path: Path) -> None:
+    checkpoint = _write(tmp_path / "x")
+    keys = {
+        _key(checkpoint),
+        _key(checkpoint, "bfloat16"),
+        _key(checkpoint, numeric_class="cuda-flash"),
+        _key(checkpoint, processor_kwargs={"do_center_crop": False}),
+    }
+    assert len(keys) == 4
+    assert _key(checkpoint, processor_kwargs={"do_center_crop": True}) == _key(checkpoint)
+
+
+def test_preprocessor_inside_processor_config_comes_first(tmp_path: Path) -> None:
+    base = _write(tmp_path / "base")
+    bare.write(tmp_path / "new", bare.llava_tensors(), preprocessor={"size": 1})
+    nested = {"processor_class": "LlavaProcessor", "image_processor": CLIP_PREPROCESSOR}
+    (tmp_path / "new" / "processor_config.json").write_text(json.dumps(nested))
+    assert _key(Checkpoint.open(str(tmp_path / "new"))) == _key(base)
+
+
+# --- kv_spec ---
+
+
+def test_kv_spec_reads_alike_from_transformers_4_and_5(tmp_path: Path) -> None:
+    four = {
+        **QWEN2_VL_CONFIG,
+        **{"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+        **{"torch_dtype": "bfloat16", "image_token_id": 7, "_name_or_path": "somewhere"},
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    text = {"model_type": "qwen2_vl_text", "hidden_size": 4, "num_hidden_layers": 1, "rope_parameters": rope}
+    five = {"model_type": "qwen2_vl", "vision_config": {}, "text_config": text, "dtype": "bfloat16"}
+    specs = [_write(tmp_path / str(i), config=config).kv_spec() for i, config in enumerate((four, five))]
+    assert specs[0] == specs[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"partial_rotary_factor": 0.5},
+        {"max_position_embeddings": 8192},
+        {"rms_norm_eps": 1e-6},
+        {"hidden_act": "gelu"},
+        {"sliding_window": 4096},
+        {"layer_types": ["full_attention"]},
+        {"num_key_value_heads": 1},
+        {"quantization_config": {"bits": 4}},
+        {"some_new_field": True},
+    ],
+)
+def test_what_changes_kv_changes_its_spec(tmp_path: Path, change: dict[str, Any]) -> None:
+    text = {**LLAVA_CONFIG["text_config"], **change}
+    changed = _write(tmp_path / "x", config={**LLAVA_CONFIG, "text_config": text})
+    assert changed.kv_spec() != _write(tmp_path / "base").kv_spec()
+
+
+def test_the_tower_is_no_matter_of_kv(tmp_path: Path) -> None:
+    config = {**QWEN2_VL_CONFIG, "vision_config": {"depth": 9}}
+    seen = [_write(tmp_path / str(i), config=c).kv_spec() for i, c in enumerate((config, QWEN2_VL_CONFIG))]
+    assert seen[0] == seen[1]
+
+
+# --- other models, and what is no checkpoint ---
+
+
+def test_a_text_only_model_has_a_language_model_and_no_tower(tmp_path: Path) -> None:
+    tensors = {"model.norm.weight": bare.bare("n"), "lm_head.weight": bare.bare("h")}
+    text = _write(tmp_path / "text", tensors, config={"model_type": "qwen2"}, preprocessor=None)
+    assert text.locate("language_model").keys() == tensors.keys()
+    assert len(text.fingerprint("language_model")) == 32
+    for attempt in (lambda: text.family, lambda: text.fingerprint("tower"), lambda: text.identity("float32")):
+        with pytest.raises(CheckpointError, match=r"qwen2.*llava, qwen2_vl") as caught:
+            attempt()
+        assert caught.value.reason == "unknown_family"
+
+
+def test_locate_names_files_and_published_names(tmp_path: Path) -> None:
+    located = _write(tmp_path / "x", shards=3).locate("tower")
+    assert len(located) == len(TOWER_IN_CUT)
+    file, published = located["encoder.layers.0.mlp.fc1.weight"]
+    assert published == "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"
+    assert published in tensor_files.read_header(file)
+
+
+def _no_projector(folder: Path) -> None:
+    bare.write_safetensors(
+        folder / "model.safetensors",
+        {k: v for k, v in bare.llava_tensors().items() if "projector" not in k},
+    )
+
+
+def _only_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _only_adapter(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def _missing_shard(folder: Path) -> None:
+    bare.write(folder, bare.llava_tensors(), shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def _escaping_shard(folder: Path) -> None:
+    index = {"weight_map": {"x": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _same_tensor_twice(folder: Path) -> None:
+    bare.write_safetensors(folder / "model.safetensors", bare.llava_tensors(4) | bare.llava_tensors(5))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "says"),
+    [
+        (_no_projector, "no_weights", "no projector"),
+        (_only_bin, "not_safetensors", "save_pretrained"),
+        (_only_adapter, "no_weights", "LoRA adapter"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no_weights", "Finish the download"),
+        (_missing_shard, "missing_shard", "model-00002-of-00003.safetensors"),
+        (_escaping_shard, "bad_header", "no file name"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "bad_header", "index.json"),
+        (_same_tensor_twice, "duplicate_tensor", "same tensor"),
+    ],
+)
+def test_weights_that_cannot_be_used_say_why(
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str, says: str
+) -> None:
+    checkpoint = _write(tmp_path / "x")
+    spoil(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=says) as caught:
+        checkpoint.identity("float32")
+    assert caught.value.reason == reason
+
+
+def test_what_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("nobody/no-such-model", "/no/such/folder", str(tmp_path)):
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.open(name)
+        assert caught.value.reason == "not_found"
+    for content in ("{", "[]", "\xff"):
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+            Checkpoint.open(str(tmp_path))
+        assert caught.value.reason == "bad_config"
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_found_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo, commit = tmp_path / "hub" / "models--org--name", "a" * 40
+    bare.write(repo / "snapshots" / commit, bare.llava_tensors())
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    assert _key(Checkpoint.open("org/name")) == _key(_write(tmp_path / "plain"))
+    assert Checkpoint.open("org/name", revision=commit).path.name == commit

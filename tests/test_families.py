@@ -1,0 +1,257 @@
+"""Families: names of either generation, and specs that hold what changes a tower's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cornplug.errors import CheckpointError
+from cornplug.families import FAMILIES, without_inert
+from cornplug.identity import canonical
+from cornplug.testing.bare_checkpoints import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG
+
+LLAVA, QWEN2_VL = FAMILIES["llava"], FAMILIES["qwen2_vl"]
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "part", "normal"),
+    [
+        ("llava", "vision_tower.vision_model.encoder.layers.0.fc1.w", "tower", "encoder.layers.0.fc1.w"),
+        ("llava", "model.vision_tower.encoder.layers.0.fc1.w", "tower", "encoder.layers.0.fc1.w"),
+        ("llava", "vision_tower.embeddings.class_embedding", "tower", "embeddings.class_embedding"),
+        ("llava", "multi_modal_projector.linear_1.bias", "projector", "linear_1.bias"),
+        ("llava", "model.multi_modal_projector.linear_1.bias", "projector", "linear_1.bias"),
+        ("llava", "language_model.model.norm.weight", "language_model", "model.norm.weight"),
+        ("llava", "model.language_model.norm.weight", "language_model", "model.norm.weight"),
+        ("llava", "language_model.lm_head.weight", "language_model", "lm_head.weight"),
+        ("llava", "lm_head.weight", "language_model", "lm_head.weight"),
+        ("llava", "language_model.model.layers.0.up.qweight", "language_model", "model.layers.0.up.qweight"),
+        ("qwen2_vl", "visual.blocks.0.norm1.weight", "tower", "blocks.0.norm1.weight"),
+        ("qwen2_vl", "model.visual.blocks.0.norm1.weight", "tower", "blocks.0.norm1.weight"),
+        ("qwen2_vl", "visual.merger.ln_q.weight", "projector", "ln_q.weight"),
+        ("qwen2_vl", "model.visual.merger.ln_q.weight", "projector", "ln_q.weight"),
+        ("qwen2_vl", "model.layers.0.up.weight", "language_model", "model.layers.0.up.weight"),
+        ("qwen2_vl", "model.language_model.layers.0.up.weight", "language_model", "model.layers.0.up.weight"),
+        ("qwen2_vl", "lm_head.weight", "language_model", "lm_head.weight"),
+    ],
+)  # fmt: skip
+def test_names(family: str, published: str, part: str, normal: str) -> None:
+    assert FAMILIES[family].classify(published) == (part, normal)
+
+
+def test_only_towers_that_differ_from_what_they_feed_share_features() -> None:
+    assert LLAVA.shares_features
+    assert not QWEN2_VL.shares_features
+
+
+# --- the cut ---
+
+
+def _llava(**fields: Any) -> dict[str, Any]:
+    vision = {**LLAVA_CONFIG["vision_config"], **fields.pop("vision", {})}
+    return {**LLAVA_CONFIG, "vision_config": vision, **fields}
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers_run", "final_norm"),
+    [
+        (-2, 2, False), (2, 2, False), ([-2], 2, False), ([1, -2], 2, False),
+        (-1, 3, True), ([0, -1], 3, True), (-4, 0, False),
+    ],
+)  # fmt: skip
+def test_what_lies_behind_the_cut_does_not_count(
+    layer: int | list[int], layers_run: int, final_norm: bool
+) -> None:
+    config = _llava(vision_feature_layer=layer)
+    seen = [LLAVA.before_cut(config, f"encoder.layers.{i}.mlp.fc1.weight") for i in range(3)]
+    assert seen == [i < layers_run for i in range(3)]
+    assert LLAVA.before_cut(config, "post_layernorm.weight") == final_norm
+    assert LLAVA.before_cut(config, "pre_layrnorm.weight")
+    assert LLAVA.before_cut(config, "embeddings.position_embedding.weight")
+    assert not LLAVA.before_cut(config, "embeddings.position_ids")
+
+
+def test_the_ways_to_write_one_layer_agree() -> None:
+    specs = {canonical(LLAVA.tower_spec(_llava(vision_feature_layer=layer))) for layer in (-2, 2, [-2], [2])}
+    specs.add(canonical(LLAVA.tower_spec({k: v for k, v in _llava().items() if k != "vision_feature_layer"})))
+    assert len(specs) == 1
+
+
+def test_order_and_number_of_layers_count() -> None:
+    layers: list[Any] = [-2, -1, [-2, -1], [-1, -2]]
+    assert len({canonical(LLAVA.tower_spec(_llava(vision_feature_layer=x))) for x in layers}) == 4
+
+
+@pytest.mark.parametrize("layer", [4, -5, [-2, 9], []])
+def test_a_layer_outside_the_tower_is_refused(layer: int | list[int]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        LLAVA.tower_spec(_llava(vision_feature_layer=layer))
+    assert caught.value.reason == "bad_config"
+
+
+def test_another_tower_in_llava_is_refused_not_guessed() -> None:
+    with pytest.raises(CheckpointError, match="pixtral") as caught:
+        LLAVA.tower_spec(_llava(vision={"model_type": "pixtral"}))
+    assert caught.value.reason == "unknown_family"
+
+
+# --- tower and projector specs ---
+
+
+def test_depth_behind_the_cut_does_not_count() -> None:
+    deeper = _llava(vision={"num_hidden_layers": 5}, vision_feature_layer=2)
+    assert LLAVA.tower_spec(deeper) == LLAVA.tower_spec(_llava(vision_feature_layer=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vision": {"hidden_act": "gelu"}},
+        {"vision": {"layer_norm_eps": 1e-6}},
+        {"vision": {"num_attention_heads": 4}},
+        {"vision": {"image_size": 112}},
+        {"vision": {"some_new_field": 1}},
+        {"vision_feature_select_strategy": "full"},
+        {"vision_feature_layer": -1},
+    ],
+)
+def test_fields_that_change_a_clip_tower_count(change: dict[str, Any]) -> None:
+    assert LLAVA.tower_spec(_llava(**change)) != LLAVA.tower_spec(_llava())
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"torch_dtype": "float16"},
+        {"transformers_version": "4.37.2"},
+        {"_name_or_path": "/somewhere/else"},
+        {"projection_dim": 768},
+        {"initializer_range": 0.5},
+        {"hidden_act": "quick_gelu"},  # the class's default, spelled out
+        {"layer_norm_eps": 1e-05},
+    ],
+)
+def test_names_training_fields_and_spelled_out_defaults_do_not_count(noise: dict[str, Any]) -> None:
+    assert LLAVA.tower_spec(_llava(vision=noise)) == LLAVA.tower_spec(_llava())
+
+
+def test_llava_without_vision_config_has_the_class_s_tower() -> None:
+    spec = LLAVA.tower_spec({"model_type": "llava"})
+    assert (spec["hidden_size"], spec["image_size"], spec["patch_size"]) == (1024, 336, 14)
+    assert spec["feature_layers"] == [23]
+
+
+def test_projector_activation_and_bias_count() -> None:
+    specs = [
+        LLAVA.projector_spec(c)
+        for c in ({}, {"projector_hidden_act": "relu"}, {"multimodal_projector_bias": False})
+    ]
+    assert len({canonical(spec) for spec in specs}) == 3
+    assert LLAVA.projector_spec({"projector_hidden_act": "gelu"}) == specs[0]
+
+
+def test_a_wider_llm_changes_qwen2_vl_s_merger_not_its_tower() -> None:
+    wide = {**QWEN2_VL_CONFIG, "vision_config": {**QWEN2_VL_CONFIG["vision_config"], "hidden_size": 8}}
+    assert QWEN2_VL.tower_spec(wide) == QWEN2_VL.tower_spec(QWEN2_VL_CONFIG)
+    assert QWEN2_VL.projector_spec(wide) != QWEN2_VL.projector_spec(QWEN2_VL_CONFIG)
+
+
+def test_qwen2_vl_reads_alike_from_transformers_4_and_5() -> None:
+    four = {"depth": 1, "embed_dim": 4, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"}
+    five = {
+        **{
+            "depth": 1,
+            "embed_dim": 4,
+            "in_channels": 3,
+            "model_type": "qwen2_vl_vision",
+            "initializer_range": 0.02,
+        },
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
+    }
+    assert QWEN2_VL.tower_spec({"vision_config": four}) == QWEN2_VL.tower_spec({"vision_config": five})
+    other = {**five, "rope_parameters": {"rope_theta": 5.0, "rope_type": "axial"}}
+    assert QWEN2_VL.tower_spec({"vision_config": other}) != QWEN2_VL.tower_spec({"vision_config": five})
+
+
+# --- preprocessing ---
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"resample": 2},
+        {"size": {"shortest_edge": 224}},
+        {"crop_size": {"height": 224, "width": 224}},
+        {"do_resize": False},
+        {"do_center_crop": False},
+        {"do_rescale": False},
+        {"rescale_factor": 1.0},
+        {"do_normalize": False},
+        {"image_mean": [0.5, 0.5, 0.5]},
+        {"image_std": [0.5, 0.5, 0.5]},
+        {"do_convert_rgb": False},
+        {"do_pad": True},
+        {"some_new_field": 3},
+        {"image_processor_type": "SiglipImageProcessor"},
+    ],
+)
+def test_fields_that_change_pixels_count(change: dict[str, Any]) -> None:
+    changed = LLAVA.preprocess_spec({**CLIP_PREPROCESSOR, **change})
+    assert changed != LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"processor_class": "LlavaProcessor"},
+        {"auto_map": {"AutoProcessor": "x.Y"}},
+        {"image_processor_type": "CLIPImageProcessorFast"},
+        {"feature_extractor_type": "CLIPFeatureExtractor"},
+        {"device": None, "data_format": "channels_first", "do_pad": None},
+        {"do_normalize": True, "rescale_factor": 0.00392156862745098},
+        {"size": 336, "crop_size": 336},
+        {"size": {"shortest_edge": 336, "height": None, "width": None}},
+    ],
+)
+def test_names_and_spelled_out_defaults_of_a_processor_do_not_count(noise: dict[str, Any]) -> None:
+    assert LLAVA.preprocess_spec({**CLIP_PREPROCESSOR, **noise}) == LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_defaults_are_those_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    name = {"llava": "CLIPImageProcessor", "qwen2_vl": "Qwen2VLImageProcessor"}[kind]
+    written = getattr(transformers, name)().to_dict()
+    assert {"resample", "image_mean", "size", "rescale_factor"} <= written.keys()
+    spec = FAMILIES[kind].preprocess_spec
+    assert canonical(spec(written)) == canonical(spec({}))
+
+
+def test_qwen2_vl_s_pixel_bounds_override_size() -> None:
+    by_size = QWEN2_VL.preprocess_spec({"size": {"shortest_edge": 3136, "longest_edge": 50176}})
+    assert by_size == QWEN2_VL.preprocess_spec({"min_pixels": 3136, "max_pixels": 50176})
+    assert by_size == QWEN2_VL.preprocess_spec(
+        {"max_pixels": 50176, "size": {"shortest_edge": 3136, "longest_edge": 9}}
+    )
+    assert by_size == QWEN2_VL.preprocess_spec({"size": {"min_pixels": 3136, "max_pixels": 50176}})
+    assert by_size != QWEN2_VL.preprocess_spec({"max_pixels": 50177})
+    assert QWEN2_VL.preprocess_spec({"merge_size": 1}) != QWEN2_VL.preprocess_spec({})
+
+
+def test_specs_are_json() -> None:
+    for family, config in ((LLAVA, LLAVA_CONFIG), (QWEN2_VL, QWEN2_VL_CONFIG)):
+        for spec in (family.tower_spec(config), family.projector_spec(config), family.preprocess_spec({})):
+            assert canonical(spec)
+
+
+def test_inert_fields_never_hold_a_model_s_shape() -> None:
+    shape = {
+        "hidden_size",
+        "num_hidden_layers",
+        "rope_scaling",
+        "sliding_window",
+        "rms_norm_eps",
+        "hidden_act",
+    }
+    assert without_inert(dict.fromkeys(shape, 1)).keys() == shape
