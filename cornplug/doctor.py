@@ -23,8 +23,8 @@ from rich.table import Table
 
 from cornplug import __version__, config, fingerprint
 from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.protocol import ServedModel
 from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.encoder_service.protocol import Described
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, StoreError
 from cornplug.store.base import StoreStat
 from cornplug.store.pool import PoolStore
@@ -39,6 +39,9 @@ load_general_plugins()
 from cornplug.vllm_connector import plugin
 print("registered" if plugin.registered() else "why:" + plugin.why_not())
 """
+
+
+Served = tuple[ServedModel, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ def shared_memory(settings: config.StoreConfig) -> Iterator[Finding]:
         yield Finding("warn", "shared memory", what, remedy)
 
 
-def describe_encoder(settings: config.EncoderConfig) -> Described | EncoderError:
+def describe_encoder(settings: config.EncoderConfig) -> Served | EncoderError:
     """What the encoder service serves, or why it does not answer."""
     client = SocketEncoder(settings.socket)
     try:
@@ -226,10 +229,10 @@ def describe_encoder(settings: config.EncoderConfig) -> Described | EncoderError
         client.close()
 
 
-def encoder(settings: config.EncoderConfig, described: Described | EncoderError) -> Iterator[Finding]:
+def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[Finding]:
     """An encoder service answers."""
-    if isinstance(described, Described):
-        names = ", ".join(f"{m.name} ({m.dtype})" for m in described.models)
+    if isinstance(described, tuple):
+        names = ", ".join(f"{m.name} ({m.dtype})" for m in described)
         yield Finding("ok", "encoder", f"{settings.socket}: serves {names or 'nothing'}")
     else:
         remedy = "Engines encode by themselves. To share a tower: cornplug encoder --model DIR"
@@ -237,7 +240,7 @@ def encoder(settings: config.EncoderConfig, described: Described | EncoderError)
 
 
 def served(
-    model: str, dtype: fingerprint.DType | None, described: Described | EncoderError
+    model: str, dtype: fingerprint.DType | None, described: Served | EncoderError
 ) -> Iterator[Finding]:
     """A checkpoint's fingerprints can be computed, and the encoder serves that very identity."""
     try:
@@ -249,15 +252,19 @@ def served(
         return
     if report["identity"] is None:
         kind = Checkpoint.open(model).config.get("model_type")
-        yield Finding("ok", model, f"{kind}: no tower that we know; KV is shared, embeddings are not")
+        yield Finding(
+            "ok", "model", f"{model}: {kind}, no tower that we know; KV is shared, embeddings are not"
+        )
         return
-    yield Finding("ok", model, f"{report['family']}, {report['dtype']}, identity {report['identity'][:16]}")
-    if not isinstance(described, Described):
+    yield Finding(
+        "ok", "model", f"{model}: {report['family']}, {report['dtype']}, identity {report['identity'][:16]}"
+    )
+    if not isinstance(described, tuple):
         return
-    if any(m.identity.hex() == report["identity"] for m in described.models):
-        yield Finding("ok", model, "the encoder serves this identity")
+    if any(m.identity.hex() == report["identity"] for m in described):
+        yield Finding("ok", "model", f"{model}: the encoder serves this identity")
         return
-    near = [m for m in described.models if m.tower_fp.hex() == report["tower"]]
+    near = [m for m in described if m.tower_fp.hex() == report["tower"]]
     why = (
         f"same tower as {near[0].name} ({near[0].dtype}), but not the same projector, settings or dtype"
         if near
@@ -265,8 +272,8 @@ def served(
     )
     yield Finding(
         "warn",
-        model,
-        f"the encoder does not serve this identity. {why}".rstrip(" ."),
+        "model",
+        f"{model}: the encoder does not serve this identity. {why}".rstrip(" ."),
         f"Add it: cornplug encoder --model {model} --dtype {report['dtype']}",
     )
 
@@ -276,10 +283,12 @@ def _mib(size: int) -> str:
 
 
 def _print(findings: list[Finding]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "check", "finding", "what to do"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", max_width=24)
+    table.add_column(overflow="fold")
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}
     for f in findings:
-        table.add_row(f"[{colour[f.status]}]{f.status}[/]", *map(escape, (f.check, f.what, f.remedy)))
+        remedy = f"\n[bold]→[/] {escape(f.remedy)}" if f.remedy else ""
+        table.add_row(f"[{colour[f.status]}]{f.status}[/]", escape(f.check), escape(f.what) + remedy)
     Console().print(table)

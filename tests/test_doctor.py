@@ -1,0 +1,185 @@
+"""Each check against a host in the state that it is for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cornplug import config, doctor
+from cornplug.encoder_service.protocol import ServedModel
+from cornplug.errors import EncoderUnavailable
+from cornplug.fingerprint import describe
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import StoreProcess
+from cornplug.vllm_connector import compat
+
+DOWN = EncoderUnavailable("no service", reason="encoder_down")
+
+
+@pytest.fixture
+def settings(short_path: Path) -> config.StoreConfig:
+    return config.StoreConfig(
+        socket=short_path / "s.sock", secret_file=short_path / "secret", size_bytes=64 << 20, autostart=False
+    )
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.llava(tmp_path_factory.mktemp("doctor") / "llava")
+
+
+def statuses(findings: list[doctor.Finding]) -> list[tuple[str, str]]:
+    return [(f.status, f.check) for f in findings]
+
+
+def served(report: dict[str, str], *, name: str = "m") -> ServedModel:
+    return ServedModel(
+        name=name,
+        family=report["family"],
+        identity=bytes.fromhex(report["identity"]),
+        tower_fp=bytes.fromhex(report["tower"]),
+        projector_fp=bytes.fromhex(report["projector"]),
+        spec_fp=bytes(32),
+        dtype=report["dtype"],
+        hidden_size=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.32.0", "ok"), ("0.32.4+cpu", "ok"), ("0.31.9", "fail"), ("0.33.0", "fail"), (None, "warn")],
+)
+def test_vllm_outside_the_tested_range_fails(
+    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    finding = list(doctor.versions())[1]
+    assert (finding.check, finding.status) == ("vllm", status)
+    assert bool(finding.remedy) == (status != "ok")
+
+
+def test_a_process_of_vllm_finds_the_plugin() -> None:
+    (finding,) = doctor.plugin()
+    assert (finding.status, finding.what) == ("ok", "found and registered by a process of vLLM")
+
+
+def test_plugin_left_out_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,another")
+    (finding,) = doctor.plugin()
+    assert finding.status == "fail"
+    assert "VLLM_PLUGINS" in finding.remedy
+
+
+def test_plugin_without_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = importlib.metadata.EntryPoints(())
+    monkeypatch.setattr(doctor, "entry_points", lambda **_: none)
+    (finding,) = doctor.plugin()
+    assert (finding.status, "no entry point" in finding.what) == ("fail", True)
+
+
+def test_plugin_that_dies_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBE", "raise ImportError('no such hook here')")
+    (finding,) = doctor.plugin()
+    assert (finding.status, "no such hook here" in finding.what) == ("fail", True)
+
+
+def test_secret(settings: config.StoreConfig) -> None:
+    (absent,) = doctor.secret(settings)
+    assert (absent.status, settings.secret_file.exists()) == ("ok", False)
+
+    config.read_secret(settings.secret_file)
+    (good,) = doctor.secret(settings)
+    assert good.status == "ok"
+
+    settings.secret_file.chmod(0o644)
+    (open_,) = doctor.secret(settings)
+    assert (open_.status, "chmod 600" in open_.remedy) == ("fail", True)
+
+    settings.secret_file.write_bytes(b"short")
+    (short,) = doctor.secret(settings)
+    assert (short.status, "5 bytes" in short.what) == ("fail", True)
+
+
+def test_store_that_is_down(settings: config.StoreConfig) -> None:
+    assert statuses(list(doctor.store(settings))) == [("fail", "store"), ("ok", "shared memory")]
+    assert not settings.secret_file.exists(), "looking must not make a secret"
+
+    lazy = settings.model_copy(update={"autostart": True})
+    config.read_secret(lazy.secret_file)
+    assert statuses(list(doctor.store(lazy)))[0] == ("warn", "store")
+    assert not lazy.socket.exists(), "looking must not start a store"
+
+
+def test_store_that_answers(settings: config.StoreConfig) -> None:
+    env = {"CORNPLUG_STORE_SECRET_FILE": str(settings.secret_file)}
+    with StoreProcess(settings.socket, size="64MiB", env=env):
+        (finding,) = doctor.store(settings)
+    assert finding.status == "ok"
+    assert "of 64 MiB used, 0 entries" in finding.what
+
+
+def test_shared_memory_too_small(settings: config.StoreConfig, short_path: Path) -> None:
+    (small,) = doctor.shared_memory(settings.model_copy(update={"size_bytes": 1 << 60}))
+    assert (small.status, "CORNPLUG_STORE_SIZE_BYTES" in small.remedy) == ("warn", True)
+    (absent,) = doctor.shared_memory(settings.model_copy(update={"shm_dir": short_path / "none"}))
+    assert absent.status == "fail"
+
+
+def test_encoder_that_is_down(short_path: Path) -> None:
+    settings = config.EncoderConfig(socket=short_path / "e.sock")
+    described = doctor.describe_encoder(settings)
+    assert isinstance(described, EncoderUnavailable)
+    assert statuses(list(doctor.encoder(settings, described))) == [("warn", "encoder")]
+
+
+def test_model_that_the_encoder_serves(llava: Path) -> None:
+    report = describe(str(llava), "float32")
+    described = (served(report),)
+    assert statuses(list(doctor.served(str(llava), "float32", described))) == [("ok", "model")] * 2
+
+
+def test_model_that_the_encoder_serves_in_another_dtype(llava: Path) -> None:
+    described = (served(describe(str(llava), "bfloat16"), name="half"),)
+    _, finding = doctor.served(str(llava), "float32", described)
+    assert finding.status == "warn"
+    assert "same tower as half (bfloat16)" in finding.what
+    assert f"--model {llava} --dtype float32" in finding.remedy
+
+
+def test_model_without_a_tower(tmp_path: Path) -> None:
+    text = checkpoints.qwen2_text(tmp_path / "text")
+    (finding,) = doctor.served(str(text), None, DOWN)
+    assert (finding.status, "KV is shared" in finding.what) == ("ok", True)
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    (finding,) = doctor.served(str(tmp_path), None, DOWN)
+    assert finding.status == "fail"
+
+
+def test_report_is_json_and_the_status_says_failed(short_path: Path) -> None:
+    (short_path / "secret").write_bytes(b"short")
+    env = {**os.environ, "VLLM_PLUGINS": "none", "CORNPLUG_STORE_SECRET_FILE": str(short_path / "secret")}
+    run = subprocess.run(
+        [sys.executable, "-m", "cornplug.cli", "doctor", "--json"], capture_output=True, text=True, env=env
+    )
+    assert run.returncode == 1, run.stderr
+    failed = {f["check"] for f in json.loads(run.stdout) if f["status"] == "fail"}
+    assert failed == {"plugin", "secret"}
+
+
+def test_table_shows_brackets_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = doctor.Finding("warn", "extra", "missing", "pip install 'cornplug[encoder]'")
+    monkeypatch.setattr(doctor, "examine", lambda *_: [finding])
+    monkeypatch.setattr(doctor, "Console", lambda: Console(width=120))
+    assert doctor.main([]) == 0
+    assert "pip install 'cornplug[encoder]'" in capsys.readouterr().out

@@ -1,0 +1,145 @@
+"""The process keeper: what it starts it ends, with every descendant, and it says why one failed."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cornplug.testing import engines
+from cornplug.testing.engines import ManagedProcess, ProcessFailed, RequestFailed, photos, wait_until
+
+# Starts a child that ignores SIGTERM, as a wedged engine core would, then waits.
+STUBBORN = """
+import signal, subprocess, sys, time
+ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+code = f"import signal, time; {{ignore}}; print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code])
+{leader}
+print("leader", flush=True)
+time.sleep(600)
+"""
+
+
+def running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def python(code: str, log: Path) -> ManagedProcess:
+    return ManagedProcess([sys.executable, "-c", code], log=log, env={"PYTHONUNBUFFERED": "1"})
+
+
+def started(process: ManagedProcess) -> list[int]:
+    """Start it and wait for leader and child; their ids."""
+    process.start()
+    wait_until(lambda: {"up", "leader"} <= set(process.log_tail().split()), deadline_s=10, what="both up")
+    pids = process.pids()
+    assert len(pids) == 2
+    assert pids[0] == process.pid
+    return pids
+
+
+def test_stop_ends_descendants_that_ignore_sigterm(tmp_path: Path) -> None:
+    process = python(STUBBORN.format(leader=""), tmp_path / "log")
+    pids = started(process)
+    assert process.stop() == -signal.SIGTERM
+    assert not any(map(running, pids))
+
+
+def test_stop_ends_a_leader_that_ignores_sigterm(tmp_path: Path) -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    process = python(STUBBORN.format(leader=ignore), tmp_path / "log")
+    pids = started(process)
+    assert process.stop(grace_s=0.2) == -signal.SIGKILL
+    assert not any(map(running, pids))
+
+
+def test_kill_ends_orphans_of_a_leader_that_is_gone(tmp_path: Path) -> None:
+    process = python(STUBBORN.format(leader=""), tmp_path / "log")
+    leader, child = started(process)
+    os.kill(leader, signal.SIGKILL)
+    wait_until(lambda: not process.alive(), deadline_s=5, what="leader dead")
+    assert process.pids() == [child]
+    process.kill()
+    assert not running(child)
+
+
+def test_frozen_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
+    process = python(STUBBORN.format(leader=""), tmp_path / "log")
+    pids = started(process)
+
+    def states() -> set[str]:
+        return {Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] for p in pids}
+
+    process.freeze()
+    wait_until(lambda: states() == {"T"}, deadline_s=5, what="stopped")
+    process.cont()
+    wait_until(lambda: "T" not in states(), deadline_s=5, what="continued")
+    process.freeze()
+    process.stop()
+    assert not any(map(running, pids))
+
+
+def test_an_exception_in_the_block_ends_it(tmp_path: Path) -> None:
+    process = python("import time; time.sleep(600)", tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt), process:
+        pid = process.pid
+        raise KeyboardInterrupt
+    assert not running(pid)
+
+
+def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
+    class Never(ManagedProcess):
+        def ready(self) -> bool:
+            return False
+
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model: x')"]
+    with pytest.raises(ProcessFailed, match=r"status 1 before it was ready[\s\S]*no such model: x"):
+        Never(command, log=tmp_path / "log").start()
+
+    slow = Never([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "slow", ready_s=0.3)
+    with pytest.raises(ProcessFailed, match=r"not ready after 0.3 s"):
+        slow.start()
+    assert not running(slow.pid)
+
+
+def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from cornplug.testing.engines import ManagedProcess\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"p = ManagedProcess(sleeper, log=Path({str(tmp_path / 'l')!r}))\n"
+        "print(p.start().pid)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert not running(int(out.stdout))
+
+
+def test_photos_are_real_pictures_of_many_sizes() -> None:
+    pictures = photos()
+    assert len({p.data for p in pictures}) == len(pictures) >= 10
+    assert len({(p.width, p.height) for p in pictures}) >= 6
+    assert {p.mime for p in pictures} == {"image/jpeg", "image/png"}
+    for photo in pictures:
+        with Image.open(io.BytesIO(photo.data)) as image, Image.open(io.BytesIO(photo.as_png())) as png:
+            assert image.size == png.size == (photo.width, photo.height)
+            assert image.convert("RGB").tobytes() == png.convert("RGB").tobytes()
+
+
+def test_crops_are_distinct_and_of_one_size() -> None:
+    crops = list(next(p for p in photos() if p.name == "retina.jpg").crops(336, 336))
+    assert len(crops) == len(set(crops)) == 16
+    assert Image.open(io.BytesIO(crops[3])).size == (336, 336)
+
+
+def test_answer_of_a_stream_that_ends_early_is_an_error() -> None:
+    event = {"choices": [{"delta": {"content": "a"}, "token_ids": [1]}]}
+    with pytest.raises(RequestFailed, match="ended early"):
+        engines._collect(iter([event]), time.perf_counter())
