@@ -43,8 +43,11 @@ class StoreConfig(_Section):
     shm_dir: Path = Path("/dev/shm")
     autostart: bool = True
     """Start a store when none answers at `socket`."""
-    deadline_s: float = Field(default=0.02, gt=0)
-    """Longest wait for one answer of the store before it counts as a miss."""
+    deadline_s: float = Field(default=0.1, gt=0)
+    """Longest that an engine's scheduler waits for one answer of the store (typically 0.1 ms)
+    before it counts as a miss and the store as down."""
+    patience_s: float = Field(default=1.0, gt=0)
+    """The same for background threads, which hold up one request and not the engine."""
     lease_s: float = Field(default=30.0, gt=0)
     """How long an engine may take to copy what it leased."""
     quarantine_s: float = Field(default=5.0, ge=0)

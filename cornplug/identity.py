@@ -180,3 +180,17 @@ def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -
 
 def _salt(salt: str | None) -> bytes:
     return b"\x00" if salt is None else b"\x01" + salt.encode()
+
+
+def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
+    """Media digest of a medium that one request wants processed in another way.
+
+    `options` are that request's own processor arguments; with none the digest stays as it is,
+    so that every door that a picture comes in by agrees on its key.
+    """
+    return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
+
+
+def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
+    """An identity that a deployment changed beyond what its checkpoint says; same rule."""
+    return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity

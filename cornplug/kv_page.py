@@ -1,0 +1,112 @@
+"""The engine-neutral page of KV: its geometry, and which bytes a rank owns.
+
+A page holds `page_tokens` tokens of every layer, head outermost:
+
+    [kv_head][layer][K, V][token][dim]
+
+so that a tensor-parallel rank with a contiguous range of heads reads and writes contiguous
+bytes, and any TP or PP degree can read what another wrote. The unit of integrity is the
+*segment*: one head of one layer. Keys are cached after rotary embedding, as both engines do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cornplug.errors import LayoutError
+
+PLANES = 2
+"""K and V."""
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageGeometry:
+    """The shape of every page of one model, whatever the parallelism that computes it."""
+
+    page_tokens: int
+    heads: int
+    """KV heads of the whole model."""
+    layers: int
+    """Attention layers of the whole model."""
+    dim: int
+    dtype: str
+    """torch's name without "torch.": float32, float16 or bfloat16."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(
+                f"kv cache dtype {self.dtype!r} is not shared; {', '.join(ITEM_BYTES)} are",
+                reason="kv_dtype",
+            )
+        if min(self.page_tokens, self.heads, self.layers, self.dim) < 1:
+            raise LayoutError(f"empty page: {self}", reason="layout")
+        if self.heads * self.layers > 0xFFFF:
+            raise LayoutError(
+                f"{self.heads} heads x {self.layers} layers exceed 65535 segments", reason="layout"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(heads, layers, planes, tokens, dim)."""
+        return self.heads, self.layers, PLANES, self.page_tokens, self.dim
+
+    @property
+    def segments(self) -> int:
+        """Segments of a page: one a head and layer."""
+        return self.heads * self.layers
+
+    @property
+    def segment_bytes(self) -> int:
+        return PLANES * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.segments * self.segment_bytes
+
+    def spec(self) -> dict[str, Any]:
+        """What of the geometry belongs to a page's identity."""
+        return {"layout": "head-layer-kv-token-dim/1", "shape": list(self.shape), "dtype": self.dtype}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSlice:
+    """The heads and layers of a page that one rank holds."""
+
+    heads: range
+    layers: range
+    writes: bool
+    """False for a rank whose heads another rank holds as well (TP degree above the KV heads)."""
+
+    def segments(self, page: PageGeometry) -> Iterator[tuple[int, int]]:
+        """(segment index in the page, segment index in the slice), in the slice's own order."""
+        for i, head in enumerate(self.heads):
+            for j, layer in enumerate(self.layers):
+                yield head * page.layers + layer, i * len(self.layers) + j
+
+
+def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple[range, bool]:
+    """The KV heads of one tensor-parallel rank, and whether it is the one that writes them.
+
+    Follows both engines: heads are split evenly; with more ranks than heads each head is
+    held by `tp_size / total_heads` neighbouring ranks, of which the first writes.
+
+    Raises LayoutError when neither number divides the other.
+    """
+    if total_heads % tp_size == 0:
+        per_rank = total_heads // tp_size
+        return range(tp_rank * per_rank, (tp_rank + 1) * per_rank), True
+    if tp_size % total_heads == 0:
+        replicas = tp_size // total_heads
+        head = tp_rank // replicas
+        return range(head, head + 1), tp_rank % replicas == 0
+    raise LayoutError(f"{total_heads} KV heads do not split over {tp_size} ranks", reason="layout")
+
+
+def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
+    """The pages that touch tokens [start, end); `end` is cut down to a page boundary."""
+    return range(start_token // page_tokens, math.floor(end_token / page_tokens))

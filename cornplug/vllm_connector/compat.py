@@ -1,0 +1,67 @@
+"""Everything that knows a version of vLLM: the tested range and the seams we patch.
+
+vLLM offers entry points, connector classes and metrics hooks; those need no patch. Three
+things have no hook in 0.32 and are wrapped here, each idempotent and each a thin shell over
+the original:
+
+* `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
+* `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
+* `EngineCore.collective_rpc`: to learn that somebody replaced the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("vllm.cornplug")
+
+TESTED = ((0, 32), (0, 33))
+"""Half-open range of (major, minor) that the tests run on."""
+
+_MARK = "_cornplug_original"
+
+
+def vllm_version() -> str | None:
+    """The installed vLLM's version, None where there is none. Imports nothing."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_tested(version: str) -> bool:
+    """Whether `version` lies in the tested range."""
+    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = TESTED
+    return low <= (major, minor) < high
+
+
+def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
+    """Replace `module.qualified` by `wrapper(original, *args, **kwargs)`, once.
+
+    Keeps staticmethod and classmethod as they were. Raises AttributeError or ImportError
+    where this vLLM lacks the target: `plugin.register` turns that into one clear message.
+    """
+    owner: Any = importlib.import_module(module)
+    *path, name = qualified.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    raw = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    if hasattr(function, _MARK):
+        return
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    setattr(wrapped, _MARK, function)
+    if isinstance(raw, (staticmethod, classmethod)):
+        setattr(owner, name, type(raw)(wrapped))
+    else:
+        setattr(owner, name, wrapped)

@@ -1,0 +1,112 @@
+"""vLLM's encoder-cache connector class: a facade over the scheduler half and the worker half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+
+from cornplug.metrics import Tally
+from cornplug.vllm_connector.ec_moves import ECAcks, ECMoves
+from cornplug.vllm_connector.ec_scheduler import ECScheduler
+from cornplug.vllm_connector.ec_worker import ECWorker
+from cornplug.vllm_connector.runtime import runtime
+from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class CornplugECConnector(ECConnectorBase):
+    """Take embeddings from the store and the shared encoder service; give what was encoded here."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        assert vllm_config.ec_transfer_config is not None
+        self._tally = Tally()
+        run = runtime(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        self._scheduler: ECScheduler | None = None
+        self._worker: ECWorker | None = None
+        if vllm_config.model_config.multimodal_config is None:
+            return
+        if role == ECConnectorRole.SCHEDULER:
+            self._scheduler = ECScheduler(vllm_config, run, self._tally)
+        else:
+            self._worker = ECWorker(
+                run,
+                publishes=vllm_config.parallel_config.rank == 0,
+                device=str(vllm_config.device_config.device),
+            )
+
+    # -- worker half ------------------------------------------------------------------------
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(encoder_cache, self._moves())
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        # Profiling runs encode outside a step: no metadata, nothing to share.
+        if self._worker is not None and self._connector_metadata is not None:
+            self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
+
+    def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
+        return self._worker.acks() if self._worker is not None else None
+
+    def _moves(self) -> ECMoves:
+        moves = self._get_connector_metadata()
+        assert isinstance(moves, ECMoves)
+        return moves
+
+    # -- scheduler half ---------------------------------------------------------------------
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._scheduler is not None and self._scheduler.arrived(identifier)
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request.mm_features[index].identifier)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        return self._scheduler.moves(scheduler_output) if self._scheduler is not None else ECMoves()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        acks = connector_output.ec_connector_worker_meta
+        if self._scheduler is not None and isinstance(acks, ECAcks):
+            self._scheduler.acknowledged(acks)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    # -- both halves ------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    def get_ec_connector_stats(self) -> ECStats | None:
+        return drained_ec(self._tally)
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStats | None:
+        return ECStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ECProm:
+        return ECProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)

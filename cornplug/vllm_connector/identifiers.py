@@ -1,0 +1,182 @@
+"""vLLM's media identifiers, replaced at their source by keys of content.
+
+vLLM names a picture by a hash over the model's *name* and the container's bytes, by a
+client's uuid, or by an EXIF ImageID that anyone can write. That name then keys its own
+encoder cache, its prefix blocks and every connector. In the API process we put instead
+
+    mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
+    identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
+
+which also repairs the engine's own caches. What we cannot digest (video and audio in this
+release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
+like ours, and is shared with nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from PIL import Image
+
+from cornplug.config import read_secret
+from cornplug.encoder_service.media import digest_image
+from cornplug.errors import CheckpointError
+from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import settings
+from cornplug.vllm_connector.model import tower_identity
+from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX: Final = "cp1-"
+_UUIDS: Final = 65536
+_FIRST_READ_S: Final = 60.0
+
+
+def key_of(identifier: str) -> bytes | None:
+    """The embedding key in an identifier of ours, None for any other."""
+    if not identifier.startswith(PREFIX):
+        return None
+    return bytes.fromhex(identifier[len(PREFIX) :])
+
+
+def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
+    """Our settings, where this engine was started with either connector of ours."""
+    kv, ec = config.kv_transfer_config, config.ec_transfer_config
+    if ec is not None and ec.ec_connector == EC_CONNECTOR:
+        return dict(ec.ec_connector_extra_config)
+    if kv is not None and kv.kv_connector == KV_CONNECTOR:
+        return dict(kv.kv_connector_extra_config)
+    return None
+
+
+class Identifiers:
+    """Identity of this API process's model, and the names it gives to media."""
+
+    def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
+        self._secret = read_secret(settings(extra).store.secret_file)
+        self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+        self._identity: bytes | None = None
+        self._ready = threading.Event()
+        self._uuids: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
+        threading.Thread(target=self._identify, args=(config,), name="cornplug-identify", daemon=True).start()
+
+    def _identify(self, config: VllmConfig) -> None:
+        try:
+            self._identity = tower_identity(config).identity
+        except CheckpointError as e:
+            compat.logger.warning("cornplug: embeddings of this engine are not shared: %s", e)
+        finally:
+            self._ready.set()
+
+    def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
+        """`mm_hash` of one picture, None where it has no digest.
+
+        A uuid without content is looked up among the contents that came with it before.
+        """
+        if item is None:
+            with self._lock:
+                return self._uuids.get(uuid) if uuid is not None else None
+        media = _media_digest(item)
+        if media is None:
+            return None
+        try:
+            name = PREFIX + medium_with_options(media, options).hex()
+        except (TypeError, ValueError):
+            return None
+        if uuid is not None:
+            with self._lock:
+                self._uuids[uuid] = name
+                self._uuids.move_to_end(uuid)
+                if len(self._uuids) > _UUIDS:
+                    self._uuids.popitem(last=False)
+        return name
+
+    def identifier(self, mm_hash: str, salt: str | None) -> str:
+        """The identifier that belongs to a `mm_hash` of ours."""
+        self._ready.wait(_FIRST_READ_S)
+        media = bytes.fromhex(mm_hash[len(PREFIX) :])
+        if self._identity is None:
+            # Names content, yet no model: good for this engine's caches, and for nobody else.
+            return "local-" + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
+        return PREFIX + embedding_key(self._secret, self._identity, media, salt).hex()
+
+    def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The processor arguments of one request beyond the deployment's own."""
+        return {
+            k: v for k, v in hf_processor_mm_kwargs.items() if k not in self._processor_kwargs or self._processor_kwargs[k] != v
+        }
+
+
+def _media_digest(item: object) -> bytes | None:
+    import torch
+
+    if isinstance(item, Image.Image):
+        return digest_image(item)
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
+    if isinstance(item, np.ndarray):
+        array = np.ascontiguousarray(item)
+        return array_digest(array.dtype.name, array.shape, array.tobytes())
+    return None
+
+
+_active: Identifiers | None = None
+
+
+def _input_processor_init(original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    global _active
+    original(this, vllm_config, *args, **kwargs)
+    extra = _extra_config(vllm_config)
+    if extra is not None and vllm_config.model_config.multimodal_config is not None:
+        _active = Identifiers(vllm_config, extra)
+
+
+def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
+    theirs = original(this, inputs)
+    active = _active
+    if active is None:
+        return theirs
+    uuids = inputs.mm_uuid_items or {}
+    options = active.options(inputs.hf_processor_mm_kwargs)
+    ours: dict[str, list[str]] = {}
+    for modality, names in theirs.items():
+        items = inputs.mm_data_items[modality]
+        given = uuids.get(modality) or [None] * len(names)
+        ours[modality] = [
+            (active.media_name(items.get(i), given[i], options) if modality == "image" else None)
+            or _foreign(name)
+            for i, name in enumerate(names)
+        ]
+    return ours
+
+
+def _foreign(name: str) -> str:
+    """vLLM's own name, which may be a client's uuid, unable to pass for one of ours."""
+    return f"foreign-{name}" if name.startswith(PREFIX) else name
+
+
+def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    request = original(this, *args, **kwargs)
+    active = _active
+    if active is not None:
+        for feature in request.mm_features or ():
+            # A LoRA on the tower prefixes the identifier; such an embedding is nobody else's.
+            if feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
+                feature.identifier = active.identifier(feature.mm_hash, request.cache_salt)
+    return request
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.input_processor", "InputProcessor.__init__", _input_processor_init),
+    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _process_inputs),
+    ("vllm.multimodal.processing.processor", "BaseMultiModalProcessor._get_mm_hashes", _get_mm_hashes),
+)

@@ -1,0 +1,212 @@
+"""vLLM's KV connector class: a facade over the scheduler half and the worker half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from cornplug.errors import ConfigError, LayoutError
+from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
+from cornplug.metrics import Tally
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves
+from cornplug.vllm_connector.kv_scheduler import KVScheduler
+from cornplug.vllm_connector.kv_worker import KVWorker
+from cornplug.vllm_connector.model import dtype_name
+from cornplug.vllm_connector.runtime import Runtime, runtime
+from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
+    """The page of this model. Raises LayoutError with the reason why KV cannot be shared.
+
+    Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only
+    where every group has it: they run as stock, and say so.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if len(cache.kv_cache_groups) != 1:
+        raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
+        raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
+    if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
+        raise LayoutError("keys and values of different width have no page layout yet", reason="attention_kind")
+    model = config.model_config
+    return PageGeometry(
+        page_tokens=page_tokens,
+        heads=model.get_total_num_kv_heads(),
+        layers=model.get_total_num_hidden_layers(),
+        dim=spec.head_size,
+        dtype=dtype_name(spec.dtype),
+    )
+
+
+def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
+    """What of a page this worker's rank holds. Raises LayoutError where it is no plain slice."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    heads, writes = tensor_parallel_heads(
+        geometry.heads, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    )
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise LayoutError("decode context parallelism splits tokens over ranks", reason="context_parallel")
+    numbers = sorted(extract_layer_index(name) for name in cache.kv_cache_groups[0].layer_names)
+    layers = range(numbers[0], numbers[-1] + 1)
+    if list(layers) != numbers or layers.stop > geometry.layers:
+        raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
+    return RankSlice(heads=heads, layers=layers, writes=writes)
+
+
+class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
+    """Share KV pages with every engine that computes the same model."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                "kv_load_failure_policy",
+                "'fail' would abort requests whose pages are lost",
+                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
+            )
+        self._tally = Tally()
+        self._runtime: Runtime = runtime(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: KVScheduler | None = None
+        self._worker: KVWorker | None = None
+        engine = self._runtime.config.engine
+        try:
+            if not engine.share_kv:
+                raise LayoutError("engine.share_kv is false", reason="off")
+            geometry = page_geometry(vllm_config, kv_cache_config, engine.page_tokens)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
+            else:
+                block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                mine = rank_slice(vllm_config, kv_cache_config, geometry)
+                self._worker = KVWorker(geometry, mine, block_size, self._runtime.store)
+        except LayoutError as e:
+            compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
+
+    # -- worker half ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        if self._worker is not None:
+            ordered = {n: kv_caches[n] for n in sorted(kv_caches, key=extract_layer_index)}
+            self._worker.register(ordered, self._vllm_config.compilation_config.static_forward_context)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KVMoves)
+        if self._worker is not None and kv_connector_metadata.preempted:
+            self._worker.drain()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        moves = self._get_connector_metadata()
+        assert isinstance(moves, KVMoves)
+        if self._worker is not None:
+            self._worker.start_loads(moves.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only when all its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Pages hold all layers: they are copied after the forward."""
+
+    def wait_for_save(self) -> None:
+        moves = self._get_connector_metadata()
+        assert isinstance(moves, KVMoves)
+        if self._worker is not None:
+            self._worker.start_saves(moves.saves)
+            self._worker.finishing(moves.finishing)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        sent, received = self._worker.finished()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.acks() if self._worker is not None else None
+
+    # -- scheduler half ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.moves(scheduler_output) if self._scheduler is not None else KVMoves()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is None:
+            return
+        acks = connector_output.kv_connector_worker_meta
+        if isinstance(acks, KVAcks):
+            self._scheduler.acknowledged(acks)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.loaded(request_id)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return (self._scheduler.finished(request) if self._scheduler is not None else False), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.saves_open()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost save is a later miss, nothing more."""
+        return False
+
+    # -- both halves ------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def get_kv_connector_stats(self) -> KVStats | None:
+        return drained_kv(self._tally)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStats | None:
+        return KVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVProm:
+        return KVProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)

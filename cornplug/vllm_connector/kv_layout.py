@@ -1,0 +1,164 @@
+"""Where vLLM's attention backend puts K and V: found by asking it to write, never guessed.
+
+`kv_caches[layer]` has shape (blocks, heads, block_size, 2 * dim), and that shape lies: the
+CPU backend keeps K transposed before V, other instruction sets pack otherwise. So at start
+the backend's own cache-write operation writes patterns whose values name their token, head,
+dim and plane into a scratch block; reading back where each landed gives the mapping. What
+does not come out as a permutation of the whole block is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cornplug.errors import LayoutError
+
+# (key, value, kv_cache, slot_mapping) -> None; key and value are (tokens, heads, dim).
+WriteOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+_DIGIT = 128
+"""Labels stay below 2^8, the largest integers that bfloat16 holds exactly."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Element offsets of K or V inside one block, relative to the block's first element.
+
+    `offsets` has shape (heads, block_size, dim). Where they are affine (`strides` of head,
+    token and dim from `base`), a strided view does the addressing; else an index does.
+    """
+
+    offsets: torch.Tensor
+    base: int
+    strides: tuple[int, int, int] | None
+
+    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The plane's values of n tokens, shape (n, heads, dim); `blocks`, `slots` have shape (n,)."""
+        if self.strides is not None:
+            return self._view(cache)[blocks, :, slots]
+        return _flat(cache)[self._index(cache, blocks, slots)]
+
+    def scatter(
+        self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write values of shape (n, heads, dim) where `gather` would read them."""
+        if self.strides is not None:
+            self._view(cache)[blocks, :, slots] = values
+        else:
+            _flat(cache)[self._index(cache, blocks, slots)] = values
+
+    def _view(self, cache: torch.Tensor) -> torch.Tensor:
+        assert self.strides is not None
+        heads, tokens, dim = self.offsets.shape
+        return cache.as_strided(
+            (cache.shape[0], heads, tokens, dim),
+            (cache.stride(0), *self.strides),
+            cache.storage_offset() + self.base,
+        )
+
+    def _index(self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        within = self.offsets.to(cache.device)[:, slots].transpose(0, 1)
+        return blocks[:, None, None] * cache.stride(0) + within
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Mapping of one layer's blocks to planes."""
+
+    keys: Plane
+    values: Plane
+    block_size: int
+
+
+def _flat(cache: torch.Tensor) -> torch.Tensor:
+    """All of a cache's storage from its first element, as one dimension."""
+    size = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
+    return cache.as_strided((size,), (1,), cache.storage_offset())
+
+
+def write_op(layer: Any) -> WriteOp:
+    """The cache-write operation of an attention layer. Raises LayoutError where it has none."""
+    update = getattr(layer.impl, "do_kv_cache_update", None)
+    if update is None:
+        raise LayoutError(
+            f"{type(layer.impl).__name__} has no cache-write operation to verify the layout with",
+            reason="layout",
+        )
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        update(layer, key, value, cache, slots)
+
+    return write
+
+
+def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: WriteOp) -> BlockLayout:
+    """Find the layout of `cache`, shape (blocks, heads, block_size, 2 * dim) in any strides.
+
+    Works on a scratch tensor with the same strides; `cache` itself is not touched.
+    Raises LayoutError("layout") when shape or mapping is not a permutation of K and V.
+    """
+    if tuple(cache.shape[1:]) != (heads, block_size, 2 * dim):
+        raise LayoutError(
+            f"kv cache has shape {tuple(cache.shape)}, expected (blocks, {heads}, {block_size}, {2 * dim})",
+            reason="layout",
+        )
+    span = sum((n - 1) * s for n, s in zip((2, *cache.shape[1:]), cache.stride(), strict=True)) + 1
+    block_items = 2 * heads * block_size * dim
+    raw = torch.zeros(max(span, cache.stride(0) + block_items), dtype=cache.dtype, device=cache.device)
+    scratch = raw.as_strided((2, *cache.shape[1:]), cache.stride())
+
+    token, head, channel = torch.meshgrid(
+        torch.arange(block_size), torch.arange(heads), torch.arange(dim), indexing="ij"
+    )
+    slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
+    found = []
+    for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
+        position = torch.zeros(raw.numel(), dtype=torch.int64)
+        scale = 1
+        while scale < size or scale == 1:
+            label = (coordinate // scale % _DIGIT + 1).to(cache.dtype).to(cache.device)
+            raw.zero_()
+            # K is written with positive labels and V with negative ones: the sign is the plane.
+            write(label.contiguous(), (-label).contiguous(), scratch, slots)
+            read = raw.detach().float().cpu().round().to(torch.int64)
+            position += torch.where(read != 0, (read.abs() - 1) * scale, 0)
+            sign = read.sign()
+            scale *= _DIGIT
+        found.append((position, sign))
+    (tokens, sign), (heads_at, sign_h), (channels, sign_c) = found
+    if not (torch.equal(sign, sign_h) and torch.equal(sign, sign_c)):
+        raise LayoutError("the backend's cache-write does not write the same places twice", reason="layout")
+
+    base = cache.stride(0)
+    planes = []
+    for plane_sign in (1, -1):
+        at = torch.nonzero(sign == plane_sign).flatten()
+        offsets = torch.full((heads, block_size, dim), -1, dtype=torch.int64)
+        if at.numel() == heads * block_size * dim:
+            offsets[heads_at[at], tokens[at], channels[at]] = at - base
+        if (offsets < 0).any() or offsets.max() >= max(cache.stride(0), block_items):
+            raise LayoutError(
+                "the backend's cache-write is no permutation of the block (packed, padded or "
+                "quantised): KV is not shared",
+                reason="layout",
+            )
+        planes.append(_plane(offsets))
+    return BlockLayout(planes[0], planes[1], block_size)
+
+
+def _plane(offsets: torch.Tensor) -> Plane:
+    base = int(offsets[0, 0, 0])
+    strides = tuple(
+        int(offsets.select(axis, 1)[0, 0]) - base if offsets.shape[axis] > 1 else 1 for axis in range(3)
+    )
+    heads, tokens, dim = (torch.arange(n) for n in offsets.shape)
+    affine = (
+        base + heads[:, None, None] * strides[0] + tokens[:, None] * strides[1] + dim * strides[2]
+    )
+    if torch.equal(affine, offsets) and min(strides) >= 0:
+        return Plane(offsets, base, (strides[0], strides[1], strides[2]))
+    return Plane(offsets, base, None)

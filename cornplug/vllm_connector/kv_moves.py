@@ -1,0 +1,90 @@
+"""What the KV connector's two halves tell each other, step by step, over vLLM's own channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from cornplug.store.base import Location
+
+
+@dataclass(frozen=True, slots=True)
+class PageRead:
+    """A leased page of the store: `index` is its place in the request."""
+
+    index: int
+    key: bytes
+    location: Location
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """A reserved page, named by its reservation's token."""
+
+    index: int
+    token: int
+    location: Location
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill tokens [start, end) of a request from pages; `blocks` are all its blocks, in order."""
+
+    request_id: str
+    start: int
+    end: int
+    pages: tuple[PageRead, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy whole pages of a request out, once this step's forward has computed them."""
+
+    request_id: str
+    pages: tuple[PageWrite, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class KVMoves(KVConnectorMetadata):
+    """Scheduler half -> worker halves: the moves of one step."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    finishing: list[str] = field(default_factory=list)
+    """Finished requests whose blocks stay until their saves are done."""
+    preempted: bool = False
+    """Blocks are about to be given away: finish reading them first."""
+
+
+@dataclass(slots=True)
+class KVAcks(KVConnectorWorkerMetadata):
+    """Worker halves -> scheduler half."""
+
+    written: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Reservation token -> segment -> checksum. Whole once every rank has added its share."""
+    failed_writes: set[int] = field(default_factory=set)
+    failed_loads: dict[str, str] = field(default_factory=dict)
+    """Request -> reason."""
+    loaded_bytes: int = 0
+    unusable: str = ""
+    """Why this worker's cache cannot be mapped to pages; "" when it can."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVAcks)
+        for token, sums in other.written.items():
+            self.written.setdefault(token, {}).update(sums)
+        self.failed_writes |= other.failed_writes
+        self.failed_loads |= other.failed_loads
+        self.loaded_bytes += other.loaded_bytes
+        self.unusable = self.unusable or other.unusable
+        return self
+
+    def is_empty(self) -> bool:
+        return not (self.written or self.failed_writes or self.failed_loads or self.unusable or self.loaded_bytes)

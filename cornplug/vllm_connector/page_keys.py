@@ -1,0 +1,71 @@
+"""The page keys of one request, derived as its tokens come to be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cornplug.identity import LINK_TOKENS, chain, page_key, placeholder_tokens
+from cornplug.vllm_connector.identifiers import key_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Placeholder:
+    offset: int
+    length: int
+    embeds_before: list[int] | None
+    """Per position: embeddings up to and including it; None where every position is one."""
+    wide: tuple[int, int, int, int]
+
+    def replace(self, tokens: list[int], first: int) -> None:
+        """Put wide values over the placeholder tokens of `tokens`, which begin at `first`."""
+        start = max(self.offset, first)
+        end = min(self.offset + self.length, first + len(tokens))
+        for position in range(start, end):
+            j = position - self.offset
+            if self.embeds_before is None:
+                tokens[position - first] = self.wide[j % 4]
+            elif self.embeds_before[j] > (self.embeds_before[j - 1] if j else 0):
+                tokens[position - first] = self.wide[(self.embeds_before[j] - 1) % 4]
+
+
+class PageKeys:
+    """Keys of a request's whole pages; extends itself, never recomputes."""
+
+    def __init__(self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any]) -> None:
+        """`features` are vLLM's MultiModalFeatureSpec of the request, in any order."""
+        self._make: Callable[[bytes], bytes] = lambda value: page_key(secret, root, page_tokens, value)
+        self._page_tokens = page_tokens
+        self._placeholders: list[_Placeholder] = []
+        self.limit: int | None = None
+        """Tokens beyond this one cannot be named: a medium there has no identity of ours."""
+        for feature in features:
+            position = feature.mm_position
+            lineage = key_of(feature.identifier)
+            if lineage is None:
+                self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
+            else:
+                self._placeholders.append(
+                    _Placeholder(
+                        position.offset, position.length, position.embeds_cumsum, placeholder_tokens(lineage)
+                    )
+                )
+        self._last = b""
+        self._keys: list[bytes] = []
+
+    def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
+        """Keys of the whole pages within the first `end` tokens (fewer where `limit` cuts)."""
+        if self.limit is not None:
+            end = min(end, self.limit)
+        first, wanted = len(self._keys), end // self._page_tokens
+        if wanted > first:
+            start = first * self._page_tokens
+            tokens = list(token_ids[start : wanted * self._page_tokens])
+            for placeholder in self._placeholders:
+                placeholder.replace(tokens, start)
+            links = chain(self._last, tokens)
+            self._last = links[-1]
+            per_page = self._page_tokens // LINK_TOKENS
+            self._keys += [self._make(value) for value in links[per_page - 1 :: per_page]]
+        return self._keys[:wanted]

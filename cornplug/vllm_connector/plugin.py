@@ -1,0 +1,57 @@
+"""What vLLM's entry point `vllm.general_plugins` calls, in every process, maybe twice.
+
+vLLM does not guard this call: an exception here would stop an engine that never asked for
+cornplug. So an unsupported version is one log line here, and a clear error only where
+cornplug was asked for (the connectors' constructors).
+"""
+
+from __future__ import annotations
+
+from cornplug.vllm_connector import compat
+
+KV_CONNECTOR = "CornplugConnector"
+EC_CONNECTOR = "CornplugECConnector"
+
+_state: dict[str, bool | str] = {"registered": False}
+
+
+def registered() -> bool:
+    """Whether `register` has run to its end in this process."""
+    return bool(_state["registered"])
+
+
+def why_not() -> str:
+    """Why `register` did nothing; "" when it did, or has not been called."""
+    return str(_state.get("why", ""))
+
+
+def register() -> None:
+    """Add the flags, name both connectors, and wrap the seams of `compat`."""
+    if registered():
+        return
+    version = compat.vllm_version()
+    if version is None or not compat.is_tested(version):
+        low, high = compat.TESTED
+        _state["why"] = (
+            f"vLLM {version} is outside the tested range "
+            f">={low[0]}.{low[1]},<{high[0]}.{high[1]}; install a release of cornplug for it"
+        )
+        compat.logger.warning("cornplug stays off: %s", _state["why"])
+        return
+
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from cornplug.vllm_connector import flags, identifiers, weights
+
+    if KV_CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            KV_CONNECTOR, "cornplug.vllm_connector.kv_connector", KV_CONNECTOR
+        )
+    if EC_CONNECTOR not in ECConnectorFactory._registry:
+        ECConnectorFactory.register_connector(
+            EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
+        )
+    for module, target, wrapper in (*flags.WRAPS, *identifiers.WRAPS, *weights.WRAPS):
+        compat.wrap(module, target, wrapper)
+    _state["registered"] = True
