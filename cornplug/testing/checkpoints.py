@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,6 +75,31 @@ _QWEN2_SPECIAL: Final = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    intermediate_size: int | None
+    max_positions: int
+
+    def config(self, model_type: str, ids: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            "model_type": model_type,
+            "vocab_size": math.ceil(len(ids) / 64) * 64,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size or 2 * self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        }
+
+
 def llava(
     path: Path | str,
     *,
@@ -103,7 +129,7 @@ def llava(
         pad="<pad>",
         chat_template=_LLAVA_CHAT,
     )
-    text = _text_config("llama", ids, hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
+    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("llama", ids)
     config = {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -163,8 +189,8 @@ def qwen2_vl(
     ids = tokenizers.write(
         folder, special=_QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=_QWEN2_CHAT
     )
-    text = _text_config(
-        "qwen2_vl", ids, hidden_size, layers, heads, kv_heads, intermediate_size, max_positions
+    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config(
+        "qwen2_vl", ids
     )
     half = hidden_size // heads // 2
     # Frequencies for time, height and width, in the published proportion of 1 : 1.5 : 1.5.
@@ -216,7 +242,7 @@ def qwen2_text(
     ids = tokenizers.write(
         folder, special=_QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=_QWEN2_CHAT
     )
-    text = _text_config("qwen2", ids, hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
+    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("qwen2", ids)
     config = {
         **text,
         "architectures": ["Qwen2ForCausalLM"],
@@ -233,31 +259,6 @@ def _folder(path: Path | str) -> Path:
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _text_config(
-    model_type: str,
-    ids: Mapping[str, int],
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int | None,
-    intermediate: int | None,
-    positions: int,
-) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "vocab_size": math.ceil(len(ids) / 64) * 64,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate or 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or heads,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
 
 
 def _token_ids(ids: Mapping[str, int], bos: str, eos: str, pad: str) -> dict[str, int]:
