@@ -96,9 +96,7 @@ class Store(Protocol):
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """One byte a key, 1 where it is present. The longest prefix is `mask.find(0)`."""
 
-    def lease(
-        self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float
-    ) -> list[Lease | None]:
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         """A lease for each key that is present, None for the others; refreshes LRU."""
 
     def reserve(
@@ -106,9 +104,7 @@ class Store(Protocol):
     ) -> list[Reservation | Refusal]:
         """Room for each (key, size in bytes), charged to `app`, or why not."""
 
-    def commit(
-        self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
-    ) -> list[bool]:
+    def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         """Publish each (reservation, meta). False where the reservation had ended."""
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:

@@ -1,0 +1,120 @@
+"""Room in an arena: 64-byte aligned extents in segregated size classes, coalesced when freed.
+
+A two-level table of free extents (power of two, then eight steps in each, as in TLSF):
+finding room costs the same whether ten or a hundred thousand holes exist. Pure arithmetic:
+knows offsets and sizes, touches no memory.
+
+    |<-- extent -->|<- free ->|<------ extent ------>|<------ free ------>| end
+    0                                                                     end_bytes
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+ALIGN: Final = 64
+_STEP_BITS: Final = 3
+_SCAN_LIMIT: Final = 64
+"""Holes looked at in the one class where some may be too small; more would cost a batch its deadline."""
+
+
+def align_up(size_bytes: int) -> int:
+    """The room that a payload takes: its size up to a multiple of 64, never zero."""
+    return max(ALIGN, (size_bytes + ALIGN - 1) & -ALIGN)
+
+
+class Allocator:
+    """Hands out and takes back extents of [0, end_bytes). Sizes are multiples of 64."""
+
+    def __init__(self) -> None:
+        self.end_bytes = 0
+        self.free_bytes = 0
+        self._size_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+        # Ordered dicts, not dicts: the first key of a dict that lost many costs a walk over their graves.
+        self._classes: list[OrderedDict[int, None]] = []
+        self._nonempty = 0
+
+    def extend(self, size_bytes: int) -> None:
+        """Add room at the end of the arena; nothing for 0."""
+        if not size_bytes:
+            return
+        start = self.end_bytes
+        self.end_bytes += size_bytes
+        self.free(start, size_bytes)
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Offset of an extent of exactly `size_bytes`, or None when no hole is large enough."""
+        start = self._find(size_bytes)
+        if start is None:
+            return None
+        hole = self._take(start)
+        if hole > size_bytes:
+            self._put(start + size_bytes, hole - size_bytes)
+        return start
+
+    def free(self, start: int, size_bytes: int) -> None:
+        """Take an extent back; it melts with the holes on both sides."""
+        end = start + size_bytes
+        if end in self._size_at:
+            end += self._take(end)
+        before = self._start_of_end.get(start)
+        if before is not None:
+            self._take(before)
+            start = before
+        self._put(start, end - start)
+
+    def hole_ending_at(self, end: int) -> int:
+        """Size of the hole that ends at this offset, 0 when there is none."""
+        start = self._start_of_end.get(end)
+        return 0 if start is None else end - start
+
+    def hole_at(self, start: int) -> int:
+        """Size of the hole that begins at this offset, 0 when there is none."""
+        return self._size_at.get(start, 0)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """All (offset, size) of holes, by offset. For tests and diagnosis."""
+        return sorted(self._size_at.items())
+
+    def _find(self, size_bytes: int) -> int | None:
+        own = _size_class(size_bytes)
+        # Any hole of a higher class fits, whichever: no search there.
+        higher = self._nonempty >> (own + 1)
+        if higher:
+            index = own + 1 + (higher & -higher).bit_length() - 1
+            return next(iter(self._classes[index]))
+        if self._nonempty >> own & 1:
+            for _, start in zip(range(_SCAN_LIMIT), self._classes[own], strict=False):
+                if self._size_at[start] >= size_bytes:
+                    return start
+        return None
+
+    def _put(self, start: int, size_bytes: int) -> None:
+        index = _size_class(size_bytes)
+        while len(self._classes) <= index:
+            self._classes.append(OrderedDict())
+        self._classes[index][start] = None
+        self._nonempty |= 1 << index
+        self._size_at[start] = size_bytes
+        self._start_of_end[start + size_bytes] = start
+        self.free_bytes += size_bytes
+
+    def _take(self, start: int) -> int:
+        size_bytes = self._size_at.pop(start)
+        del self._start_of_end[start + size_bytes]
+        index = _size_class(size_bytes)
+        del self._classes[index][start]
+        if not self._classes[index]:
+            self._nonempty &= ~(1 << index)
+        self.free_bytes -= size_bytes
+        return size_bytes
+
+
+def _size_class(size_bytes: int) -> int:
+    units = size_bytes // ALIGN
+    power = units.bit_length() - 1
+    if power < _STEP_BITS:
+        return units
+    return ((power - _STEP_BITS + 1) << _STEP_BITS) + (units >> (power - _STEP_BITS)) - (1 << _STEP_BITS)

@@ -1,0 +1,32 @@
+"""What a caller may not ask of any store; raised in the caller, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.store.base import KEY_BYTES
+
+MAX_META_BYTES: Final = 1 << 20
+"""A header of 65535 segments takes half of it."""
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raises ValueError unless every key is 32 bytes."""
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, not {len(key)}")
+
+
+def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
+    """Raises ValueError for a bad key or a size below zero."""
+    check_keys([key for key, _ in entries])
+    for _, size in entries:
+        if size < 0:
+            raise ValueError(f"a payload cannot have {size} bytes")
+
+
+def check_meta(meta: bytes) -> None:
+    """Raises ValueError for a meta larger than MAX_META_BYTES."""
+    if len(meta) > MAX_META_BYTES:
+        raise ValueError(f"meta of {len(meta)} bytes, at most {MAX_META_BYTES}")

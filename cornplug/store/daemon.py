@@ -1,0 +1,155 @@
+"""`cornplug serve-store`: one daemon per host and socket, from start to clean end.
+
+A lock beside the socket decides who serves: of two starters one wins, and only the winner
+touches a socket that a dead daemon left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from cornplug import config
+from cornplug.errors import ConfigError
+from cornplug.store.arena import Arena, fitting_size
+from cornplug.store.server import Server
+
+EXIT_TAKEN: Final = 3
+"""Another store serves this socket."""
+_LOCK_WAIT_S: Final = 2.0
+_UNITS: Final = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+
+_log = logging.getLogger("cornplug.store")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4GiB", "512 MiB", "1.5GB" or "1048576". Raises ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size_bytes < 1:
+        raise ConfigError("store.size_bytes", f"{text!r} is no size", "Write it as 4GiB, 512MiB or bytes.")
+    return size_bytes
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served."""
+    try:
+        defaults = config.load().store
+        options = _parser(defaults).parse_args(argv)
+        if options.detach and os.fork():
+            # The starter waits for this exit only: the daemon has no parent to leave it a zombie.
+            os._exit(0)
+        logging.basicConfig(
+            stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(message)s"
+        )
+        return _serve(options)
+    except ConfigError as e:
+        print(f"cornplug serve-store: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cornplug serve-store", description=__doc__)
+    parser.add_argument("--socket", type=Path, default=defaults.socket)
+    parser.add_argument("--size", default=str(defaults.size_bytes), help="upper bound, as 4GiB or 512MiB")
+    parser.add_argument("--shm-dir", type=Path, default=defaults.shm_dir)
+    parser.add_argument("--secret-file", type=Path, default=defaults.secret_file)
+    parser.add_argument("--quarantine-s", type=float, default=defaults.quarantine_s)
+    parser.add_argument(
+        "--idle-exit-s", type=float, default=0.0, help="end after so long without a client; 0: never"
+    )
+    parser.add_argument("--clamp", action="store_true", help="take less when the file system has less")
+    parser.add_argument("--detach", action="store_true", help="serve in the background")
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    path: Path = options.socket.absolute()
+    secret = config.read_secret(options.secret_file)
+    _private_folder(path.parent)
+    lock = _lock(path.with_name(path.name + ".lock"))
+    if lock is None:
+        _log.error("another store serves %s: not starting a second", path)
+        return EXIT_TAKEN
+    size_bytes = fitting_size(parse_size(options.size), options.shm_dir, clamp=options.clamp)
+    arena = Arena(options.shm_dir, size_bytes)
+    listener = _listen(path)
+    server = Server(
+        listener, arena, secret=secret, quarantine_s=options.quarantine_s, idle_exit_s=options.idle_exit_s
+    )
+
+    def end(number: int, _: object) -> None:
+        _log.info("%s: ending", signal.Signals(number).name)
+        server.stop = True
+
+    # Nothing here makes cycles to speak of; a collection in the middle of a request costs milliseconds.
+    gc.disable()
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    _log.info("serving %s: up to %d MiB in %s", path, arena.capacity_bytes >> 20, options.shm_dir)
+    try:
+        server.serve()
+    finally:
+        path.unlink(missing_ok=True)
+        listener.close()
+        arena.close()
+        os.close(lock)
+    _log.info("ended")
+    return 0
+
+
+def _private_folder(folder: Path) -> None:
+    """Make it 0700, or check that nobody else could put a socket there."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    stat = folder.stat()
+    if stat.st_uid != os.getuid() or stat.st_mode & 0o022:
+        problem = f"{folder} is another user's, or open to others"
+        raise ConfigError("store.socket", problem, "Name a folder of yours, mode 0700.")
+
+
+def _lock(path: Path) -> int | None:
+    """The lock's descriptor, to be kept open; None when a live daemon has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    give_up_s = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            # A daemon that is just ending lets go of it in a moment.
+            if time.monotonic() > give_up_s:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as e:
+        listener.close()
+        raise ConfigError("store.socket", f"cannot listen at {path}: {e}", "Name a shorter path.") from e
+    finally:
+        os.umask(mask)
+    listener.listen(128)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

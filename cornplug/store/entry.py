@@ -1,0 +1,171 @@
+"""Whole payloads in and out of any store, checksummed on the way.
+
+Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memoryviews copy
+as fast as memmove or numpy; streaming XXH3 over each piece right after it was copied finds
+it in the cache. Pieces of 1 MiB: below that the C library does not use stores that pass the
+cache by, and every written line is first read from memory (8 GB/s instead of 13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+import xxhash
+
+from cornplug import codec
+from cornplug.errors import CodecError, StoreUnavailable
+from cornplug.store.base import Lease, Refusal, Reservation, Store
+
+PIECE_BYTES: Final = 1 << 20
+LEASE_S: Final = 30.0
+
+Outcome = Literal["stored", "present", "pending", "full", "too_large", "lost"]
+"""What became of a `put`. "lost": the reservation ended before the commit."""
+
+
+def copy_checksummed(
+    target: memoryview, source: memoryview, segments: int, *, of: Literal["source", "target"]
+) -> tuple[int, ...]:
+    """Copy flat bytes and give the XXH3-64 of each of `segments` equal parts.
+
+    A writer sums the source, so that a fault of the copy is found by readers; a reader sums
+    the target, which is what it will use. Raises ValueError when the lengths differ or do not divide.
+    """
+    if target.nbytes != source.nbytes or segments < 1 or source.nbytes % segments:
+        raise ValueError(f"{source.nbytes} bytes into {target.nbytes}, in {segments} segments")
+    step = source.nbytes // segments
+    copy = _copy_and_sum if of == "target" else _sum_and_copy
+    return tuple(copy(target, source, i * step, (i + 1) * step) for i in range(segments))
+
+
+def get(
+    store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S
+) -> tuple[codec.Header, bytearray] | None:
+    """The header and a verified copy of a payload, or None when it is absent.
+
+    Raises CodecError for an entry that is not what it says (it is dropped from the store
+    first), StoreUnavailable when the store does not answer.
+    """
+    lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
+    if lease is None:
+        return None
+    with _released(store, lease, deadline_s):
+        header = _header(store, lease, deadline_s)
+        # One allocation that is the copy: a bytearray of zeros to fill costs another pass.
+        payload = bytearray(store.view(lease.location))
+        try:
+            codec.verify(header, memoryview(payload))
+        except CodecError:
+            _discard(store, key, deadline_s)
+            raise
+        return header, payload
+
+
+def get_into(
+    store: Store, key: bytes, target: memoryview, *, deadline_s: float, lease_s: float = LEASE_S
+) -> codec.Header | None:
+    """`get` into memory of the caller's: faster for large payloads, as no page is new.
+
+    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get`. What
+    `target` holds after an error is undefined.
+    """
+    lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
+    if lease is None:
+        return None
+    with _released(store, lease, deadline_s):
+        header = _header(store, lease, deadline_s)
+        source = store.view(lease.location)
+        if target.nbytes != source.nbytes:
+            raise ValueError(f"payload of {source.nbytes} bytes, target of {target.nbytes}")
+        if source.nbytes % len(header.checksums):
+            found: tuple[int, ...] = ()
+        else:
+            found = copy_checksummed(target, source, len(header.checksums), of="target")
+        if found != header.checksums:
+            _discard(store, key, deadline_s)
+            raise CodecError("payload does not match its checksums", reason="corrupt")
+        return header
+
+
+def put(
+    store: Store,
+    payload: bytes | bytearray | memoryview,
+    *,
+    kind: codec.Kind,
+    key: bytes,
+    dtype: str,
+    shape: Sequence[int],
+    app: str,
+    deadline_s: float,
+    segments: int = 1,
+) -> Outcome:
+    """Store a payload (C-contiguous, any item size) under `key`, with a checksum for each of
+    `segments` equal parts.
+
+    Raises StoreUnavailable when the store does not answer, ValueError when `segments` does
+    not divide the payload.
+    """
+    source = memoryview(payload).cast("B")
+    if segments < 1 or source.nbytes % segments:
+        raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
+    answer = store.reserve([(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
+    if isinstance(answer, Refusal):
+        return answer.value
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(_give_up, store, answer, deadline_s)
+        target = store.view(answer.location, writable=True)
+        checksums = copy_checksummed(target, source, segments, of="source")
+        header = codec.Header(kind, key, dtype, tuple(shape), checksums)
+        meta = codec.encode_header(header)
+        on_error.pop_all()
+    return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"
+
+
+def _sum_and_copy(target: memoryview, source: memoryview, start: int, end: int) -> int:
+    hasher = xxhash.xxh3_64()
+    for at in range(start, end, PIECE_BYTES):
+        stop = min(at + PIECE_BYTES, end)
+        piece = source[at:stop]
+        hasher.update(piece)
+        target[at:stop] = piece
+    return hasher.intdigest()
+
+
+def _copy_and_sum(target: memoryview, source: memoryview, start: int, end: int) -> int:
+    hasher = xxhash.xxh3_64()
+    for at in range(start, end, PIECE_BYTES):
+        stop = min(at + PIECE_BYTES, end)
+        piece = target[at:stop]
+        piece[:] = source[at:stop]
+        hasher.update(piece)
+    return hasher.intdigest()
+
+
+def _header(store: Store, lease: Lease, deadline_s: float) -> codec.Header:
+    try:
+        return codec.decode_header(lease.meta, key=lease.key)
+    except CodecError:
+        _discard(store, lease.key, deadline_s)
+        raise
+
+
+@contextlib.contextmanager
+def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        # A store that is gone has ended the lease by itself; the copy is whole all the same.
+        with contextlib.suppress(StoreUnavailable):
+            store.release([lease.token], deadline_s=deadline_s)
+
+
+def _discard(store: Store, key: bytes, deadline_s: float) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        store.delete([key], deadline_s=deadline_s)
+
+
+def _give_up(store: Store, reservation: Reservation, deadline_s: float) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        store.release([reservation.token], deadline_s=deadline_s)

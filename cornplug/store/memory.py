@@ -1,0 +1,108 @@
+"""The naive store: one process, one lock, no socket. The specification you can run.
+
+store = MemoryStore(capacity_bytes=64 << 20)
+writer, reader = store.connect(), store.connect()
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import Lease, Location, Refusal, Reservation, StoreStat
+from cornplug.store.checks import check_entries, check_keys, check_meta
+from cornplug.store.index import Index
+
+
+class MemoryStore:
+    """Entries in this process's memory, shared by its connections. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        quarantine_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
+        self.lock = threading.Lock()
+        # Anonymous memory costs nothing before it is written; a bytearray would be zeroed at once.
+        self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
+        self.index = Index(
+            secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing
+        )
+        self._owners = itertools.count(1)
+
+    def connect(self) -> MemoryConnection:
+        """A connection of its own: its leases and reservations end when it is closed."""
+        return MemoryConnection(self, next(self._owners))
+
+
+class MemoryConnection:
+    """A `Store` over a `MemoryStore`. Deadlines never pass here, since nothing waits."""
+
+    def __init__(self, store: MemoryStore, owner: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        check_keys(keys)
+        with self._store.lock:
+            return self._index().contains(keys)
+
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+        check_keys(keys)
+        with self._store.lock:
+            return self._index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
+
+    def reserve(
+        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+    ) -> list[Reservation | Refusal]:
+        check_entries(entries)
+        with self._store.lock:
+            return self._index().reserve(self._owner, entries, app=app, now_s=self._store.clock())
+
+    def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
+        for _, meta in written:
+            check_meta(meta)
+        with self._store.lock:
+            index = self._index()
+            return [index.commit(self._owner, reservation.token, meta) for reservation, meta in written]
+
+    def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
+        with self._store.lock:
+            self._index().release(self._owner, tokens)
+
+    def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        check_keys(keys)
+        with self._store.lock:
+            return self._index().delete(keys)
+
+    def stat(self, *, deadline_s: float) -> StoreStat:
+        with self._store.lock:
+            return self._index().stat()
+
+    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+        index = self._store.index
+        end = location.offset + location.size
+        if location.arena_id != index.arena_id or location.offset < 0 or end > index.capacity_bytes:
+            raise StoreUnavailable("location of another arena", reason="stale_location")
+        view = memoryview(self._store.arena)[location.offset : end]
+        return view if writable else view.toreadonly()
+
+    def close(self) -> None:
+        with self._store.lock:
+            if not self._closed:
+                self._store.index.end_owner(self._owner, now_s=self._store.clock())
+            self._closed = True
+
+    def _index(self) -> Index:
+        if self._closed:
+            raise StoreUnavailable("this connection is closed", reason="store_down")
+        return self._store.index

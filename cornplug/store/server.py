@@ -1,0 +1,207 @@
+"""What the pool's daemon does: one thread, one index, one arena, any number of clients.
+
+It answers a request before it looks at the next, so the index needs no lock, and `contains`
+costs one round trip of a socket. What takes long (setting pages aside) is done between
+requests, a few milliseconds at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from cornplug.store import wire
+from cornplug.store.arena import STEP_BYTES, Arena
+from cornplug.store.base import Refusal
+from cornplug.store.checks import MAX_META_BYTES
+from cornplug.store.index import Index
+from cornplug.store.session import ClientFault, Session
+
+HEADROOM_BYTES: Final = 64 << 20
+"""Room kept ready beyond what is in use, or a sixteenth of the store when that is more."""
+HELLO_WITHIN_S: Final = 5.0
+_TICK_S: Final = 0.5
+
+_log = logging.getLogger("cornplug.store")
+
+
+class Server:
+    """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never)."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        arena: Arena,
+        *,
+        secret: bytes,
+        quarantine_s: float,
+        idle_exit_s: float = 0.0,
+    ) -> None:
+        self._listener = listener
+        self._arena = arena
+        self._tag = wire.secret_tag(secret)
+        self._idle_exit_s = idle_exit_s
+        self._index = Index(arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=arena.grow)
+        self._headroom_bytes = max(HEADROOM_BYTES, arena.capacity_bytes // 16)
+        self._sessions: dict[int, Session] = {}
+        self._owners = itertools.count(1)
+        self._selector = selectors.DefaultSelector()
+        self._last_busy_s = time.monotonic()
+        self.stop = False
+
+    def serve(self) -> None:
+        """Run. Returns when told to stop, or when idle for long enough."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        next_tick_s = time.monotonic() + _TICK_S
+        while not self.stop:
+            growing = self._wants_growth()
+            wait_s = 0.0 if growing else max(0.0, next_tick_s - time.monotonic())
+            events = self._selector.select(wait_s)
+            for key, mask in events:
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._attend(key.data, mask)
+            if growing and not events:
+                self._grow_ahead()
+            if time.monotonic() >= next_tick_s:
+                self._tick()
+                next_tick_s = time.monotonic() + _TICK_S
+        self._close_all()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as e:
+            _log.error("cannot accept a client: %s", e.strerror)
+            # Out of file descriptors: the listener stays readable, so breathe before trying again.
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        session = Session(sock, next(self._owners), since_s=time.monotonic())
+        self._sessions[session.owner] = session
+        self._selector.register(sock, selectors.EVENT_READ, session)
+        try:
+            session.check_peer()
+        except ClientFault as e:
+            self._end(session, e)
+
+    def _attend(self, session: Session, mask: int) -> None:
+        if session.owner not in self._sessions:
+            return
+        try:
+            if mask & selectors.EVENT_WRITE:
+                session.flush()
+                requests: Iterator[wire.Request] = session.waiting()
+            else:
+                requests = session.requests()
+            for request in requests:
+                self._answer(session, request)
+            wanted = selectors.EVENT_WRITE if session.stuck else selectors.EVENT_READ
+            if mask != wanted:
+                self._selector.modify(session.sock, wanted, session)
+        except ClientFault as e:
+            self._end(session, e)
+
+    def _answer(self, session: Session, request: wire.Request) -> None:
+        if isinstance(request, wire.Hello):
+            self._greet(session, request)
+            return
+        if not session.welcomed:
+            raise ClientFault("a request before its hello")
+        try:
+            reply = self._reply(session.owner, request)
+        except ValueError as e:
+            raise ClientFault(f"bad request: {e}") from e
+        session.send(reply)
+
+    def _greet(self, session: Session, hello: wire.Hello) -> None:
+        if hello.version != wire.PROTOCOL_VERSION:
+            message = f"this store speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}"
+            session.send(wire.Rejected("version", message))
+            raise ClientFault(message)
+        if hello.secret_tag != self._tag:
+            message = "this store was started with another secret (store.secret_file)"
+            session.send(wire.Rejected("secret", message))
+            raise ClientFault(message)
+        session.welcomed = True
+        session.send(wire.Welcome(self._arena.id, self._arena.capacity_bytes), fd=self._arena.fd)
+
+    def _reply(self, owner: int, request: wire.Request) -> wire.Reply:
+        index, now_s = self._index, time.monotonic()
+        match request:
+            case wire.Contains(keys):
+                return wire.Mask(index.contains(wire.split_keys(keys)))
+            case wire.TakeLeases(keys, ttl_s):
+                return wire.Leases(index.lease(owner, wire.split_keys(keys), ttl_s=ttl_s, now_s=now_s))
+            case wire.Reserve(keys, sizes, app):
+                wanted = list(zip(wire.split_keys(keys), sizes, strict=True))
+                if any(size < 0 for size in sizes):
+                    raise ValueError("a size below zero")
+                answers = index.reserve(owner, wanted, app=app, now_s=now_s)
+                return wire.Reserved([a.value if isinstance(a, Refusal) else a for a in answers])
+            case wire.Commit(tokens, metas):
+                if any(len(meta) > MAX_META_BYTES for meta in metas):
+                    raise ValueError("a meta too large")
+                pairs = zip(tokens, metas, strict=True)
+                return wire.Committed([index.commit(owner, token, meta) for token, meta in pairs])
+            case wire.Release(tokens):
+                index.release(owner, tokens)
+                return wire.Released()
+            case wire.Delete(keys):
+                return wire.Deleted(index.delete(wire.split_keys(keys)))
+            case wire.Stat():
+                return wire.Stats(index.stat())
+            case _:
+                raise ValueError(f"no request: {type(request).__name__}")
+
+    def _wants_growth(self) -> bool:
+        return self._target_bytes() > self._arena.backed_bytes and not self._arena.exhausted
+
+    def _target_bytes(self) -> int:
+        room = self._index.room
+        used = room.end_bytes - room.free_bytes
+        return min(self._arena.capacity_bytes, used + self._headroom_bytes + self._index.shortfall_bytes)
+
+    def _grow_ahead(self) -> None:
+        left = self._arena.capacity_bytes - self._arena.backed_bytes
+        self._index.extend(self._arena.grow(min(STEP_BYTES, left)))
+        if not self._wants_growth():
+            self._index.shortfall_bytes = 0
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        self._index.sweep(now_s)
+        for session in list(self._sessions.values()):
+            if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
+                self._end(session, ClientFault("said no hello"))
+        if self._sessions:
+            self._last_busy_s = now_s
+        elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:
+            _log.info("no client for %.0f s: ending", self._idle_exit_s)
+            self.stop = True
+
+    def _end(self, session: Session, why: ClientFault) -> None:
+        level = logging.DEBUG if str(why) == "closed" else logging.WARNING
+        _log.log(level, "client %d ends: %s", session.owner, why)
+        del self._sessions[session.owner]
+        self._selector.unregister(session.sock)
+        session.close()
+        self._index.end_owner(session.owner, now_s=time.monotonic())
+        if not self._sessions:
+            # The process runs without automatic collection (see daemon.py): do it while nobody waits.
+            gc.collect()
+
+    def _close_all(self) -> None:
+        for session in list(self._sessions.values()):
+            self._end(session, ClientFault("closed"))
+        self._selector.close()

@@ -1,0 +1,148 @@
+"""What crosses the pool's unix socket: u32 little-endian length, then one msgpack message.
+
+One request, one reply, in order, on each connection. Keys travel joined into one blob:
+256 of them decode as one object instead of 256. Bytes of payloads never travel; the arena
+does, once, as a file descriptor beside `Welcome`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final, Literal
+
+import msgspec
+
+from cornplug.store.base import KEY_BYTES, Lease, Reservation, StoreStat
+
+PROTOCOL_VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 16 << 20
+LENGTH: Final = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """First message of a client. `secret_tag` is the first 8 bytes of SHA-256 of the secret."""
+
+    version: int
+    secret_tag: bytes
+
+
+class Contains(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    keys: bytes
+
+
+class TakeLeases(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    keys: bytes
+    ttl_s: float
+
+
+class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    keys: bytes
+    sizes: list[int]
+    app: str
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    tokens: list[int]
+    metas: list[bytes]
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    tokens: list[int]
+
+
+class Delete(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    keys: bytes
+
+
+class Stat(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    pass
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Answer to `Hello`; the arena's file descriptor comes with it."""
+
+    arena_id: bytes
+    capacity_bytes: int
+
+
+class Mask(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    mask: bytes
+
+
+class Leases(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    leases: list[Lease | None]
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """A reservation, or the value of a `Refusal`, for each key."""
+
+    answers: list[Reservation | str]
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    done: list[bool]
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    pass
+
+
+class Deleted(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    count: int
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    stat: StoreStat
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """The daemon will not talk to this client; it closes the connection after this."""
+
+    reason: Literal["version", "secret"]
+    message: str
+
+
+Request = Hello | Contains | TakeLeases | Reserve | Commit | Release | Delete | Stat
+Reply = Welcome | Mask | Leases | Reserved | Committed | Released | Deleted | Stats | Rejected
+
+_encoder: Final = msgspec.msgpack.Encoder()
+request_decoder: Final = msgspec.msgpack.Decoder(Request)
+reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
+
+
+def secret_tag(secret: bytes) -> bytes:
+    """What both sides show each other of the secret: they share entries only when it is the same."""
+    return hashlib.sha256(secret).digest()[:8]
+
+
+def frame(message: Request | Reply) -> bytes:
+    """A message as it goes over the socket. Raises ValueError when it exceeds MAX_FRAME_BYTES."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"message of {len(body)} bytes, at most {MAX_FRAME_BYTES}: ask for fewer keys")
+    return LENGTH.pack(len(body)) + body
+
+
+def split_keys(blob: bytes) -> list[bytes]:
+    """Joined keys apart. Raises ValueError when it is no whole number of them."""
+    if len(blob) % KEY_BYTES:
+        raise ValueError(f"{len(blob)} bytes are no whole number of keys")
+    return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Remove one whole frame from the front of `buffer`; its body, or None while incomplete.
+
+    Raises ValueError at a length beyond MAX_FRAME_BYTES."""
+    if len(buffer) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack_from(buffer)
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES}")
+    end = LENGTH.size + size
+    if len(buffer) < end:
+        return None
+    body = bytes(memoryview(buffer)[LENGTH.size : end])
+    del buffer[:end]
+    return body

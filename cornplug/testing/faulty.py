@@ -1,0 +1,82 @@
+"""Any store, with faults: what a caller must survive, on demand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import Lease, Location, Refusal, Reservation, Store, StoreStat
+
+
+class FaultyStore:
+    """Passes everything on to `inner`, but for the faults that are set at that moment.
+
+    Attributes:
+        unavailable: every call raises StoreUnavailable("store_down") at once.
+        slow_s: every call takes so long; beyond its deadline it raises "store_timeout"
+            after the deadline, and the inner store never sees it.
+        full: `reserve` answers FULL to all.
+        corrupt_reads: a read-only `view` is a copy with one bit of its last byte flipped.
+        calls: how often each method was called, faults included.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.unavailable = False
+        self.slow_s = 0.0
+        self.full = False
+        self.corrupt_reads = False
+        self.calls: dict[str, int] = {}
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        self._fault("contains", deadline_s)
+        return self.inner.contains(keys, deadline_s=deadline_s)
+
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+        self._fault("lease", deadline_s)
+        return self.inner.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
+
+    def reserve(
+        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+    ) -> list[Reservation | Refusal]:
+        self._fault("reserve", deadline_s)
+        if self.full:
+            return [Refusal.FULL for _ in entries]
+        return self.inner.reserve(entries, app=app, deadline_s=deadline_s)
+
+    def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
+        self._fault("commit", deadline_s)
+        return self.inner.commit(written, deadline_s=deadline_s)
+
+    def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
+        self._fault("release", deadline_s)
+        self.inner.release(tokens, deadline_s=deadline_s)
+
+    def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        self._fault("delete", deadline_s)
+        return self.inner.delete(keys, deadline_s=deadline_s)
+
+    def stat(self, *, deadline_s: float) -> StoreStat:
+        self._fault("stat", deadline_s)
+        return self.inner.stat(deadline_s=deadline_s)
+
+    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+        self.calls["view"] = self.calls.get("view", 0) + 1
+        view = self.inner.view(location, writable=writable)
+        if not self.corrupt_reads or writable or not view.nbytes:
+            return view
+        damaged = bytearray(view)
+        damaged[-1] ^= 1
+        return memoryview(damaged).toreadonly()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _fault(self, method: str, deadline_s: float) -> None:
+        self.calls[method] = self.calls.get(method, 0) + 1
+        if self.unavailable:
+            raise StoreUnavailable("fault: no store", reason="store_down")
+        time.sleep(min(self.slow_s, deadline_s))
+        if self.slow_s > deadline_s:
+            raise StoreUnavailable("fault: slow store", reason="store_timeout")

@@ -1,0 +1,317 @@
+"""The contract of `cornplug.store.base.Store`, as tests that every implementation runs.
+
+class TestMine(StoreContract):
+    capacity_bytes = 1 << 20
+
+    @pytest.fixture
+    def stage(self) -> Iterator[StoreStage]: ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from cornplug.codec import Kind
+from cornplug.errors import CodecError, StoreUnavailable
+from cornplug.store import entry
+from cornplug.store.base import Lease, Location, Refusal, Reservation, Store
+
+DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class StoreStage:
+    """What a test acts on. One store of `capacity_bytes`, with a quarantine of `quarantine_s`."""
+
+    connect: Callable[[], Store]
+    """A new connection to the one store; the stage closes it."""
+    advance: Callable[[float], None]
+    """Let so many seconds pass for the store: by a clock, or by waiting."""
+    quarantine_s: float
+
+
+def key(name: object) -> bytes:
+    """A key for a test."""
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | Refusal:
+    return store.reserve([(key(name), size_bytes)], app=app, deadline_s=DEADLINE_S)[0]
+
+
+def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
+    """Reserve, write and commit one entry with meta b"meta"; fails the test if refused."""
+    room = reserve(store, name, len(payload), app)
+    assert isinstance(room, Reservation), room
+    store.view(room.location, writable=True)[:] = payload
+    assert store.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+
+
+def lease(store: Store, name: object, ttl_s: float = 60.0) -> Lease | None:
+    return store.lease([key(name)], ttl_s=ttl_s, deadline_s=DEADLINE_S)[0]
+
+
+def present(store: Store, *names: object) -> bytes:
+    return store.contains([key(name) for name in names], deadline_s=DEADLINE_S)
+
+
+class StoreContract:
+    """Inherit, set `capacity_bytes` to the store's and give the fixture `stage`."""
+
+    capacity_bytes: ClassVar[int] = 1 << 20
+
+    @pytest.fixture
+    def store(self, stage: StoreStage) -> Store:
+        return stage.connect()
+
+    @pytest.fixture
+    def other(self, stage: StoreStage) -> Store:
+        return stage.connect()
+
+    @property
+    def quarter(self) -> int:
+        return self.capacity_bytes // 4
+
+    def test_nothing_is_visible_before_commit(self, store: Store, other: Store) -> None:
+        room = reserve(store, "a", 100)
+        assert isinstance(room, Reservation)
+        assert present(other, "a") == b"\0"
+        assert lease(other, "a") is None
+        store.view(room.location, writable=True)[:] = b"x" * 100
+        assert store.commit([(room, b"m")], deadline_s=DEADLINE_S) == [True]
+        assert present(other, "a") == b"\1"
+
+    def test_what_was_written_is_read_elsewhere(self, store: Store, other: Store) -> None:
+        fill(store, "a", b"payload")
+        held = lease(other, "a")
+        assert held is not None
+        assert (held.key, held.meta, bytes(other.view(held.location))) == (key("a"), b"meta", b"payload")
+        assert held.location.size == 7
+        assert held.location.offset % 64 == 0
+
+    def test_views_of_readers_are_read_only(self, store: Store) -> None:
+        fill(store, "a", b"payload")
+        held = lease(store, "a")
+        assert held is not None
+        assert store.view(held.location).readonly
+
+    def test_mask_answers_each_key(self, store: Store) -> None:
+        for name in (0, 1, 3):
+            fill(store, name, b"x")
+        assert present(store, 0, 1, 2, 3) == b"\1\1\0\1"
+        assert present(store) == b""
+
+    def test_an_empty_payload_is_an_entry(self, store: Store) -> None:
+        fill(store, "empty", b"")
+        held = lease(store, "empty")
+        assert held is not None
+        assert bytes(store.view(held.location)) == b""
+
+    def test_first_writer_wins(self, store: Store, other: Store) -> None:
+        room = reserve(store, "a", 10)
+        assert isinstance(room, Reservation)
+        assert reserve(other, "a", 10) is Refusal.PENDING
+        assert reserve(store, "a", 10) is Refusal.PENDING
+        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
+        assert reserve(other, "a", 10) is Refusal.PRESENT
+
+    def test_one_key_twice_in_a_batch(self, store: Store) -> None:
+        answers = store.reserve([(key("a"), 8), (key("a"), 8)], app="test", deadline_s=DEADLINE_S)
+        assert isinstance(answers[0], Reservation)
+        assert answers[1] is Refusal.PENDING
+
+    def test_a_reservation_commits_once_and_only_for_its_owner(self, store: Store, other: Store) -> None:
+        room = reserve(store, "a", 10)
+        assert isinstance(room, Reservation)
+        assert other.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
+        assert store.commit([(room, b""), (room, b"")], deadline_s=DEADLINE_S) == [True, False]
+
+    def test_a_released_reservation_is_gone(self, store: Store) -> None:
+        room = reserve(store, "a", self.capacity_bytes)
+        assert isinstance(room, Reservation)
+        store.release([room.token], deadline_s=DEADLINE_S)
+        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
+        assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
+
+    def test_unknown_tokens_are_ignored(self, store: Store, other: Store) -> None:
+        fill(store, "a", b"x" * self.capacity_bytes)
+        held = lease(store, "a")
+        assert held is not None
+        other.release([held.token, 1, 2**60], deadline_s=DEADLINE_S)
+        assert reserve(other, "b", 64) is Refusal.FULL
+
+    def test_too_large(self, store: Store) -> None:
+        assert reserve(store, "a", self.capacity_bytes + 1) is Refusal.TOO_LARGE
+        assert store.stat(deadline_s=DEADLINE_S).refusals == 1
+
+    def test_the_least_recently_used_goes_first(self, store: Store) -> None:
+        for name in range(4):
+            fill(store, name, b"x" * self.quarter)
+        held = lease(store, 0)
+        assert held is not None
+        store.release([held.token], deadline_s=DEADLINE_S)
+        fill(store, 4, b"x" * self.quarter)
+        assert present(store, 0, 1, 2, 3, 4) == b"\1\0\1\1\1"
+        assert store.stat(deadline_s=DEADLINE_S).evictions == 1
+
+    def test_questions_do_not_refresh(self, store: Store) -> None:
+        for name in range(4):
+            fill(store, name, b"x" * self.quarter)
+        before = store.stat(deadline_s=DEADLINE_S)
+        assert present(store, 0) == b"\1"
+        assert store.stat(deadline_s=DEADLINE_S) == before
+        fill(store, 4, b"x" * self.quarter)
+        assert present(store, 0) == b"\0"
+
+    def test_leased_entries_stay_and_a_refusal_costs_nothing(self, store: Store, other: Store) -> None:
+        for name in range(4):
+            fill(store, name, b"x" * self.quarter)
+        held = [lease(store, name) for name in (0, 2)]
+        assert reserve(other, "big", self.quarter * 2) is Refusal.FULL
+        assert present(store, 0, 1, 2, 3) == b"\1\1\1\1"
+        store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
+        assert isinstance(reserve(other, "big", self.quarter * 2), Reservation)
+
+    def test_two_leases_need_two_releases(self, store: Store, other: Store) -> None:
+        fill(store, "a", b"x" * self.capacity_bytes)
+        first, second = lease(store, "a"), lease(other, "a")
+        assert first is not None
+        assert second is not None
+        store.release([first.token], deadline_s=DEADLINE_S)
+        assert reserve(store, "b", 64) is Refusal.FULL
+        other.release([second.token], deadline_s=DEADLINE_S)
+        assert isinstance(reserve(store, "b", 64), Reservation)
+
+    def test_a_lease_expires(self, store: Store, stage: StoreStage) -> None:
+        fill(store, "a", b"x" * self.capacity_bytes)
+        assert lease(store, "a", ttl_s=0.2) is not None
+        assert reserve(store, "b", 64) is Refusal.FULL
+        stage.advance(0.25)
+        assert isinstance(reserve(store, "b", 64), Reservation)
+
+    def test_leases_end_with_their_connection(self, stage: StoreStage, store: Store) -> None:
+        fill(store, "a", b"x" * self.capacity_bytes)
+        gone = stage.connect()
+        assert lease(gone, "a") is not None
+        gone.close()
+        stage.advance(0.05)
+        assert isinstance(reserve(store, "b", 64), Reservation)
+
+    def test_a_dead_writers_room_is_kept_from_others(self, stage: StoreStage, store: Store) -> None:
+        gone = stage.connect()
+        assert isinstance(reserve(gone, "a", self.capacity_bytes), Reservation)
+        gone.close()
+        stage.advance(0.05)
+        assert reserve(store, "a", self.capacity_bytes) is Refusal.FULL
+        stage.advance(stage.quarantine_s)
+        assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
+
+    def test_deleted_is_invisible_at_once_but_stays_for_its_reader(self, store: Store, other: Store) -> None:
+        fill(store, "a", b"old" * 10)
+        held = lease(other, "a")
+        assert held is not None
+        assert store.delete([key("a"), key("absent")], deadline_s=DEADLINE_S) == 1
+        assert present(store, "a") == b"\0"
+        assert lease(store, "a") is None
+        fill(store, "a", b"new" * 10)
+        assert bytes(other.view(held.location)) == b"old" * 10
+        used = store.stat(deadline_s=DEADLINE_S).used_bytes
+        other.release([held.token], deadline_s=DEADLINE_S)
+        assert store.stat(deadline_s=DEADLINE_S).used_bytes == used - 64
+
+    def test_room_given_anew_has_another_generation(self, store: Store) -> None:
+        fill(store, "a", b"x" * self.capacity_bytes)
+        first = lease(store, "a")
+        assert first is not None
+        store.release([first.token], deadline_s=DEADLINE_S)
+        second = reserve(store, "b", self.capacity_bytes)
+        assert isinstance(second, Reservation)
+        assert second.location.offset == first.location.offset
+        assert second.location.generation != first.location.generation
+
+    def test_a_location_of_elsewhere_never_resolves(self, store: Store) -> None:
+        fill(store, "a", b"x")
+        held = lease(store, "a")
+        assert held is not None
+        here = held.location
+        beyond = Location(here.arena_id, self.capacity_bytes, self.capacity_bytes, here.generation)
+        for wrong in (Location(b"\0" * 16, here.offset, here.size, here.generation), beyond):
+            with pytest.raises(StoreUnavailable) as e:
+                store.view(wrong)
+            assert e.value.reason == "stale_location"
+
+    def test_stat_counts(self, store: Store, other: Store) -> None:
+        fill(store, "a", b"x" * 100, app="one")
+        fill(store, "b", b"x" * 64, app="two")
+        assert isinstance(reserve(store, "c", 1, app="two"), Reservation)
+        lease(other, "a")
+        lease(other, "nothing")
+        stat = store.stat(deadline_s=DEADLINE_S)
+        assert (stat.entries, stat.reservations, stat.leases, stat.hits, stat.misses) == (2, 1, 1, 1, 1)
+        assert (stat.capacity_bytes, stat.used_bytes) == (self.capacity_bytes, 256)
+        assert stat.bytes_by_app == {"one": 128, "two": 128}
+
+    def test_bad_requests_are_the_callers_fault(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="32 bytes"):
+            store.contains([b"short"], deadline_s=DEADLINE_S)
+        with pytest.raises(ValueError, match="-1 bytes"):
+            reserve(store, "a", -1)
+        assert present(store, "a") == b"\0"
+
+    def test_a_closed_connection_is_off(self, stage: StoreStage) -> None:
+        gone = stage.connect()
+        gone.close()
+        gone.close()
+        with pytest.raises(StoreUnavailable) as e:
+            present(gone, "a")
+        assert e.value.reason == "store_down"
+
+    @pytest.mark.parametrize("segments", [1, 4])
+    def test_put_and_get(self, store: Store, other: Store, segments: int) -> None:
+        payload = bytes(range(256)) * 256
+        assert put(store, payload, segments) == "stored"
+        assert put(other, payload, segments) == "present"
+        found = entry.get(other, key("e"), deadline_s=DEADLINE_S)
+        assert found is not None
+        assert found[1] == payload
+        assert (found[0].shape, found[0].dtype) == ((64, 512), "float16")
+        target = bytearray(len(payload))
+        header = entry.get_into(other, key("e"), memoryview(target), deadline_s=DEADLINE_S)
+        assert header == found[0]
+        assert target == payload
+        assert entry.get(other, key("none"), deadline_s=DEADLINE_S) is None
+        assert store.stat(deadline_s=DEADLINE_S).leases == 0
+
+    def test_a_corrupt_byte_is_found_and_the_entry_dropped(self, store: Store, other: Store) -> None:
+        for read in (_read, _read_into):
+            assert put(store, b"abcd" * 16384, 2) == "stored"
+            held = lease(store, "e")
+            assert held is not None
+            store.view(held.location, writable=True)[40000] ^= 4
+            store.release([held.token], deadline_s=DEADLINE_S)
+            with pytest.raises(CodecError) as e:
+                read(other)
+            assert e.value.reason == "corrupt"
+            assert present(store, "e") == b"\0"
+
+
+def put(store: Store, payload: bytes, segments: int) -> str:
+    """Store `payload` under key("e") as 64 float16 rows."""
+    shape = (64, len(payload) // 128)
+    return entry.put(
+        store, payload, kind=Kind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
+        deadline_s=DEADLINE_S, segments=segments,
+    )  # fmt: skip
+
+
+def _read(store: Store) -> None:
+    entry.get(store, key("e"), deadline_s=DEADLINE_S)
+
+
+def _read_into(store: Store) -> None:
+    entry.get_into(store, key("e"), memoryview(bytearray(65536)), deadline_s=DEADLINE_S)

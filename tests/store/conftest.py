@@ -1,0 +1,109 @@
+"""Daemons for tests: in a thread where speed counts, as processes where they must die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cornplug.config import StoreConfig, read_secret
+from cornplug.store.arena import Arena
+from cornplug.store.pool import PoolStore
+from cornplug.store.server import Server
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Fails unless `condition` becomes true in time."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, "did not become true in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store_config(short_path: Path) -> StoreConfig:
+    return StoreConfig(
+        socket=short_path / "s.sock",
+        size_bytes=16 << 20,
+        secret_file=short_path / "secret",
+        autostart=False,
+        quarantine_s=0.3,
+    )
+
+
+@pytest.fixture
+def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., Server]]:
+    """Serve `store_config.socket` from a thread of this process."""
+    running: list[tuple[Server, threading.Thread, socket.socket, Arena]] = []
+
+    def serve(*, size_bytes: int = 1 << 20, idle_exit_s: float = 0.0) -> Server:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(store_config.socket))
+        listener.listen()
+        arena = Arena(store_config.shm_dir, size_bytes)
+        secret = read_secret(store_config.secret_file)
+        server = Server(
+            listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, idle_exit_s=idle_exit_s
+        )
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        running.append((server, thread, listener, arena))
+        return server
+
+    yield serve
+    for server, thread, listener, arena in running:
+        server.stop = True
+        thread.join()
+        listener.close()
+        arena.close()
+
+
+@pytest.fixture
+def connect(store_config: StoreConfig) -> Iterator[Callable[..., PoolStore]]:
+    """Clients of `store_config.socket`, closed at the end."""
+    stores: list[PoolStore] = []
+
+    def make(**arguments: float | bool) -> PoolStore:
+        stores.append(PoolStore(store_config, **arguments))  # type: ignore[arg-type]
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def start_daemon(store_config: StoreConfig) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`serve-store` as a process; returns once it serves, or has ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*extra: str, wait: bool = True) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "cornplug.store.daemon", "--size", str(store_config.size_bytes)]
+        command += ["--socket", str(store_config.socket), "--secret-file", str(store_config.secret_file)]
+        command += ["--quarantine-s", str(store_config.quarantine_s), *extra]
+        daemon = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        started.append(daemon)
+        if wait:
+            eventually(lambda: daemon.poll() is not None or answers(store_config.socket))
+        return daemon
+
+    yield start
+    for daemon in started:
+        if daemon.poll() is None:
+            os.kill(daemon.pid, signal.SIGCONT)
+            daemon.kill()
+        daemon.communicate()
+
+
+def answers(path: Path) -> bool:
+    """Whether somebody accepts connections at this socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0

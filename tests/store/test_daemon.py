@@ -1,0 +1,323 @@
+"""`serve-store` as a process: start, end, bad clients, and shared memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cornplug.config import StoreConfig, read_secret
+from cornplug.errors import ConfigError
+from cornplug.store import autostart, daemon, server, wire
+from cornplug.store.arena import Arena, fitting_size, free_bytes
+from cornplug.store.base import Refusal, Reservation
+from cornplug.store.daemon import EXIT_TAKEN, parse_size
+from cornplug.store.pool import PoolStore
+from cornplug.store.server import Server
+from cornplug.testing.store import fill, lease, present, reserve
+
+from .conftest import eventually
+
+Connect = Callable[..., PoolStore]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_it_ends_cleanly_on_sigterm(start_daemon: Start, store_config: StoreConfig) -> None:
+    process = start_daemon()
+    assert store_config.socket.stat().st_mode & 0o777 == 0o600
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert not store_config.socket.exists()
+    assert "serving" in log
+    assert "SIGTERM: ending" in log
+
+
+def test_a_second_one_says_so_and_leaves(start_daemon: Start, connect: Connect) -> None:
+    start_daemon()
+    store = connect()
+    second = start_daemon(wait=False)
+    _, log = second.communicate(timeout=10)
+    assert second.returncode == EXIT_TAKEN
+    assert "another store serves" in log
+    fill(store, "still", b"there")
+
+
+def test_a_dead_ones_socket_is_replaced(
+    start_daemon: Start, store_config: StoreConfig, connect: Connect
+) -> None:
+    first = start_daemon()
+    first.kill()
+    first.wait()
+    assert store_config.socket.exists()
+    start_daemon()
+    fill(connect(), "a", b"x")
+
+
+def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
+    before = set(os.listdir("/dev/shm"))
+    process = start_daemon()
+    fill(connect(), "a", b"x" * 1000)
+    process.kill()
+    process.wait()
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
+    short_path.chmod(0o777)
+    process = start_daemon(wait=False)
+    _, log = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert "store.socket" in log
+    assert "0700" in log
+
+
+def test_a_path_too_long_is_explained(short_path: Path, start_daemon: Start) -> None:
+    process = start_daemon("--socket", str(short_path / ("x" * 120)), wait=False)
+    _, log = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert "shorter path" in log
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5kb", 1500), ("65536", 65536), ("7 b", 7)],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "4 gigs", "-1", "0", "GiB", "4IB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.size_bytes"):
+        parse_size(text)
+
+
+def _raw(config: StoreConfig, *, hello: bool) -> socket.socket:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    raw.settimeout(5)
+    raw.connect(str(config.socket))
+    if hello:
+        tag = wire.secret_tag(read_secret(config.secret_file))
+        raw.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, tag)))
+        assert raw.recv(4096)
+    return raw
+
+
+def _framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("hello", "sent"),
+    [
+        (False, b"\xff" * 64),
+        (False, _framed(b"\xc1garbage")),
+        (False, wire.frame(wire.Stat())),
+        (True, struct.pack("<I", wire.MAX_FRAME_BYTES + 1)),
+        (True, wire.frame(wire.Contains(b"k" * 33))),
+        (True, wire.frame(wire.Reserve(b"k" * 32, [1, 2], "a"))),
+        (True, wire.frame(wire.Reserve(b"k" * 32, [-5], "a"))),
+        (True, wire.frame(wire.Commit([1], [b"m" * (2 << 20)]))),
+        (True, wire.frame(wire.Commit([1, 2], [b""]))),
+        (True, wire.frame(wire.Hello(99, b""))),
+        (True, _framed(b"\x92\x02\x01")),
+    ],
+)
+def test_a_client_that_breaks_the_rules_goes_alone(
+    serve_in_thread: Callable[..., Server],
+    connect: Connect,
+    store_config: StoreConfig,
+    hello: bool,
+    sent: bytes,
+) -> None:
+    serve_in_thread()
+    store = connect()
+    fill(store, "a", b"x")
+    with _raw(store_config, hello=hello) as raw:
+        raw.sendall(sent)
+        while raw.recv(4096):
+            pass
+    assert present(store, "a") == b"\1"
+
+
+def test_a_client_that_never_reads_holds_up_nobody(
+    serve_in_thread: Callable[..., Server], connect: Connect, store_config: StoreConfig
+) -> None:
+    serve_in_thread()
+    store = connect()
+    with _raw(store_config, hello=True) as raw:
+        raw.setblocking(False)
+        request = wire.frame(wire.Contains(b"k" * 32 * 4000))
+        sent = 0
+        with pytest.raises(BlockingIOError):
+            while sent < 100 << 20:
+                sent += raw.send(request)
+        assert present(store, "a") == b"\0"
+        raw.settimeout(5)
+        assert raw.recv(4096), "and its answers come once it reads"
+    assert store.stat(deadline_s=5).entries == 0
+
+
+def test_a_client_without_hello_is_shown_out(
+    serve_in_thread: Callable[..., Server], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HELLO_WITHIN_S", 0.1)
+    serve_in_thread()
+    with _raw(store_config, hello=False) as raw:
+        assert raw.recv(1) == b""
+
+
+def test_another_users_client_is_refused(
+    serve_in_thread: Callable[..., Server], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_in_thread()
+    uid = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr("cornplug.store.session.os.getuid", lambda: uid + 1)
+        with _raw(store_config, hello=False) as raw:
+            assert raw.recv(1) == b""
+
+
+def test_an_idle_server_ends_and_a_busy_one_does_not(
+    serve_in_thread: Callable[..., Server], connect: Connect
+) -> None:
+    running = serve_in_thread(idle_exit_s=0.1)
+    store = connect()
+    time.sleep(1.2)
+    assert not running.stop
+    store.close()
+    eventually(lambda: running.stop)
+
+
+@pytest.fixture
+def small_shm(short_path: Path) -> Iterator[Path]:
+    """A tmpfs of 128 MiB."""
+    folder = short_path / "shm"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_store_too_large_for_its_folder_is_explained(small_shm: Path, start_daemon: Start) -> None:
+    process = start_daemon("--shm-dir", str(small_shm), "--size", "1GiB", wait=False)
+    _, log = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert "store.size_bytes: 1024 MiB wanted" in log
+    assert "--shm-size" in log
+
+
+def test_an_auto_started_store_takes_half_of_what_is_free(small_shm: Path, store_config: StoreConfig) -> None:
+    config = store_config.model_copy(update={"shm_dir": small_shm, "size_bytes": 1 << 30})
+    store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
+    try:
+        assert store.stat(deadline_s=5).capacity_bytes == 64 << 20
+        assert "takes half of that" in autostart.log_path(config.socket).read_text()
+    finally:
+        store.close()
+    eventually(lambda: not config.socket.exists())
+
+
+def test_when_others_take_shared_memory_the_store_stays_small(
+    small_shm: Path, start_daemon: Start, connect: Connect
+) -> None:
+    """Room that was free at the start is gone later: no SIGBUS, just a smaller store."""
+    process = start_daemon("--shm-dir", str(small_shm), "--size", "120MiB")
+    store = connect()
+    eventually(lambda: free_bytes(small_shm) <= 64 << 20)
+    (small_shm / "others").write_bytes(b"x" * (40 << 20))
+    for number in range(110):
+        fill(store, number, b"x" * (1 << 20))
+    stat = store.stat(deadline_s=5)
+    assert 64 << 20 <= stat.used_bytes <= 88 << 20
+    assert stat.evictions == 110 - stat.entries
+    process.terminate()
+    assert "ran out" in process.communicate(timeout=5)[1]
+
+
+def test_running_out_is_survived_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    serve_in_thread: Callable[..., Server],
+    connect: Connect,
+) -> None:
+    real = os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        if offset + size > 16 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, size)
+
+    monkeypatch.setattr("cornplug.store.arena.os.posix_fallocate", fallocate)
+    serve_in_thread(size_bytes=64 << 20)
+    store = connect()
+    for number in range(20):
+        fill(store, number, b"x" * (1 << 20))
+    stat = store.stat(deadline_s=5)
+    assert (stat.entries, stat.evictions, stat.used_bytes) == (16, 4, 16 << 20)
+    held = [lease(store, number) for number in range(4, 20)]
+    assert None not in held
+    assert reserve(store, "more", 1) is Refusal.FULL
+    assert isinstance(reserve(connect(), "more", 1), Refusal)
+    messages = [r.message for r in caplog.records if "ran out" in r.message]
+    assert len(messages) == 1
+    assert "stays at 16 MiB of its 64 MiB" in messages[0]
+
+
+def test_a_fault_that_is_no_lack_of_room_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arena = Arena(Path("/dev/shm"), 1 << 20)
+    os.close(arena.fd)
+    with pytest.raises(OSError, match="descriptor"):
+        arena.grow(1)
+
+
+def test_fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornplug.store.arena.free_bytes", lambda folder: 100 << 20)
+    assert fitting_size(64 << 20, tmp_path, clamp=False) == 64 << 20
+    assert fitting_size(1 << 30, tmp_path, clamp=True) == 50 << 20
+    with pytest.raises(ConfigError, match="100 MiB free"):
+        fitting_size(1 << 30, tmp_path, clamp=False)
+
+
+def test_a_shm_dir_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"store\.shm_dir"):
+        fitting_size(1, Path("/nonexistent"), clamp=True)
+    with pytest.raises(ConfigError, match=r"store\.shm_dir"):
+        Arena(Path("/proc"), 1 << 20)
+
+
+def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert daemon.main(["--size", "none"]) == 2
+    assert "store.size_bytes" in capsys.readouterr().err
+
+
+def test_growth_goes_on_between_calls(serve_in_thread: Callable[..., Server], connect: Connect) -> None:
+    """More than one call may grow by, and more than the headroom: the rest is there soon after."""
+    serve_in_thread(size_bytes=512 << 20)
+    store = connect()
+    wanted = [(bytes([n]) * 32, 32 << 20) for n in range(12)]
+    rooms: dict[bytes, Reservation] = {}
+
+    def all_reserved() -> bool:
+        missing = [pair for pair in wanted if pair[0] not in rooms]
+        for answer in store.reserve(missing, app="a", deadline_s=5):
+            if isinstance(answer, Reservation):
+                rooms[answer.key] = answer
+        return len(rooms) == len(wanted)
+
+    eventually(all_reserved)
+    assert store.stat(deadline_s=5).evictions == 0

@@ -1,0 +1,263 @@
+"""Allocation, eviction and the index, against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cornplug.store.allocator import ALIGN, Allocator, align_up
+from cornplug.store.base import Refusal, Reservation
+from cornplug.store.index import CALL_GROWTH_BYTES, Index
+from cornplug.testing.store import key
+
+CAPACITY = 4096
+QUARANTINE_S = 5.0
+NAMES = st.integers(0, 7)
+OWNERS = st.integers(1, 3)
+SIZES = st.sampled_from([0, 1, 64, 65, 500, 1024, 2048, 4096, 4097])
+
+
+def make_index(capacity_bytes: int = CAPACITY) -> Index:
+    return Index(b"\1" * 16, capacity_bytes, quarantine_s=QUARANTINE_S, grow=lambda missing: missing)
+
+
+class IndexAgainstModel(RuleBasedStateMachine):
+    """The model knows what is visible, leased, reserved and quarantined; not where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.visible: dict[bytes, tuple[bytes, int, int]] = {}
+        self.leases: dict[int, tuple[int, int, int, float]] = {}
+        self.writing: dict[int, tuple[int, Reservation]] = {}
+        self.quarantine: list[tuple[float, int, int]] = []
+
+    @initialize(granted=st.sampled_from([1024, CAPACITY]))
+    def begin(self, granted: int) -> None:
+        """The arena may stop growing before the capacity, as on a small /dev/shm."""
+        self.granted = granted
+        self.grown = 0
+        self.index = Index(b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow)
+
+    def grow(self, want_bytes: int) -> int:
+        if self.grown + want_bytes > self.granted:
+            return 0
+        self.grown += want_bytes
+        return want_bytes
+
+    @rule(owner=OWNERS, name=NAMES, size=SIZES)
+    def reserve(self, owner: int, name: int, size: int) -> None:
+        wanted = key(name)
+        (answer,) = self.index.reserve(owner, [(wanted, size)], app="a", now_s=self.now_s)
+        if wanted in self.visible:
+            assert answer is Refusal.PRESENT
+        elif any(r.key == wanted for _, r in self.writing.values()):
+            assert answer is Refusal.PENDING
+        elif size > CAPACITY:
+            assert answer is Refusal.TOO_LARGE
+        elif answer is Refusal.FULL:
+            assert not self.could_fit(align_up(size))
+        else:
+            assert isinstance(answer, Reservation)
+            self.writing[answer.token] = (owner, answer)
+            self.forget_evicted()
+
+    def could_fit(self, room: int) -> bool:
+        """Whether a hole of `room` is possible when every unleased entry goes."""
+        fixed = sorted((offset, offset + size) for offset, size in self.fixed())
+        at = 0
+        for start, end in [*fixed, (self.granted, self.granted)]:
+            if start - at >= room:
+                return True
+            at = max(at, end)
+        return False
+
+    def fixed(self) -> list[tuple[int, int]]:
+        rooms = {offset: align_up(size) for _, offset, size, _ in self.leases.values()}
+        rooms |= {r.location.offset: align_up(r.location.size) for _, r in self.writing.values()}
+        rooms |= {offset: align_up(size) for _, offset, size in self.quarantine}
+        return list(rooms.items())
+
+    def forget_evicted(self) -> None:
+        leased = {offset for _, offset, _, _ in self.leases.values()}
+        for each in list(self.visible):
+            if self.index.contains([each]) == b"\0":
+                assert self.visible.pop(each)[1] not in leased, "a leased entry was evicted"
+
+    @rule(owner=OWNERS, which=st.integers(0, 5), meta=st.binary(max_size=4))
+    def commit(self, owner: int, which: int, meta: bytes) -> None:
+        if not self.writing:
+            return
+        token = list(self.writing)[which % len(self.writing)]
+        theirs, reservation = self.writing[token]
+        done = self.index.commit(owner, token, meta)
+        assert done == (owner == theirs)
+        if done:
+            del self.writing[token]
+            place = reservation.location
+            self.visible[reservation.key] = (meta, place.offset, place.size)
+        assert not self.index.commit(owner, token + 10_000, meta)
+
+    @rule(owner=OWNERS, name=NAMES, ttl_s=st.sampled_from([1.0, 10.0]))
+    def lease(self, owner: int, name: int, ttl_s: float) -> None:
+        (lease,) = self.index.lease(owner, [key(name)], ttl_s=ttl_s, now_s=self.now_s)
+        assert (lease is not None) == (key(name) in self.visible)
+        if lease is not None:
+            place = lease.location
+            assert (lease.meta, place.offset, place.size) == self.visible[lease.key]
+            self.leases[lease.token] = (owner, place.offset, place.size, self.now_s + ttl_s)
+
+    @rule(owner=OWNERS, which=st.integers(0, 5))
+    def release(self, owner: int, which: int) -> None:
+        tokens = [*self.leases, *self.writing]
+        if not tokens:
+            return
+        token = tokens[which % len(tokens)]
+        self.index.release(owner, [token, 12345])
+        for held in (self.leases, self.writing):
+            if token in held and held[token][0] == owner:
+                del held[token]
+
+    @rule(name=NAMES)
+    def delete(self, name: int) -> None:
+        assert self.index.delete([key(name)]) == (key(name) in self.visible)
+        self.visible.pop(key(name), None)
+
+    @rule(owner=OWNERS)
+    def end_owner(self, owner: int) -> None:
+        self.index.end_owner(owner, now_s=self.now_s)
+        self.leases = {t: each for t, each in self.leases.items() if each[0] != owner}
+        for token, (theirs, reservation) in list(self.writing.items()):
+            if theirs == owner:
+                del self.writing[token]
+                place = reservation.location
+                self.quarantine.append((self.now_s + QUARANTINE_S, place.offset, place.size))
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.index.sweep(self.now_s)
+        self.leases = {t: each for t, each in self.leases.items() if each[3] > self.now_s}
+        self.quarantine = [each for each in self.quarantine if each[0] > self.now_s]
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        names = [key(name) for name in range(8)]
+        assert self.index.contains(names) == bytes([each in self.visible for each in names])
+        stat = self.index.stat()
+        assert (stat.entries, stat.leases) == (len(self.visible), len(self.leases))
+        assert stat.reservations == len(self.writing)
+
+    @invariant()
+    def no_two_share_room_and_none_is_lost(self) -> None:
+        rooms = dict(self.fixed()) | {o: align_up(size) for _, o, size in self.visible.values()}
+        taken = sorted([*rooms.items(), *self.index.room.holes()])
+        at = 0
+        for offset, size in taken:
+            assert offset == at
+            at += size
+        assert at == self.index.room.end_bytes
+        stat = self.index.stat()
+        assert stat.used_bytes == sum(rooms.values())
+        quarantined = sum(align_up(size) for _, _, size in self.quarantine)
+        assert sum(stat.bytes_by_app.values()) == stat.used_bytes - quarantined
+
+
+TestIndexAgainstModel = IndexAgainstModel.TestCase
+TestIndexAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_holes_melt_whatever_the_order() -> None:
+    room = Allocator()
+    room.extend(64 * 1000)
+    offsets = [room.allocate(64) for _ in range(1000)]
+    assert sorted(o for o in offsets if o is not None) == list(range(0, 64_000, 64))
+    random.Random(1).shuffle(offsets)
+    for offset in offsets:
+        assert offset is not None
+        room.free(offset, 64)
+    assert room.holes() == [(0, 64_000)]
+
+
+@pytest.mark.parametrize("size", [64, 128, 64 * 9, 64 * 17, 64 * 1001, 64 * 99_999])
+def test_a_hole_of_just_the_size_is_found(size: int) -> None:
+    room = Allocator()
+    room.extend(size)
+    assert room.allocate(size + ALIGN) is None
+    assert room.allocate(size) == 0
+    assert room.allocate(ALIGN) is None
+
+
+def test_fragmentation_neither_slows_nor_loses() -> None:
+    """After long churn of mixed sizes the store is still well filled, and as quick."""
+    index, source = make_index(64 << 20), random.Random(7)
+    sizes = [source.choice([4 << 10, 64 << 10, 100_000, 1 << 20]) for _ in range(6000)]
+    spent: list[float] = []
+    filled: list[float] = []
+    for number, size in enumerate(sizes):
+        began_s = time.perf_counter()
+        (room,) = index.reserve(1, [(key(number), size)], app="a", now_s=0.0)
+        spent.append(time.perf_counter() - began_s)
+        assert isinstance(room, Reservation)
+        assert index.commit(1, room.token, b"")
+        filled.append(index.stat().used_bytes / (64 << 20))
+    early, late = sorted(spent[500:1500])[500], sorted(spent[-1000:])[500]
+    assert late < 5 * early + 50e-6
+    assert min(filled[1000:]) > 0.9
+
+
+def test_room_for_a_large_one_costs_about_its_size() -> None:
+    """Small entries in random order of age: victims by age alone would empty most of the store."""
+    index = make_index(1024 * 4096)
+    for number in range(1024):
+        (room,) = index.reserve(1, [(key(number), 4096)], app="a", now_s=0.0)
+        assert isinstance(room, Reservation)
+        index.commit(1, room.token, b"")
+    order = random.Random(3).sample(range(1024), 1024)
+    for number in order:
+        (held,) = index.lease(1, [key(number)], ttl_s=1.0, now_s=0.0)
+        assert held is not None
+        index.release(1, [held.token])
+    (large,) = index.reserve(1, [(key("large"), 64 * 4096)], app="a", now_s=0.0)
+    assert isinstance(large, Reservation)
+    assert index.stat().evictions == 64
+    assert index.contains([key(order[0])]) == b"\0"
+
+
+def test_a_full_store_refuses_a_batch_quickly() -> None:
+    index = make_index(20_000 * 64)
+    keys = [key(n) for n in range(20_000)]
+    for room in index.reserve(1, [(k, 64) for k in keys], app="a", now_s=0.0):
+        assert isinstance(room, Reservation)
+        index.commit(1, room.token, b"")
+    index.lease(1, keys[::2], ttl_s=100.0, now_s=0.0)
+    began_s = time.perf_counter()
+    answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], app="a", now_s=0.0)
+    assert set(answers) == {Refusal.FULL}
+    assert time.perf_counter() - began_s < 0.5
+    index.release(1, range(10**6))
+    assert index.stat().evictions == 0
+
+
+def test_one_call_grows_the_arena_by_little() -> None:
+    asked: list[int] = []
+
+    def grow(want_bytes: int) -> int:
+        asked.append(want_bytes)
+        return want_bytes
+
+    index = Index(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=grow)
+    wanted = [(key(n), 16 << 20) for n in range(8)]
+    answers = index.reserve(1, wanted, app="a", now_s=0.0)
+    assert [isinstance(a, Reservation) for a in answers] == [True] * 4 + [False] * 4
+    assert sum(asked) == CALL_GROWTH_BYTES
+    assert index.shortfall_bytes == 4 * (16 << 20)
+    again = index.reserve(1, wanted[4:], app="a", now_s=0.0)
+    assert all(isinstance(a, Reservation) for a in again)
+    (large,) = index.reserve(1, [(key("large"), 256 << 20)], app="a", now_s=0.0)
+    assert isinstance(large, Reservation), "one entry may take more: else it could never be stored"

@@ -1,0 +1,96 @@
+"""The reference store against the contract, and faults over it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cornplug.codec import Kind
+from cornplug.errors import CodecError, StoreUnavailable
+from cornplug.store import entry
+from cornplug.store.base import Refusal
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore, StoreContract
+from cornplug.testing.store import StoreStage, fill, key, present, put, reserve
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def stage(self) -> StoreStage:
+        clock = _Clock()
+        shared = MemoryStore(capacity_bytes=self.capacity_bytes, quarantine_s=5.0, clock=clock)
+        return StoreStage(shared.connect, clock.advance, quarantine_s=5.0)
+
+
+@pytest.fixture
+def faulty() -> FaultyStore:
+    return FaultyStore(MemoryStore(capacity_bytes=1 << 20).connect())
+
+
+def test_no_fault_no_difference(faulty: FaultyStore) -> None:
+    assert put(faulty, b"x" * 1280, 1) == "stored"
+    assert entry.get(faulty, key("e"), deadline_s=1) is not None
+    assert faulty.calls == {"reserve": 1, "view": 2, "commit": 1, "lease": 1, "release": 1}
+
+
+def test_unavailable(faulty: FaultyStore) -> None:
+    faulty.unavailable = True
+    with pytest.raises(StoreUnavailable) as e:
+        present(faulty, "a")
+    assert e.value.reason == "store_down"
+
+
+def test_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
+    faulty.slow_s = 60.0
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable) as e:
+        faulty.stat(deadline_s=0.05)
+    assert e.value.reason == "store_timeout"
+    assert time.monotonic() - began_s < 1.0
+
+
+def test_full(faulty: FaultyStore) -> None:
+    faulty.full = True
+    assert reserve(faulty, "a", 1) is Refusal.FULL
+    assert put(faulty, b"x" * 128, 1) == "full"
+
+
+def test_corrupt_reads_are_found(faulty: FaultyStore) -> None:
+    assert put(faulty, b"x" * 1280, 1) == "stored"
+    faulty.corrupt_reads = True
+    with pytest.raises(CodecError):
+        entry.get(faulty, key("e"), deadline_s=1)
+    assert present(faulty, "e") == b"\0"
+
+
+def test_a_header_of_another_key_is_dropped(faulty: FaultyStore) -> None:
+    fill(faulty, "a", b"payload")
+    with pytest.raises(CodecError):
+        entry.get(faulty, key("a"), deadline_s=1)
+    assert present(faulty, "a") == b"\0"
+
+
+def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> None:
+    with pytest.raises(ValueError, match="equal segments"):
+        put(faulty, b"x" * 1280, 3)
+    arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
+    with pytest.raises(CodecError):
+        entry.put(faulty, b"x", kind=Kind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
+    assert faulty.stat(deadline_s=1).used_bytes == 0
+
+
+def test_a_lost_reservation_is_told(faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulty.inner, "commit", lambda written, deadline_s: [False])
+    assert put(faulty, b"x" * 1280, 1) == "lost"

@@ -1,0 +1,274 @@
+"""The pool against the contract, and its client against a daemon that misbehaves or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cornplug.config import StoreConfig
+from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.store import autostart
+from cornplug.store.base import Refusal, Reservation
+from cornplug.store.pool import PoolStore
+from cornplug.store.server import Server
+from cornplug.testing import StoreContract
+from cornplug.testing.store import StoreStage, fill, lease, present, reserve
+
+from .conftest import answers, eventually
+
+Connect = Callable[..., PoolStore]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+class TestPoolStore(StoreContract):
+    @pytest.fixture
+    def stage(self, serve_in_thread: Callable[..., Server], connect: Connect) -> StoreStage:
+        serve_in_thread(size_bytes=self.capacity_bytes)
+        return StoreStage(connect, time.sleep, quarantine_s=0.3)
+
+
+def _refused(call: Callable[[], object]) -> tuple[str, float]:
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable) as e:
+        call()
+    return e.value.reason, time.monotonic() - began_s
+
+
+def test_without_a_daemon_every_call_fails_at_once(connect: Connect) -> None:
+    store = connect()
+    reason, took_s = _refused(lambda: store.stat(deadline_s=10))
+    assert reason == "store_down"
+    assert took_s < 0.1
+
+
+def test_sharing_begins_when_a_daemon_comes(connect: Connect, start_daemon: Start) -> None:
+    store = connect()
+    assert not store.connected
+    start_daemon()
+    eventually(lambda: store.connected)
+    fill(store, "a", b"x")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_killed_daemon_is_survived(connect: Connect, start_daemon: Start, again: bool) -> None:
+    daemon = start_daemon()
+    store = connect()
+    fill(store, "a", b"payload")
+    held = lease(store, "a")
+    assert held is not None
+    daemon.kill()
+    daemon.wait()
+    reason, took_s = _refused(lambda: present(store, "a"))
+    assert (reason, took_s < 0.5) == ("store_down", True)
+    view = store.view(held.location)
+    assert bytes(view) == b"payload"
+    if again:
+        start_daemon()
+        eventually(lambda: store.connected)
+        assert present(store, "a") == b"\0"
+        assert _refused(lambda: store.view(held.location))[0] == "stale_location"
+        assert bytes(view) == b"payload"
+        fill(store, "a", b"x")
+
+
+def test_a_reservation_does_not_outlive_its_daemon(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    room = reserve(store, "a", 8)
+    assert isinstance(room, Reservation)
+    daemon.kill()
+    start_daemon()
+    eventually(lambda: store.connected and _stat_works(store))
+    fresh = reserve(store, "b", 8)
+    assert isinstance(fresh, Reservation)
+    assert store.commit([(room, b"")], deadline_s=5) == [False]
+    store.release([room.token], deadline_s=5)
+    assert store.commit([(fresh, b"")], deadline_s=5) == [True]
+
+
+def _stat_works(store: PoolStore) -> bool:
+    try:
+        store.stat(deadline_s=5)
+    except StoreUnavailable:
+        return False
+    return True
+
+
+def test_a_stopped_daemon_costs_a_deadline_and_then_nothing(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    fill(store, "a", b"x")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    reason, took_s = _refused(lambda: store.contains([b"k" * 32], deadline_s=0.05))
+    assert reason == "store_timeout"
+    assert 0.04 < took_s < 0.5
+    reason, took_s = _refused(lambda: store.contains([b"k" * 32], deadline_s=5))
+    assert (reason, took_s < 0.1) == ("store_down", True)
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: store.connected)
+    assert present(store, "a") == b"\1"
+
+
+def test_threads_wait_for_their_turn_no_longer_than_asked(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    os.kill(daemon.pid, signal.SIGSTOP)
+    took: list[tuple[str, float]] = []
+    threads = [
+        threading.Thread(target=lambda: took.append(_refused(lambda: store.stat(deadline_s=0.1))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(took) == 4
+    assert all(took_s < 0.6 for _, took_s in took)
+
+
+def test_threads_share_a_connection(connect: Connect, serve_in_thread: Callable[..., Server]) -> None:
+    serve_in_thread()
+    store = connect()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for i in range(30):
+            fill(store, (number, i), bytes([number]) * 64)
+            held = lease(store, (number, i))
+            if held is None or bytes(store.view(held.location)) != bytes([number]) * 64:
+                wrong.append(i)
+            else:
+                store.release([held.token], deadline_s=5)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert store.stat(deadline_s=5).entries == 120
+
+
+CLIENT = """
+import sys, time
+from cornplug.config import StoreConfig
+from cornplug.store.pool import PoolStore
+from cornplug.testing.store import lease, reserve
+store = PoolStore(StoreConfig(socket=sys.argv[1], secret_file=sys.argv[2], autostart=False))
+assert lease(store, "leased") is not None
+room = reserve(store, "written", 8 << 20)
+print("ready", flush=True)
+view = store.view(room.location, writable=True)
+while True:
+    view[:1024] = b"z" * 1024
+"""
+
+
+def test_a_killed_client_leaves_nothing_behind(
+    connect: Connect, start_daemon: Start, store_config: StoreConfig
+) -> None:
+    start_daemon()
+    store = connect()
+    fill(store, "leased", b"x" * (8 << 20))
+    command = [sys.executable, "-c", CLIENT, str(store_config.socket), str(store_config.secret_file)]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    assert client.stdout.readline() == "ready\n"
+    assert reserve(store, "big", 8 << 20) is Refusal.FULL
+    client.kill()
+    client.communicate()
+    eventually(lambda: store.stat(deadline_s=5).leases == 0)
+    stat = store.stat(deadline_s=5)
+    assert (stat.reservations, stat.used_bytes) == (0, 16 << 20)
+    assert isinstance(reserve(store, "big", 8 << 20), Reservation), "the leased entry can go again"
+    eventually(lambda: isinstance(reserve(store, "other", 8 << 20), Reservation))
+
+
+def test_a_forked_child_leaves_the_parents_connection_alone(
+    connect: Connect, serve_in_thread: Callable[..., Server]
+) -> None:
+    serve_in_thread()
+    store = connect()
+    fill(store, "a", b"x")
+    child = os.fork()
+    if child == 0:
+        reason = "no error"
+        try:
+            store.stat(deadline_s=1)
+        except StoreUnavailable as e:
+            reason = e.reason
+        os._exit(0 if reason == "store_down" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert present(store, "a") == b"\1"
+
+
+def test_another_secret_is_refused_with_a_remedy(
+    start_daemon: Start, store_config: StoreConfig, short_path: Path
+) -> None:
+    start_daemon()
+    other = store_config.model_copy(update={"secret_file": short_path / "other"})
+    with pytest.raises(ConfigError, match=r"store\.secret_file: .*another secret"):
+        PoolStore(other)
+
+
+def test_something_else_at_the_socket_is_no_store(store_config: StoreConfig, connect: Connect) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(store_config.socket))
+        listener.listen()
+
+        def talk() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"\x04\0\0\0junk")
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        store = connect()
+        thread.join()
+    assert _refused(lambda: present(store, "a"))[0] == "store_down"
+
+
+def _daemons_of(path: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"cornplug.store.daemon" in command and str(path).encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_two_starters_one_daemon_and_it_ends_when_idle(store_config: StoreConfig) -> None:
+    stores: list[PoolStore] = []
+
+    def start() -> None:
+        stores.append(PoolStore(store_config, autostart=True, connect_timeout_s=20, idle_exit_s=0.5))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        fill(stores[0], "a", b"x")
+        assert [present(store, "a") for store in stores] == [b"\1"] * 3
+        assert len(_daemons_of(store_config.socket)) == 1
+        assert "serving" in autostart.log_path(store_config.socket).read_text()
+    finally:
+        for store in stores:
+            store.close()
+    eventually(lambda: not _daemons_of(store_config.socket))
+    assert not answers(store_config.socket)
