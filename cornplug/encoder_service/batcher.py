@@ -1,8 +1,8 @@
 """Who waits for what: joins duplicates, forms batches, drops the late. No torch, no clock of its own.
 
-    submit ──join_or_add──> queue of Flights ──take──> a batch for one tower ──land──> answers
-                                │ same key: one Flight, several Waits (also while it runs)
-                                └ same features: several Flights, one tower pass, free in a batch
+submit ──join_or_add──> queue of Flights ──take──> a batch for one tower ──land──> answers
+                            │ same key: one Flight, several Waits (also while it runs)
+                            └ same features: several Flights, one tower pass, free in a batch
 """
 
 from __future__ import annotations

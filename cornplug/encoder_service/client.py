@@ -1,8 +1,8 @@
 """Clients of the encoder service, torch-free: apps by HTTP, engines by socket.
 
-    from cornplug import EncoderClient
-    ref = EncoderClient().encode("photo.jpg", model="llava-hf/llava-1.5-7b-hf")
-    ref.shape, ref.numpy(), ref.tensor()
+from cornplug import EncoderClient
+ref = EncoderClient().encode("photo.jpg", model="llava-hf/llava-1.5-7b-hf")
+ref.shape, ref.numpy(), ref.tensor()
 """
 
 from __future__ import annotations
@@ -100,7 +100,11 @@ class EncoderClient:
     def _post(self, form: Mapping[str, str], name: str, data: bytes, end: float) -> httpx.Response:
         try:
             return self._http.post(
-                "/v1/encode", data=form, files={"image": (name, data)}, headers={"accept": RAW}, timeout=_left(end)
+                "/v1/encode",
+                data=form,
+                files={"image": (name, data)},
+                headers={"accept": RAW},
+                timeout=_left(end),
             )
         except httpx.HTTPError as e:
             raise _unavailable(e) from e
@@ -160,7 +164,11 @@ class AsyncEncoderClient:
     async def _post(self, form: Mapping[str, str], name: str, data: bytes, end: float) -> httpx.Response:
         try:
             return await self._http.post(
-                "/v1/encode", data=form, files={"image": (name, data)}, headers={"accept": RAW}, timeout=_left(end)
+                "/v1/encode",
+                data=form,
+                files={"image": (name, data)},
+                headers={"accept": RAW},
+                timeout=_left(end),
             )
         except httpx.HTTPError as e:
             raise _unavailable(e) from e
@@ -209,9 +217,13 @@ def _read(response: httpx.Response, store: Store | None) -> EmbeddingRef | None:
         meta = response.json()
         if store is None:
             return None
-        return leased(store, bytes.fromhex(meta["key"]), tower=str(meta["tower"]), seconds=float(meta["seconds"]))
+        return leased(
+            store, bytes.fromhex(meta["key"]), tower=str(meta["tower"]), seconds=float(meta["seconds"])
+        )
     except (KeyError, ValueError, TypeError) as e:
-        raise EncoderUnavailable(f"not an answer of an encoder service: {e!r}", reason="encoder_garbage") from e
+        raise EncoderUnavailable(
+            f"not an answer of an encoder service: {e!r}", reason="encoder_garbage"
+        ) from e
 
 
 def _models(response: httpx.Response) -> list[dict[str, Any]]:
@@ -220,7 +232,9 @@ def _models(response: httpx.Response) -> list[dict[str, Any]]:
     try:
         return list(response.json()["models"])
     except (KeyError, ValueError, TypeError) as e:
-        raise EncoderUnavailable(f"not an answer of an encoder service: {e!r}", reason="encoder_garbage") from e
+        raise EncoderUnavailable(
+            f"not an answer of an encoder service: {e!r}", reason="encoder_garbage"
+        ) from e
 
 
 def _refusal(response: httpx.Response) -> EncoderRefused | EncoderUnavailable:
@@ -229,7 +243,8 @@ def _refusal(response: httpx.Response) -> EncoderRefused | EncoderUnavailable:
         reason, message = str(error["reason"]), str(error["message"])
     except (KeyError, ValueError, TypeError):
         return EncoderUnavailable(
-            f"HTTP {response.status_code} at {response.url}, not of an encoder service", reason="encoder_garbage"
+            f"HTTP {response.status_code} at {response.url}, not of an encoder service",
+            reason="encoder_garbage",
         )
     return EncoderRefused(message, reason=reason)
 

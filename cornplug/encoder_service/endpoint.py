@@ -67,7 +67,9 @@ def claim(path: Path) -> tuple[socket.socket, int]:
         if lock >= 0:
             os.close(lock)
         raise ConfigError(
-            "encoder.socket", f"cannot listen at {path}: {e.strerror or e}", "Give --socket a short path that you may write."
+            "encoder.socket",
+            f"cannot listen at {path}: {e.strerror or e}",
+            "Give --socket a short path that you may write.",
         ) from e
     return listener, lock
 

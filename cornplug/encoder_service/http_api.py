@@ -19,7 +19,7 @@ import pydantic
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug import __version__
@@ -95,7 +95,8 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
     threads = ThreadPoolExecutor(2, "cornplug-pictures")
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     body_schema = EncodeBody.model_json_schema()
-    form_schema = {**body_schema, "properties": {**body_schema["properties"], "image": {"type": "string", "format": "binary"}}}
+    file_schema = {"type": "string", "format": "binary"}
+    form_schema = {**body_schema, "properties": {**body_schema["properties"], "image": file_schema}}
 
     @app.post(
         "/v1/encode",
@@ -170,7 +171,8 @@ class BodyLimit:
             return
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_bytes:
-            await _error("too_large", f"body of {int(length)} bytes, at most {self._max_bytes}")(scope, receive, send)
+            refusal = _error("too_large", f"body of {int(length)} bytes, at most {self._max_bytes}")
+            await refusal(scope, receive, send)
             return
         seen = 0
 
@@ -196,8 +198,8 @@ async def _read(request: Request) -> tuple[EncodeBody, bytes]:
                     raise EncoderRefused("image: send the picture as a file", reason="bad_input")
                 fields = {name: value for name, value in form.items() if name != "image"}
                 return _validate({**fields, "image": ""}), await upload.read()
-        except MultiPartException as e:
-            raise EncoderRefused(f"form: {e.message}", reason="bad_input") from e
+        except HTTPException as e:  # Starlette's form for a body that is no multipart
+            raise EncoderRefused(f"form: {e.detail}", reason="bad_input") from e
     if kind == "application/json":
         body = _validate(await request.body())
         return body, _image_bytes(body.image)

@@ -20,13 +20,13 @@ import struct
 import zlib
 from typing import Final
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
 FORMATS: Final = (
-    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
+    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
 """Still pictures that Pillow decodes in this process. EPS starts Ghostscript: never."""
 
@@ -60,7 +60,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         raise MediaError("the picture has no bytes", reason="empty")
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError as e:
+    except UnidentifiedImageError as e:
         raise MediaError(
             f"{len(data)} bytes are no picture that we know; send one of {', '.join(FORMATS)}",
             reason="unknown_format",

@@ -50,14 +50,14 @@ class Pictures:
             served = ", ".join(self._processors)
             raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
         image = media.as_received(media.decode(data, self._max_pixels))
-        key = identity.embedding_key(
-            self._secret, loaded.served.identity, media.digest_image(image), salt
-        )
+        key = identity.embedding_key(self._secret, loaded.served.identity, media.digest_image(image), salt)
         try:
             made: Mapping[str, torch.Tensor] = self._processors[model](images=image, return_tensors="pt")
         except ValueError as e:
             # Processors refuse shapes of theirs so, e.g. an aspect ratio of over 200 to 1.
-            raise MediaError(f"the model's processor refuses this picture: {e}", reason="unprocessable") from e
+            raise MediaError(
+                f"the model's processor refuses this picture: {e}", reason="unprocessable"
+            ) from e
         request = Encode(
             id=0,
             identity=loaded.served.identity,

@@ -1,8 +1,8 @@
 """What is loaded: models by identity; one tower for all that have equal weights.
 
-    model A ─┐                       ┌─ projector of A
-    model B ─┼─ tower (tower fp, …) ─┤
-    model C ─┘                       └─ projector of B = C (projector fp, …)
+model A ─┐                       ┌─ projector of A
+model B ─┼─ tower (tower fp, …) ─┤
+model C ─┘                       └─ projector of B = C (projector fp, …)
 """
 
 from __future__ import annotations

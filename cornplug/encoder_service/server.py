@@ -65,7 +65,9 @@ class Listeners:
         except OSError as e:
             http.close()
             raise ConfigError(
-                "encoder.port", f"cannot listen at {encoder.host}:{encoder.port}: {e.strerror}", "Give --port another one; 0 picks a free one."
+                "encoder.port",
+                f"cannot listen at {encoder.host}:{encoder.port}: {e.strerror}",
+                "Give --port another one; 0 picks a free one.",
             ) from e
         try:
             unix, lock = claim(encoder.socket)
@@ -159,7 +161,9 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cornplug encoder", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", action="append", required=True, help="folder, or hub id in the local cache; repeat")
+    parser.add_argument(
+        "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--socket", type=Path, help="unix socket for engines")

@@ -54,7 +54,9 @@ class Shelf:
                 return None
             header, payload = found
             if header.kind != kind or header.dtype != dtype_name(dtype) or len(header.shape) != 2:
-                raise CodecError(f"entry is {header.kind.name} {header.dtype} {header.shape}", reason="wrong_kind")
+                raise CodecError(
+                    f"entry is {header.kind.name} {header.dtype} {header.shape}", reason="wrong_kind"
+                )
             return from_bytes(payload, dtype, header.shape)
         except (StoreError, CodecError) as e:
             self.on_failure(e.reason)

@@ -83,7 +83,7 @@ class SocketEncoder:
         described = cast(Described, self._enqueue(Describe(), deadline_s).result(deadline_s + _MARGIN_S))
         if described.version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
-                f"the service at {self._path} speaks version {described.version}, this client {PROTOCOL_VERSION}",
+                f"{self._path} speaks version {described.version}, this client {PROTOCOL_VERSION}",
                 reason="encoder_version",
             )
         return described.models
@@ -199,7 +199,9 @@ class SocketEncoder:
                             for frame in self._frames.receive(sock):
                                 self._reply(self._decode(frame))
                     except (Garbage, msgspec.ValidationError, msgspec.DecodeError) as e:
-                        return EncoderUnavailable(f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage")
+                        return EncoderUnavailable(
+                            f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage"
+                        )
                     except OSError as e:
                         return self._down(f"the service went away ({e.strerror or e})")
                 self._expire()

@@ -137,7 +137,8 @@ class Encoder:
         if wait.future.cancelled():
             return
         if len(request.key) != identity.DIGEST_BYTES:
-            return self._refuse(wait, "bad_input", f"key: {len(request.key)} bytes, want {identity.DIGEST_BYTES}")
+            problem = f"key: {len(request.key)} bytes, want {identity.DIGEST_BYTES}"
+            return self._refuse(wait, "bad_input", problem)
         if not 1 <= len(request.app) <= _APP_MAX:
             return self._refuse(wait, "bad_input", f"app: want 1 to {_APP_MAX} characters")
         if self._answer_from_store(wait, model):
@@ -209,7 +210,8 @@ class Encoder:
             self.meters.tower_passes.inc(len(missing))
         origins: dict[bytes, Origin] = {key: "ran" if key in missing else "reused" for key in features}
         # All projected before any is published: a failure here leaves the batch whole for a retry.
-        for flight, embedding in [pair for group in _by_projector(batch) for pair in _project(group, features)]:
+        embedded = [pair for group in _by_projector(batch) for pair in _project(group, features)]
+        for flight, embedding in embedded:
             published = self._publishing.submit(self._publish, flight, embedding, origins[flight.feature_key])
             published.add_done_callback(partial(self._published, flight))
             if origins[flight.feature_key] == "ran":
@@ -218,7 +220,8 @@ class Encoder:
             if flight.work.model.checkpoint.family.shares_features:
                 host = features[key].to("cpu").contiguous()
                 self._shelf.keep(key, host)
-                self._publishing.submit(self._shelf.publish, Kind.FEATURE, key, host, flight.waits[0].request.app)
+                app = flight.waits[0].request.app
+                self._publishing.submit(self._shelf.publish, Kind.FEATURE, key, host, app)
 
     def _kept(self, flight: Flight[Work]) -> torch.Tensor | None:
         model = flight.work.model

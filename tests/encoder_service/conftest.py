@@ -50,8 +50,6 @@ def inputs_of(path: Path, image: Image.Image) -> dict[str, Tensor]:
     return {name: to_wire(tensor) for name, tensor in made.items()}
 
 
-
-
 @pytest.fixture(scope="session")
 def llava_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two LLaVAs of different width with one CLIP tower."""

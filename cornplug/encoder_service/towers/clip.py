@@ -69,7 +69,13 @@ class ClipTower:
     """
 
     def __init__(
-        self, layers: _Layers, *, taps: Sequence[int], keep_cls: bool, dtype: torch.dtype, device: torch.device
+        self,
+        layers: _Layers,
+        *,
+        taps: Sequence[int],
+        keep_cls: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._layers = layers
         self._taps = taps
@@ -88,9 +94,7 @@ class ClipTower:
         if tuple(pixels.shape) != wanted:
             raise tensors.bad_input("pixel_values", f"shape {tuple(pixels.shape)}, want {wanted}")
         pixels = pixels.to(self._dtype)
-        return Item(
-            tensors=(pixels,), digests=(tensors.digest_of(pixels),), tokens=embeddings.num_positions
-        )
+        return Item(tensors=(pixels,), digests=(tensors.digest_of(pixels),), tokens=embeddings.num_positions)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
@@ -126,7 +130,9 @@ class _Layers(nn.Module):
         super().__init__()
         self.embeddings = CLIPVisionEmbeddings(config)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(CLIPEncoderLayer(config) for _ in range(depth))})
+        self.encoder = nn.ModuleDict(
+            {"layers": nn.ModuleList(CLIPEncoderLayer(config) for _ in range(depth))}
+        )
 
     def forward(self, pixels: torch.Tensor, taps: frozenset[int]) -> dict[int, torch.Tensor]:
         hidden = self.pre_layrnorm(self.embeddings(pixels))

@@ -78,11 +78,14 @@ class Qwen2VlTower:
             raise tensors.bad_input("image_grid_thw", f"shape {tuple(grid.shape)}, want (3,) for one picture")
         t, h, w = grid.reshape(3).tolist()
         if min(t, h, w) <= 0 or h % self._merge or w % self._merge:
-            raise tensors.bad_input("image_grid_thw", f"{t, h, w}: height and width must be multiples of {self._merge}")
+            raise tensors.bad_input(
+                "image_grid_thw", f"{t, h, w}: height and width must be multiples of {self._merge}"
+            )
         pixels = tensors.from_wire("pixel_values", inputs["pixel_values"], tensors.FLOATS)
         if tuple(pixels.shape) != (t * h * w, self._values):
             raise tensors.bad_input(
-                "pixel_values", f"shape {tuple(pixels.shape)}, want {(t * h * w, self._values)} for grid {t, h, w}"
+                "pixel_values",
+                f"shape {tuple(pixels.shape)}, want {(t * h * w, self._values)} for grid {t, h, w}",
             )
         pixels, grid = pixels.to(self._dtype), grid.reshape(1, 3)
         return Item(

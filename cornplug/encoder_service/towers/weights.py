@@ -41,7 +41,9 @@ def fill(
         raise CheckpointError(f"checkpoint lacks {_some(missing)}", reason="tensors")
     unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
     if unexpected:
-        raise CheckpointError(f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="tensors")
+        raise CheckpointError(
+            f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="tensors"
+        )
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name in wanted:
         file, stored = located[name]
@@ -70,7 +72,8 @@ def _read(
                 tensor = tensors.get_tensor(stored)
                 if not tensor.is_floating_point():
                     raise CheckpointError(
-                        f"{stored} is {tensor.dtype}: a quantised tower or projector is not served", reason="tensors"
+                        f"{stored} is {tensor.dtype}: a quantised tower or projector is not served",
+                        reason="tensors",
                     )
                 out[name] = tensor.to(device=device, dtype=dtype, copy=True)
     except (OSError, SafetensorError) as e:

@@ -1,0 +1,146 @@
+"""Batches, joins and lateness, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from cornplug.encoder_service.batcher import Batcher, Flight, Pace, Wait
+from cornplug.encoder_service.protocol import Encode, Encoded
+
+TOWER, OTHER = object(), object()
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+    late: list[Wait] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wait(clock: Clock, deadline_s: float = 10) -> Wait:
+    request = Encode(id=1, identity=b"i", key=b"k", salt=None, inputs={}, app="a", deadline_s=deadline_s)
+    return Wait(request=request, received_s=clock.now)
+
+
+def flight(
+    clock: Clock, name: str, *, feature: str = "", tokens: int = 10, tower: object = TOWER, **w: float
+) -> Flight[str]:
+    key = (name.encode(), (feature or name).encode(), b"m")
+    return Flight(key=key, tower=tower, tokens=tokens, work=name, waits=[wait(clock, **w)])
+
+
+def batcher(clock: Clock, *, items: int = 3, tokens: int = 100) -> Batcher[str]:
+    return Batcher(max_items=items, max_tokens=tokens, clock=clock, on_late=clock.late.append)
+
+
+def names(batch: list[Flight[str]]) -> str:
+    return "".join(f.work for f in batch)
+
+
+def test_items_bound_a_batch_and_order_is_kept() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    for name in "abcde":
+        assert not b.join_or_add(flight(clock, name))
+    assert b.queued() == 5
+    assert names(b.take()) == "abc"
+    assert names(b.take()) == "de"
+
+
+def test_tokens_bound_a_batch_but_never_starve() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    b.join_or_add(flight(clock, "a", tokens=1000))
+    b.join_or_add(flight(clock, "b", tokens=60))
+    b.join_or_add(flight(clock, "c", tokens=60))
+    b.join_or_add(flight(clock, "d", tokens=40))
+    assert names(b.take()) == "a"
+    assert names(b.take()) == "bd"
+    assert names(b.take()) == "c"
+
+
+def test_one_tower_a_batch_oldest_first() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    for name, tower in (("a", TOWER), ("x", OTHER), ("b", TOWER), ("y", OTHER)):
+        b.join_or_add(flight(clock, name, tower=tower))
+    assert names(b.take()) == "ab"
+    assert names(b.take()) == "xy"
+
+
+def test_equal_features_ride_for_free() -> None:
+    clock = Clock()
+    b = batcher(clock, items=1, tokens=10)
+    b.join_or_add(flight(clock, "a", feature="f"))
+    b.join_or_add(flight(clock, "b", feature="g"))
+    b.join_or_add(flight(clock, "c", feature="f"))
+    assert names(b.take()) == "ac"
+
+
+def test_joins_until_it_lands() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    first = flight(clock, "a")
+    assert not b.join_or_add(first)
+    assert b.join_or_add(flight(clock, "a"))
+    assert b.take() == [first]
+    assert b.join_or_add(flight(clock, "a"))
+    assert len(b.land(first)) == 3
+    assert not b.join_or_add(flight(clock, "a"))
+
+
+def test_other_inputs_under_one_key_are_another_flight() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    b.join_or_add(flight(clock, "a", feature="f"))
+    assert not b.join_or_add(flight(clock, "a", feature="g"))
+
+
+def test_the_late_are_told_and_the_others_stay() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    b.join_or_add(flight(clock, "a", deadline_s=1))
+    b.join_or_add(flight(clock, "b", deadline_s=1))
+    b.join_or_add(flight(clock, "b", deadline_s=9))
+    clock.now = 2
+    (left,) = b.take()
+    assert left.work == "b"
+    assert len(left.waits) == 1
+    assert len(clock.late) == 2
+    assert not b.join_or_add(flight(clock, "a"))
+
+
+def test_close_empties_and_ends() -> None:
+    clock = Clock()
+    b = batcher(clock)
+    got: list[str] = []
+    thread = threading.Thread(target=lambda: [got.append(names(x)) for x in iter(b.take, [])])
+    thread.start()
+    b.join_or_add(flight(clock, "a"))
+    b.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert got == ["a"]
+
+
+def test_an_answer_is_given_once() -> None:
+    w = wait(Clock())
+    answer = Encoded(id=1, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)
+    assert w.answer(answer)
+    assert not w.answer(answer)
+    gone = wait(Clock())
+    gone.future.cancel()
+    assert not gone.answer(answer)
+
+
+def test_pace_follows_what_was_measured() -> None:
+    pace = Pace()
+    assert pace.retry_after_s(100) == 1.0
+    pace.observe(4, 2.0)
+    assert pace.retry_after_s(100) == 25.0
+    for _ in range(50):
+        pace.observe(10, 0.1)
+    assert 0.4 < pace.retry_after_s(100) < 0.6

@@ -1,0 +1,158 @@
+"""Pictures good, odd and hostile."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cornplug.encoder_service import media
+from cornplug.errors import MediaError
+from cornplug.identity import pixels_digest
+
+from .conftest import picture, png
+
+MAX = 1_000_000
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png(picture(1)),
+        saved(picture(1), "WEBP", lossless=True),
+        saved(picture(1), "BMP"),
+        saved(picture(1), "TIFF"),
+        saved(picture(1), "PPM"),
+    ],
+)
+def test_the_container_does_not_matter(data: bytes) -> None:
+    image = picture(1)
+    want = pixels_digest("RGB", 70, 60, image.tobytes())
+    assert media.digest_image(media.decode(data, MAX)) == want == media.digest_image(image)
+
+
+def test_one_pixel_or_the_shape_matters() -> None:
+    image = picture(1)
+    other = image.copy()
+    r, g, b = other.getpixel((5, 5))
+    other.putpixel((5, 5), (r ^ 1, g, b))
+    tall = Image.frombytes("RGB", (60, 70), image.tobytes())
+    assert len({media.digest_image(i) for i in (image, other, tall)}) == 3
+
+
+def test_transparency_is_laid_on_white() -> None:
+    clear = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    clear.putpixel((1, 0), (10, 20, 30, 255))
+    assert media.as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
+    grey = Image.new("LA", (1, 1), (7, 0))
+    assert media.as_received(grey).getpixel((0, 0)) == (255, 255, 255)
+    palette = picture(2).convert("P")
+    palette.info["transparency"] = palette.getpixel((0, 0))
+    assert media.as_received(palette).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_rgb_with_a_transparent_colour_is_left_alone() -> None:
+    image = picture(3)
+    image.info["transparency"] = (1, 2, 3)
+    assert media.as_received(image).tobytes() == picture(3).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "YCbCr"])
+def test_other_modes_are_converted(mode: str) -> None:
+    image = picture(4).convert("L").convert("I").convert(mode) if mode == "I;16" else picture(4).convert(mode)
+    assert media.as_received(image).tobytes() == image.convert("RGB").tobytes()
+
+
+def test_exif_orientation_is_applied_once() -> None:
+    turned = picture(5, 70, 60)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(turned, "PNG", exif=exif.tobytes())
+    image = media.decode(data, MAX)
+    assert image.size == (60, 70)
+    assert media.as_received(image).tobytes() == turned.transpose(Image.Transpose.ROTATE_270).tobytes()
+    assert media.digest_image(image) == media.digest_image(Image.open(io.BytesIO(data)))
+
+
+def test_agrees_with_vllm() -> None:
+    """Its functions are the rule; run them where it is installed."""
+    vllm_image = pytest.importorskip("vllm.multimodal.image")
+    rng = np.random.default_rng(0)
+    images = [
+        Image.fromarray(rng.integers(0, 256, (9, 11, 4), dtype=np.uint8), "RGBA"),
+        Image.fromarray(rng.integers(0, 256, (9, 11, 2), dtype=np.uint8), "LA"),
+        picture(1).convert("P"),
+        picture(1).convert("L"),
+        picture(1).convert("CMYK"),
+        picture(1),
+    ]
+    images[2].info["transparency"] = 3
+    for image in images:
+        theirs = vllm_image.convert_image_mode(vllm_image.normalize_image(image), "RGB")
+        assert media.as_received(image).tobytes() == theirs.tobytes()
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def bomb(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(b"\0" * 10_000)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\0", "unknown_format"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "unknown_format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "unknown_format"),
+        (b"hello, this is text" * 50, "unknown_format"),
+        (png(picture(1))[:100], "damaged"),
+        (saved(picture(1), "JPEG")[:400], "damaged"),
+        (saved(picture(1), "BMP")[:-100], "damaged"),
+        (bomb(5_000, 5_000), "too_many_pixels"),
+        (bomb(60_000, 60_000), "too_many_pixels"),
+        (bomb(2**31 - 1, 2**31 - 1), "too_many_pixels"),
+        (bomb(1000, 1000), "damaged"),
+        (png(picture(1, 1001, 1000)), "too_many_pixels"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_bad_pictures_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(MediaError) as e:
+        media.decode(data, MAX)
+    assert e.value.reason == reason
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "TGA", "JPEG2000"])
+def test_damage_gives_a_picture_or_a_media_error(kind: str) -> None:
+    """Never another exception: 150 mutations of each format."""
+    whole = saved(picture(6, 32, 32), kind)
+    rng = random.Random(kind)
+    refused = 0
+    for i in range(150):
+        data = bytearray(whole)
+        if i % 3 == 0:
+            data = data[: rng.randrange(1, len(data))]
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(min(len(data), 200 if i % 2 else len(data)))] = rng.randrange(256)
+        try:
+            media.decode(bytes(data), MAX)
+        except MediaError:
+            refused += 1
+    assert refused > 0

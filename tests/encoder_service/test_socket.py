@@ -1,0 +1,331 @@
+"""Engines' path over a real socket: answers, joins, death, silence and garbage on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from cornplug.encoder_service.client import EncoderClient
+from cornplug.encoder_service.endpoint import Endpoint, claim
+from cornplug.encoder_service.protocol import MAX_FRAME_BYTES, Describe, Described, Encode, Encoded, Reply
+from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
+
+from .conftest import MakeEncoder, Requests, eventually, picture
+from .test_worker import Gate, passes
+
+__all__ = ["gate"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def serve(short_path: Path) -> Iterator[Callable[[Encoder], Path]]:
+    """Run endpoints in a loop of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    endpoints: list[Endpoint] = []
+    locks: list[int] = []
+
+    def start(encoder: Encoder) -> Path:
+        path = short_path / f"e{len(endpoints)}.sock"
+        listener, lock = claim(path)
+        endpoint = Endpoint(encoder, listener)
+        asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(5)
+        endpoints.append(endpoint)
+        locks.append(lock)
+        return path
+
+    yield start
+    for endpoint in endpoints:
+        asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(5)
+    for lock in locks:
+        os.close(lock)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+def reason(future: Future[Encoded], within_s: float = 5) -> str:
+    error = future.exception(within_s)
+    assert isinstance(error, EncoderError)
+    return error.reason
+
+
+def test_describe_and_encode(
+    make_encoder: MakeEncoder,
+    serve: Callable[[Encoder], Path],
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+) -> None:
+    encoder = make_encoder()
+    with SocketEncoder(serve(encoder)) as client:
+        assert client.describe(5) == encoder.registry.served()
+        futures = [client.submit(request_for(p, s)) for s in range(6) for p in llava_pair]
+        answers = [f.result(20) for f in futures]
+        assert all(a.tensor is not None for a in answers)
+        assert [a.key for a in answers] == [request_for(p, s).key for s in range(6) for p in llava_pair]
+        assert passes(encoder) == 6
+        with pytest.raises(EncoderRefused, match="pixel_values: missing") as e:
+            client.submit(request_for(llava_pair[0], 1, inputs={})).result(5)
+        assert e.value.reason == "bad_input"
+        assert client.connected
+
+
+def test_a_client_that_vanishes_is_not_worked_for(
+    make_encoder: MakeEncoder,
+    serve: Callable[[Encoder], Path],
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+    gate: Gate,
+) -> None:
+    encoder = make_encoder()
+    path = serve(encoder)
+    with SocketEncoder(path) as stays, SocketEncoder(path) as leaves:
+        held = stays.submit(request_for(llava_pair[0], 1))
+        assert gate.entered.wait(5)
+        gone = leaves.submit(request_for(llava_pair[0], 2))
+        eventually(lambda: encoder._batcher.queued() == 1)
+        leaves.close()
+        assert reason(gone) == "encoder_down"
+        eventually(lambda: encoder.waiting() == 1)
+        gate.open.set()
+        held.result(10)
+    assert passes(encoder) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 0),
+        struct.pack("<I", MAX_FRAME_BYTES + 1),
+        struct.pack("<I", 3) + b"abc",
+        struct.pack("<I", 2) + msgspec.msgpack.encode({})[:1] + b"\xff",
+        struct.pack("<I", 1) + b"\xc1",
+    ],
+)
+def test_garbage_closes_that_connection_only(
+    data: bytes,
+    make_encoder: MakeEncoder,
+    serve: Callable[[Encoder], Path],
+    request_for: Requests,
+    qwen: Path,
+) -> None:
+    path = serve(make_encoder())
+    with SocketEncoder(path) as client, socket.socket(socket.AF_UNIX) as stranger:
+        client.describe(5)
+        stranger.connect(str(path))
+        stranger.sendall(data)
+        stranger.settimeout(5)
+        assert stranger.recv(100) == b""
+        assert client.submit(request_for(qwen, 1)).result(10).tower == "ran"
+
+
+def test_nobody_there_fails_at_once_and_recovers(
+    make_encoder: MakeEncoder,
+    serve: Callable[[Encoder], Path],
+    request_for: Requests,
+    qwen: Path,
+    short_path: Path,
+) -> None:
+    client = SocketEncoder(short_path / "e0.sock")
+    started = time.monotonic()
+    assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+    assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+    with pytest.raises(EncoderUnavailable, match="cornplug encoder"):
+        client.describe(1)
+    assert time.monotonic() - started < 1
+    serve(make_encoder())
+    eventually(lambda: client.connected)
+    client.submit(request_for(qwen, 1)).result(10)
+    client.close()
+    assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+
+
+class Impostor:
+    """A listener that does with each connection what the test says."""
+
+    def __init__(self, path: Path, act: Callable[[socket.socket], None]) -> None:
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.act = act
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.act(connection)
+
+
+def frame(reply: Reply) -> bytes:
+    data = msgspec.msgpack.encode(reply)
+    return struct.pack("<I", len(data)) + data
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "encoder_garbage"),
+        (struct.pack("<I", 0), "encoder_garbage"),
+        (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_garbage"),
+        (
+            frame(Encoded(id=999, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)),
+            "encoder_garbage",
+        ),
+        (struct.pack("<I", 100) + b"only the beginning", "encoder_timeout"),
+        (b"", "encoder_timeout"),
+    ],
+)
+def test_garbage_from_the_service(
+    answer: bytes, want: str, short_path: Path, request_for: Requests, qwen: Path
+) -> None:
+    kept: list[socket.socket] = []
+
+    def act(connection: socket.socket) -> None:
+        kept.append(connection)
+        connection.sendall(answer)
+
+    impostor = Impostor(short_path / "i.sock", act)
+    with SocketEncoder(impostor.path) as client:
+        if want == "encoder_timeout":
+            assert reason(client.submit(request_for(qwen, 1, deadline_s=0.2))) == want
+        else:
+            # The garbage may come before our first request: then the next connection's does.
+            reasons = {reason(client.submit(request_for(qwen, 1, deadline_s=2.5))) for _ in range(2)}
+            assert reasons == {want}
+    impostor.listener.close()
+    for connection in kept:
+        connection.close()
+
+
+def test_another_version(short_path: Path) -> None:
+    impostor = Impostor(short_path / "i.sock", lambda c: c.sendall(c.recv(1) and frame(Described(99, ()))))
+    with SocketEncoder(impostor.path) as client, pytest.raises(EncoderUnavailable) as e:
+        client.describe(5)
+    assert e.value.reason == "encoder_version"
+    impostor.listener.close()
+
+
+def test_claim_refuses_a_living_service_and_replaces_a_dead_one(short_path: Path) -> None:
+    path = short_path / "deep" / "e.sock"
+    listener, lock = claim(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="another service"):
+        claim(path)
+    listener.close()
+    os.close(lock)
+    again, lock = claim(path)
+    again.close()
+    os.close(lock)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        claim(short_path / ("x" * 200))
+
+
+class RealService:
+    """`cornplug encoder` as a process of its own."""
+
+    def __init__(self, folder: Path, models: list[Path]) -> None:
+        self.socket = folder / "e.sock"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = folder / "log"
+        command = [sys.executable, "-m", "cornplug.encoder_service.server", "--dtype", "float32"]
+        command += ["--device", "cpu", "--no-store", "--threads", "1", "--port", str(self.port)]
+        command += ["--socket", str(self.socket), *(a for m in models for a in ("--model", str(m)))]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out)
+        eventually(self._up, 60)
+
+    def _up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def real(short_path: Path, llava_pair: tuple[Path, Path]) -> Iterator[RealService]:
+    service = RealService(short_path, list(llava_pair))
+    yield service
+    service.end()
+
+
+def test_a_real_process_lives_stops_continues_and_drains(
+    real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    request: Encode = request_for(llava_pair[0], 1)
+    with SocketEncoder(real.socket) as client:
+        assert [m.hidden_size for m in client.describe(5)] == [64, 96]
+        first = client.submit(request).result(10)
+        with EncoderClient(f"http://127.0.0.1:{real.port}") as http:
+            ref = http.encode(picture(1), model=str(llava_pair[1]))
+            # Another model, the same tower, the same pixels: its features were kept.
+            assert (ref.shape, ref.tower) == ((16, 96), "reused")
+        assert "2 models, 1 tower, 2 projectors" in real.log.read_text()
+
+        real.process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        futures = [client.submit(request_for(llava_pair[0], s, deadline_s=0.3)) for s in range(40)]
+        assert time.monotonic() - started < 0.25
+        assert {reason(f) for f in futures} == {"encoder_timeout"}
+        assert time.monotonic() - started < 2
+        with pytest.raises(EncoderUnavailable):
+            client.describe(0.2)
+        real.process.send_signal(signal.SIGCONT)
+        assert client.submit(request).result(10).tensor == first.tensor
+
+        real.process.send_signal(signal.SIGTERM)
+        assert real.process.wait(20) == 0, real.log.read_text()
+        assert not real.socket.exists()
+        eventually(lambda: not client.connected)
+        assert reason(client.submit(request)) == "encoder_down"
+
+
+def test_killed_while_it_works(
+    real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    with SocketEncoder(real.socket) as client:
+        client.describe(5)
+        real.process.send_signal(signal.SIGSTOP)
+        pending = client.submit(request_for(llava_pair[0], 1))
+        eventually(lambda: client._frames.unsent_bytes == 0)
+        real.process.kill()
+        assert reason(pending, 2) == "encoder_down"
+
+
+def test_messages_are_what_the_protocol_says() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Describe())) == {"type": "describe", "version": 1}
