@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from cornplug.testing.engines import has_gpu
 
 _TESTS = Path(__file__).parent
 _ENGINE_TEST_S = 900
+
+
+def pytest_configure() -> None:
+    """A cancelled CI job ends by SIGTERM: unwind then, so that no engine is left running."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
