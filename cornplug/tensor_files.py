@@ -163,34 +163,33 @@ def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Pat
     Raises CheckpointError("unreadable", "changed") when a file cannot be read or changes
     meanwhile.
     """
-    total = sum(entry.size_bytes for entries in wanted.values() for entry in entries.values())
-    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    show = total > _SHOW_PROGRESS_BYTES
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not show, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        out = {}
-        for path, entries in wanted.items():
-            progress.update(task, description=path.name)
-            out[path] = _file_digests(path, entries, lambda n: progress.advance(task, n))
-    return out
+    return {path: _file_digests(path, entries) for path, entries in wanted.items()}
 
 
-def _file_digests(
-    path: Path, entries: Mapping[str, TensorEntry], advance: Callable[[float], None]
-) -> dict[str, bytes]:
+def _file_digests(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, bytes]:
     identity, settled = _file_identity(path)
     slot = cache_dir() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     with _only_reader(slot):
         known = _load_cache(slot, identity)
         missing = {name: entry for name, entry in entries.items() if name not in known}
-        advance(sum(entries[name].size_bytes for name in entries.keys() - missing.keys()))
         if missing:
-            known |= _hash_tensors(path, missing, advance)
+            with _progress(path.name, sum(entry.size_bytes for entry in missing.values())) as advance:
+                known |= _hash_tensors(path, missing, advance)
             if _file_identity(path)[0] != identity:
                 raise CheckpointError(f"{path} changed while it was read. Try again.", reason="changed")
             if settled:
                 _save_cache(slot, identity, known)
     return {name: known[name] for name in entries}
+
+
+@contextmanager
+def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
+    """A bar on standard error while a big file is read; it leaves nothing behind."""
+    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    hide = size_bytes < _SHOW_PROGRESS_BYTES
+    with Progress(*columns, console=Console(file=sys.stderr), disable=hide, transient=True) as progress:
+        task = progress.add_task(name, total=size_bytes)
+        yield lambda read_bytes: progress.advance(task, read_bytes)
 
 
 def _file_identity(path: Path) -> tuple[str, bool]:

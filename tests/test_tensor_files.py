@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import struct
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,21 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path, monkeypatch: pyte
         tensor_digests({path: read_header(path)})
 
 
+def test_only_a_long_reading_shows_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if on a terminal
+    path = tmp_path / "big-file.safetensors"
+    bare.write_safetensors(path, {"a": bare.bare("a")})
+    tensor_digests({path: read_header(path)})
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(tensor_files, "_SHOW_PROGRESS_BYTES", 0)
+    tensor_digests({path: read_header(path)})
+    shown = capsys.readouterr()
+    assert "reading big-file.safetensors" in shown.err
+    assert shown.out == ""
+
+
 # --- a host reads a file once ---
 
 
@@ -281,15 +297,17 @@ def _llava(folder: Path) -> Checkpoint:
     return Checkpoint.open(str(bare.write(folder, bare.llava_tensors())))
 
 
-def _many_fingerprints(folder: str, count: Any) -> None:
+def _many_fingerprints(folder: str, count: Any, start: Any) -> None:
     original = tensor_files._hash_tensors
 
     def counted(path: Path, entries: Any, advance: Any) -> dict[str, bytes]:
         with count.get_lock():
             count.value += 1
+        time.sleep(0.1)  # long enough for the others to come by
         return original(path, entries, advance)
 
     tensor_files._hash_tensors = counted  # in a process of its own
+    start.wait(30)
     Checkpoint.open(folder).fingerprint("tower")
 
 
@@ -297,8 +315,10 @@ def test_of_many_processes_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tensor_files, "_SETTLED_S", -1.0)
     _llava(tmp_path / "x")
     fork = multiprocessing.get_context("fork")
-    count = fork.Value("i", 0)
-    readers = [fork.Process(target=_many_fingerprints, args=(str(tmp_path / "x"), count)) for _ in range(4)]
+    count, start = fork.Value("i", 0), fork.Barrier(4)
+    readers = [
+        fork.Process(target=_many_fingerprints, args=(str(tmp_path / "x"), count, start)) for _ in range(4)
+    ]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -315,12 +335,15 @@ def test_an_unwritable_cache_costs_time_only(tmp_path: Path, monkeypatch: pytest
     assert Checkpoint.open(str(tmp_path / "x")).fingerprint("tower") == before
 
 
-def test_a_checkpoint_is_read_by_its_content_not_its_times(tmp_path: Path) -> None:
-    """A file rewritten at once, with equal size and time stamps set back, is not taken for the old one."""
+def test_a_file_rewritten_with_its_time_set_back_is_not_taken_for_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "_SETTLED_S", -1.0)
     checkpoint = _llava(tmp_path / "x")
     before = checkpoint.fingerprint("tower")
     file = tmp_path / "x" / "model.safetensors"
     stamp = file.stat()
+    time.sleep(0.02)  # more than a tick of the file system's clock
     bare.write_safetensors(file, bare.llava_tensors() | {_CLASS: bare.bare("rewritten")})
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert Checkpoint.open(str(tmp_path / "x")).fingerprint("tower") != before
