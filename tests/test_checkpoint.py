@@ -328,3 +328,24 @@ def test_a_snapshot_of_the_hub_s_cache_is_found_by_its_id(
     (repo / "refs" / "main").write_text(commit)
     assert _key(Checkpoint.open("org/name")) == _key(_write(tmp_path / "plain"))
     assert Checkpoint.open("org/name", revision=commit).path.name == commit
+
+
+def test_an_outsized_or_unreadable_config_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * ((16 << 20) + 1))
+    with pytest.raises(CheckpointError, match="larger than") as caught:
+        Checkpoint.open(str(tmp_path))
+    assert caught.value.reason == "bad_config"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot read") as caught:
+        Checkpoint.open(str(tmp_path))
+    assert caught.value.reason == "unreadable"
+
+
+def test_a_folder_with_files_of_any_name_is_read_as_engines_do(tmp_path: Path) -> None:
+    before = _fingerprints(_write(tmp_path / "x"))
+    (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "weights.safetensors")
+    assert _fingerprints(Checkpoint.open(str(tmp_path / "x"))) == before
+    (tmp_path / "x" / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        Checkpoint.open(str(tmp_path / "x")).locate("language_model")

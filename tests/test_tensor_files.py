@@ -347,3 +347,15 @@ def test_a_file_rewritten_with_its_time_set_back_is_not_taken_for_the_old_one(
     bare.write_safetensors(file, bare.llava_tensors() | {_CLASS: bare.bare("rewritten")})
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert Checkpoint.open(str(tmp_path / "x")).fingerprint("tower") != before
+
+
+def test_a_full_disk_costs_time_only(old_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    entries = read_header(old_file)
+    monkeypatch.setattr(os, "replace", full)
+    first = tensor_digests({old_file: entries})
+    assert "No space left" in caplog.text
+    monkeypatch.undo()
+    assert tensor_digests({old_file: entries}) == first
