@@ -316,9 +316,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         assert caught.value.reason == "bad_config"
 
 
-def test_a_snapshot_of_the_hub_s_cache_is_found_by_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_of_the_hub_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
