@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
 
             def report(line: str) -> None:
                 status.update(line)
-                console.log(line)
+                console.print(line, soft_wrap=True)
 
             registry = Registry.open(args.model, dtype=args.dtype, device=args.device, report=report)
         secret = read_secret(config.store.secret_file)
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
             max_waiting=config.encoder.max_waiting,
         )
         host, port = listeners.http.getsockname()[:2]
-        console.log(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
+        console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
         try:
             asyncio.run(serve(encoder, config, listeners, secret=secret))
         finally:
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
                 store.close()
     finally:
         listeners.close(config.encoder.socket)
-    console.log("stopped")
+    console.print("stopped")
     return 0
 
 

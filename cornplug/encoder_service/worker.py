@@ -73,6 +73,7 @@ class Encoder:
         self._pace = Pace()
         self._lock = threading.Lock()
         self._waiting: set[Wait] = set()
+        self._stopping = False
         self._batcher: Batcher[Work] = Batcher(
             max_items=max_batch_items, max_tokens=max_batch_tokens, clock=clock, on_late=self._refuse_late
         )
@@ -95,11 +96,14 @@ class Encoder:
             self._refuse(wait, "unknown_model", f"no model of that identity is served; served: {names}")
             return wait.future
         with self._lock:
-            full = len(self._waiting) >= self._max_waiting
+            full = self._stopping or len(self._waiting) >= self._max_waiting
             if not full:
                 self._waiting.add(wait)
         if full:
-            self._refuse(wait, "overloaded", f"{self._max_waiting} requests wait already")
+            why = (
+                "the service is stopping" if self._stopping else f"{self._max_waiting} requests wait already"
+            )
+            self._refuse(wait, "overloaded", why)
             return wait.future
         wait.future.add_done_callback(lambda _: self._forget(wait))
         admitted = self._admission.submit(self._admit, wait, model)
@@ -116,7 +120,10 @@ class Encoder:
         return self._dispatcher.is_alive()
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until everything admitted is answered. False when the deadline passed first."""
+        """Admit nothing more, and wait until what was admitted is answered. False when the
+        deadline passed first."""
+        with self._lock:
+            self._stopping = True
         end = time.monotonic() + deadline_s
         while self.waiting():
             if time.monotonic() > end:

@@ -315,6 +315,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
         assert reason(client.submit(request)) == "encoder_down"
 
 
+@pytest.mark.integration
 def test_killed_while_it_works(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
@@ -325,6 +326,19 @@ def test_killed_while_it_works(
         eventually(lambda: client._frames.unsent_bytes == 0)
         real.process.kill()
         assert reason(pending, 2) == "encoder_down"
+
+
+def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: Requests, qwen: Path) -> None:
+    def act(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.close()
+
+    impostor = Impostor(short_path / "i.sock", act)
+    with SocketEncoder(impostor.path) as client:
+        started = time.monotonic()
+        assert reason(client.submit(request_for(qwen, 1, deadline_s=30))) == "encoder_down"
+        assert time.monotonic() - started < 2
+    impostor.listener.close()
 
 
 def test_messages_are_what_the_protocol_says() -> None:

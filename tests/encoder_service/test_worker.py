@@ -263,7 +263,19 @@ def test_who_has_gone_costs_no_pass(
     ok(held)
     ok(stays)
     assert passes(encoder) == 2
-    assert encoder.drain(5)
+
+
+def test_draining_answers_what_waits_and_admits_nothing(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    held = hold(encoder, gate, request_for(llava_pair[0], 1))
+    assert not encoder.drain(0.05)
+    refused = no(encoder.submit(request_for(llava_pair[0], 2)))
+    assert (refused.reason, refused.message) == ("overloaded", "the service is stopping")
+    gate.open.set()
+    assert encoder.drain(10)
+    ok(held)
 
 
 def test_a_failing_batch_is_retried_one_by_one(
