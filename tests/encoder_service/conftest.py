@@ -130,7 +130,7 @@ def config(short_path: Path) -> Config:
     return load({"encoder.socket": str(short_path / "e.sock"), "encoder.port": 0}, environ={})
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait until it holds; fails the test when it never does."""
     end = time.monotonic() + seconds
     while not condition():

@@ -172,7 +172,8 @@ def test_features_are_kept_in_the_store(
     plain = make_encoder()
     request = request_for(llava_pair[1], 4)
     ok(one.submit(request_for(llava_pair[0], 4)))
-    one._publishing.submit(int).result(5)
+    reader = memory_store.connect()
+    eventually(lambda: reader.stat(deadline_s=1).entries == 2)
     two = make_encoder(memory_store.connect())
     reused, alone = ok(two.submit(request, inline=True)), ok(plain.submit(request))
     assert reused.tower == "reused"
