@@ -108,7 +108,9 @@ class Store(Protocol):
         """Publish each (reservation, meta). False where the reservation had ended."""
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
-        """End leases, or give up reservations. Unknown tokens are ignored."""
+        """End leases, or give up reservations. Unknown tokens are ignored.
+
+        What this connection asks next sees it done; others may see it a moment later."""
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Drop entries, leased ones as soon as they are released; the number dropped.

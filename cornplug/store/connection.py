@@ -43,14 +43,25 @@ class Connection:
             self.arena = self._hello(secret, time.monotonic() + timeout_s)
             on_error.pop_all()
 
-    def exchange(self, frame: bytes, end_s: float) -> wire.Reply:
-        """Send a framed request and wait for the answer until `end_s` (of time.monotonic).
-
-        Raises TimeoutError or another OSError, ValueError or msgspec's error for an answer
-        that is none."""
+    def send(self, frame: bytes, end_s: float) -> None:
+        """Send a framed request until `end_s` (of time.monotonic). Raises TimeoutError or OSError."""
         self._sock.settimeout(max(end_s - time.monotonic(), 1e-6))
         self._sock.sendall(frame)
-        return self._reply(end_s)
+
+    def receive(self, end_s: float) -> wire.Reply:
+        """The next answer. Raises TimeoutError or OSError, ValueError or msgspec's error for
+        bytes that are no answer."""
+        while (body := wire.take_frame(self._received)) is None:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("no answer in time")
+            self._sock.settimeout(left_s)
+            data = self._sock.recv(_CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError("the store closed the connection")
+            self._received += data
+        reply: wire.Reply = wire.reply_decoder.decode(body)
+        return reply
 
     def wait_end(self) -> None:
         """Return when the other side is gone or `shutdown` was called here."""
@@ -67,19 +78,6 @@ class Connection:
         """Free the descriptor. In a forked child this leaves the parent's connection alone."""
         self._sock.close()
 
-    def _reply(self, end_s: float) -> wire.Reply:
-        while (body := wire.take_frame(self._received)) is None:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("no answer in time")
-            self._sock.settimeout(left_s)
-            data = self._sock.recv(_CHUNK_BYTES)
-            if not data:
-                raise ConnectionResetError("the store closed the connection")
-            self._received += data
-        reply: wire.Reply = wire.reply_decoder.decode(body)
-        return reply
-
     def _check_peer(self, path: Path) -> None:
         raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(raw)
@@ -94,7 +92,7 @@ class Connection:
                 raise ConnectionResetError("the store closed the connection")
             self._received += data
             try:
-                reply = self._reply(end_s)
+                reply = self.receive(end_s)
             except msgspec.MsgspecError as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
             if isinstance(reply, wire.Rejected):

@@ -27,7 +27,7 @@ CALL_GROWTH_BYTES: Final = 64 << 20
 shared memory takes about 15 ms, and the asker has a deadline."""
 
 Grow = Callable[[int], int]
-"""Asked for at least so many bytes more at the arena's end; answers how many it added, 0 for none."""
+"""Asked for so many bytes more at the arena's end; answers how many it added: more, less or 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +243,9 @@ class Index:
     def _extend_for(self, room: int, grown_from: int) -> bool:
         """Grow as far as possible; False when this call may grow no more but a later one may."""
         missing = room - self.room.hole_ending_at(self.room.end_bytes)
-        if self.room.end_bytes + missing > self.capacity_bytes:
+        # What is left may be too little alone, and enough beside an entry that can be evicted.
+        missing = min(missing, self.capacity_bytes - self.room.end_bytes)
+        if missing <= 0:
             return True
         grown = self.room.end_bytes - grown_from
         if grown and grown + missing > CALL_GROWTH_BYTES:

@@ -7,12 +7,13 @@ No caller ever waits for a connection, except in the constructor.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -106,7 +107,10 @@ class PoolStore:
         return self._ask(request, wire.Committed, deadline_s).done
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
-        self._ask(wire.Release(list(tokens)), wire.Released, deadline_s)
+        end_s = time.monotonic() + deadline_s
+        frame = wire.frame(wire.Release(list(tokens)))
+        with self._turn(deadline_s) as connection:
+            connection.send(frame, end_s)
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
@@ -132,29 +136,33 @@ class PoolStore:
     def _ask(self, request: wire.Request, kind: type[R], deadline_s: float) -> R:
         end_s = time.monotonic() + deadline_s
         frame = wire.frame(request)
+        with self._turn(deadline_s) as connection:
+            connection.send(frame, end_s)
+            reply = connection.receive(end_s)
+            if not isinstance(reply, kind):
+                raise ValueError(f"{type(reply).__name__} where {kind.__name__} was due")
+            return reply
+
+    @contextlib.contextmanager
+    def _turn(self, deadline_s: float) -> Iterator[Connection]:
+        """The connection for one exchange. Whatever goes wrong ends it: a late answer would be
+        taken for that of the next question."""
         if not self._lock.acquire(timeout=deadline_s):
             raise StoreUnavailable(f"no turn within {deadline_s * 1e3:.0f} ms", reason="store_timeout")
         try:
             connection = self._connection
             if connection is None:
                 raise StoreUnavailable(self._why, reason="store_down")
-            return self._exchange(connection, frame, kind, end_s)
+            try:
+                yield connection
+            except TimeoutError:
+                self._drop(connection, "the store did not answer in time")
+                raise StoreUnavailable(self._why, reason="store_timeout") from None
+            except (OSError, ValueError, msgspec.MsgspecError) as e:
+                self._drop(connection, f"the store is gone: {e}")
+                raise StoreUnavailable(self._why, reason="store_down") from e
         finally:
             self._lock.release()
-
-    def _exchange(self, connection: Connection, frame: bytes, kind: type[R], end_s: float) -> R:
-        try:
-            reply = connection.exchange(frame, end_s)
-            if not isinstance(reply, kind):
-                raise ValueError(f"{type(reply).__name__} where {kind.__name__} was due")
-            return reply
-        except TimeoutError:
-            # Its late answer would be taken for that of the next question: begin anew.
-            self._drop(connection, "the store did not answer in time")
-            raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
-        except (OSError, ValueError, msgspec.MsgspecError) as e:
-            self._drop(connection, f"the store is gone: {e}")
-            raise StoreUnavailable(f"the store is gone: {e}", reason="store_down") from e
 
     def _drop(self, connection: Connection, why: str) -> None:
         self._why = why
@@ -220,6 +228,8 @@ class PoolStore:
             self._refused = e
             self._why = str(e)
         except OSError as e:
+            # One that refused us may have gone since: another may be started.
+            self._refused = None
             self._why = f"no store answers at {self._config.socket}: {e}"
         return None
 

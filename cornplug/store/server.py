@@ -119,6 +119,9 @@ class Server:
         if not session.welcomed:
             raise ClientFault("a request before its hello")
         try:
+            if isinstance(request, wire.Release):
+                self._index.release(session.owner, request.tokens)
+                return
             reply = self._reply(session.owner, request)
         except ValueError as e:
             raise ClientFault(f"bad request: {e}") from e
@@ -154,9 +157,6 @@ class Server:
                     raise ValueError("a meta too large")
                 pairs = zip(tokens, metas, strict=True)
                 return wire.Committed([index.commit(owner, token, meta) for token, meta in pairs])
-            case wire.Release(tokens):
-                index.release(owner, tokens)
-                return wire.Released()
             case wire.Delete(keys):
                 return wire.Deleted(index.delete(wire.split_keys(keys)))
             case wire.Stat():

@@ -1,6 +1,6 @@
 """What crosses the pool's unix socket: u32 little-endian length, then one msgpack message.
 
-One request, one reply, in order, on each connection. Keys travel joined into one blob:
+One request, one reply (but for `Release`), in order, on each connection. Keys travel joined into one blob:
 256 of them decode as one object instead of 256. Bytes of payloads never travel; the arena
 does, once, as a file descriptor beside `Welcome`.
 """
@@ -48,6 +48,9 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The one request without an answer: a reader of one entry would wait as long for it as
+    for a quarter of a MiB. What the same client asks next sees it done."""
+
     tokens: list[int]
 
 
@@ -84,10 +87,6 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, tag=14):
     done: list[bool]
 
 
-class Released(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    pass
-
-
 class Deleted(msgspec.Struct, frozen=True, array_like=True, tag=16):
     count: int
 
@@ -104,7 +103,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 Request = Hello | Contains | TakeLeases | Reserve | Commit | Release | Delete | Stat
-Reply = Welcome | Mask | Leases | Reserved | Committed | Released | Deleted | Stats | Rejected
+Reply = Welcome | Mask | Leases | Reserved | Committed | Deleted | Stats | Rejected
 
 _encoder: Final = msgspec.msgpack.Encoder()
 request_decoder: Final = msgspec.msgpack.Decoder(Request)

@@ -185,7 +185,7 @@ class StoreContract:
         store.release([first.token], deadline_s=DEADLINE_S)
         assert reserve(store, "b", 64) is Refusal.FULL
         other.release([second.token], deadline_s=DEADLINE_S)
-        assert isinstance(reserve(store, "b", 64), Reservation)
+        assert isinstance(reserve(other, "b", 64), Reservation)
 
     def test_a_lease_expires(self, store: Store, stage: StoreStage) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
@@ -222,7 +222,7 @@ class StoreContract:
         assert bytes(other.view(held.location)) == b"old" * 10
         used = store.stat(deadline_s=DEADLINE_S).used_bytes
         other.release([held.token], deadline_s=DEADLINE_S)
-        assert store.stat(deadline_s=DEADLINE_S).used_bytes == used - 64
+        assert other.stat(deadline_s=DEADLINE_S).used_bytes == used - 64
 
     def test_room_given_anew_has_another_generation(self, store: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)

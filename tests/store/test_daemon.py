@@ -63,13 +63,16 @@ def test_a_dead_ones_socket_is_replaced(
     fill(connect(), "a", b"x")
 
 
-def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
-    before = set(os.listdir("/dev/shm"))
-    process = start_daemon()
+def test_a_killed_daemon_leaves_no_shared_memory(
+    start_daemon: Start, connect: Connect, short_path: Path
+) -> None:
+    folder = short_path / "shm"
+    folder.mkdir()
+    process = start_daemon("--shm-dir", str(folder))
     fill(connect(), "a", b"x" * 1000)
     process.kill()
     process.wait()
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
