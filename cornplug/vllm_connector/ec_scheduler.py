@@ -1,10 +1,13 @@
 """The scheduler half of the encoder-cache connector: pull-through with a deadline.
 
-    unknown ──ask──> fetching ──bytes verified and in hand──> arrived ──> engine's own cache
-                        └──absent, refused, late──> failed ──> the engine encodes by itself
+    unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
+       └──ask the service──> asked ──verified, in hand──────┘
+                               └──absent, refused, late──> failed ──> the engine encodes
 
 An item counts as available only when its verified bytes are in this process, so nothing that
-dies later can break the promise. While it is fetched only its own request waits.
+dies later can break the promise. While the service works on it only its own request waits.
+The store is read from the engine's own thread: it answers in 0.1 ms, where handing over to a
+thread and back costs several turns at the interpreter's lock against vLLM's busy loop.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cornplug.encoder_service.protocol import Encode, Encoded
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.errors import CheckpointError, CodecError, CornplugError, EncoderError, EncoderUnavailable
+from cornplug.kv_page import ITEM_BYTES
 from cornplug.metrics import Tally
 from cornplug.store import entry
 from cornplug.vllm_connector import compat, weights
@@ -34,22 +38,27 @@ if TYPE_CHECKING:
 
 WHAT = "embedding"
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-_FETCHERS = 4
 
 
 @dataclass(slots=True)
 class _Item:
-    """One medium on its way. `arrived` is set last, by the fetching thread."""
+    """One medium on its way. Touched by the engine's thread alone, but for `answer`."""
 
+    identifier: str
     key: bytes
-    salt: str | None
     rows: int
     deadline: float
     began: float
     waiting: set[str] = field(default_factory=set)
+    answer: Future[Encoded] | None = None
+    """The service's, set once the request has been sent."""
     arrived: Arrived | None = None
     source: str = ""
     failed: str = ""
+
+    @property
+    def settled(self) -> bool:
+        return self.arrived is not None or bool(self.failed)
 
 
 class ECScheduler:
@@ -62,15 +71,17 @@ class ECScheduler:
         self._hidden = config.model_config.get_hidden_size()
         self._inputs = MediaInputs(config)
         self._encoder = SocketEncoder(runtime.config.encoder.socket)
-        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="cornplug-fetch")
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._items: dict[str, _Item] = {}
         self._held: set[str] = set()
         """Identifiers in the engine's own encoder cache."""
         self._to_load: list[_Item] = []
         self._ask_after = 0.0
-        self._refusals = 0
+        self._failures = 0
         self._identity: TowerIdentity | None = None
-        threading.Thread(target=self._identify, args=(config,), name="cornplug-identify-ec", daemon=True).start()
+        threading.Thread(
+            target=self._identify, args=(config,), name="cornplug-identify-ec", daemon=True
+        ).start()
 
     def _identify(self, config: VllmConfig) -> None:
         try:
@@ -98,11 +109,9 @@ class ECScheduler:
                     continue
                 self._items[identifier] = item
             item.waiting.add(request.request_id)
-            if item.arrived is None and not item.failed:
-                if now < item.deadline:
-                    ready = False
-                else:
-                    self._fail(item, "encoder_timeout")
+            if not item.settled:
+                self._look(item, now)
+                ready = ready and item.settled
         return ready
 
     def arrived(self, identifier: str) -> bool:
@@ -151,97 +160,115 @@ class ECScheduler:
     def close(self) -> None:
         """End the connection to the service and the fetching threads."""
         self._encoder.close()
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._preparer.shutdown(wait=False, cancel_futures=True)
 
     # -- fetching ---------------------------------------------------------------------------
 
     def _begin(self, feature: Any, salt: str | None, now: float) -> _Item | None:
-        """Start fetching a medium; None where it has no key of ours, or we must not."""
+        """Take a medium from the store, or ask the service; None where we must do neither."""
         key = key_of(feature.identifier)
         if key is None or weights.replaced() or not self._run.config.engine.share_embeddings:
             return None
-        position = feature.mm_position
         deadline = now + self._run.config.encoder.deadline_s
-        item = _Item(key, salt, position.get_num_embeds(), deadline, now)
-        self._fetchers.submit(self._fetch, item, feature)
-        return item
-
-    def _fetch(self, item: _Item, feature: Any) -> None:
+        item = _Item(feature.identifier, key, feature.mm_position.get_num_embeds(), deadline, now)
         try:
-            if not self._from_store(item, feature.identifier, "store"):
-                self._ask(item, feature)
+            if not self._from_store(item, "store"):
+                self._ask(item, feature, salt)
         except CornplugError as e:
             self._fail(item, e.reason)
+        return item
 
-    def _from_store(self, item: _Item, identifier: str, source: str) -> bool:
+    def _look(self, item: _Item, now: float) -> None:
+        """See whether the service has answered, or the time is up."""
+        if item.answer is not None and item.answer.done():
+            try:
+                self._take(item, item.answer.result())
+            except EncoderError as e:
+                self._back_off(e)
+                self._fail(item, e.reason)
+            except CornplugError as e:
+                self._fail(item, e.reason)
+        elif now >= item.deadline:
+            late = EncoderUnavailable("no embedding inside the deadline", reason="encoder_timeout")
+            self._back_off(late)
+            self._fail(item, late.reason)
+
+    def _from_store(self, item: _Item, source: str) -> bool:
         try:
-            found = entry.get(self._run.bulk, item.key, deadline_s=self._run.patience_s)
+            found = entry.get(self._run.store, item.key, deadline_s=self._run.deadline_s)
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
             return False
         if found is None:
             return False
         header, payload = found
-        self._arrive(item, Arrived(identifier, header.dtype, header.shape, payload), source)
+        self._arrive(item, Arrived(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
-    def _ask(self, item: _Item, feature: Any) -> None:
-        """Have the service encode it. Raises CornplugError with the reason of the miss."""
+    def _ask(self, item: _Item, feature: Any, salt: str | None) -> None:
+        """Have the service encode it. Raises EncoderUnavailable where it is not asked."""
         identity = self._identity.served_identity if self._identity is not None else None
         if identity is None:
             raise EncoderUnavailable("no service can serve this model", reason="not_served")
         if time.monotonic() < self._ask_after:
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        request = Encode(
-            id=0,
-            identity=identity,
-            key=item.key,
-            salt=item.salt,
-            inputs=self._inputs.of(feature),
-            app=self._run.app,
-            deadline_s=max(0.0, item.deadline - time.monotonic()),
-        )
-        self._encoder.submit(request).add_done_callback(
-            lambda future: self._fetchers.submit(self._answered, item, feature.identifier, future)
-        )
+        self._preparer.submit(self._send, item, feature, identity, salt)
 
-    def _answered(self, item: _Item, identifier: str, future: Future[Encoded]) -> None:
+    def _send(self, item: _Item, feature: Any, identity: bytes, salt: str | None) -> None:
+        """On the preparing thread: large pictures take milliseconds to pack."""
         try:
-            answer = future.result()
-            self._refusals, self._ask_after = 0, 0.0
-            if answer.key != item.key:
-                raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
-            source = f"service_{answer.tower}"
-            if answer.tensor is not None:
-                tensor = answer.tensor
-                self._arrive(item, Arrived(identifier, tensor.dtype, tensor.shape, bytearray(tensor.data)), source)
-            elif not self._from_store(item, identifier, source):
-                self._fail(item, "evicted")
+            request = Encode(
+                id=0,
+                identity=identity,
+                key=item.key,
+                salt=salt,
+                inputs=self._inputs.of(feature),
+                app=self._run.app,
+                deadline_s=max(0.0, item.deadline - time.monotonic()),
+            )
+            item.answer = self._encoder.submit(request)
         except EncoderError as e:
-            self._back_off(e)
-            self._fail(item, e.reason)
-        except CornplugError as e:
-            self._fail(item, e.reason)
+            item.answer = Future()
+            item.answer.set_exception(e)
+
+    def _take(self, item: _Item, answer: Encoded) -> None:
+        self._failures, self._ask_after = 0, 0.0
+        if answer.key != item.key:
+            raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
+        source = f"service_{answer.tower}"
+        if answer.tensor is not None:
+            tensor = answer.tensor
+            self._arrive(
+                item, Arrived(item.identifier, tensor.dtype, tensor.shape, bytearray(tensor.data)), source
+            )
+        elif not self._from_store(item, source):
+            self._fail(item, "evicted")
 
     def _back_off(self, error: EncoderError) -> None:
         """After a failure that is the service's, not the picture's, spare the next ones the wait."""
-        if error.reason not in ("encoder_down", "bad_input"):
-            self._ask_after = time.monotonic() + _BACKOFF_S[min(self._refusals, len(_BACKOFF_S) - 1)]
-            self._refusals += 1
+        if error.reason not in ("encoder_down", "bad_input", "no_inputs"):
+            self._ask_after = time.monotonic() + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+            self._failures += 1
 
     def _arrive(self, item: _Item, arrived: Arrived, source: str) -> None:
-        if arrived.shape != (item.rows, self._hidden) or arrived.dtype != self._dtype:
+        wanted = (item.rows, self._hidden)
+        if (
+            arrived.shape != wanted
+            or arrived.dtype != self._dtype
+            or len(arrived.data) != self._bytes(*wanted)
+        ):
             self._fail(item, "wrong_shape")
-        elif not item.failed:
-            item.source = source
+        else:
+            item.arrived, item.source = arrived, source
             self._observe(item)
-            item.arrived = arrived
+
+    def _bytes(self, rows: int, hidden: int) -> int:
+        return rows * hidden * ITEM_BYTES[self._dtype]
 
     def _fail(self, item: _Item, reason: str) -> None:
-        if not item.failed and item.arrived is None:
-            item.failed = reason
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
-            self._observe(item)
+        item.failed = reason
+        self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+        self._observe(item)
 
     def _observe(self, item: _Item) -> None:
         self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, WHAT)

@@ -64,7 +64,7 @@ class ECWorker:
         outcome: str
         try:
             outcome = entry.put(
-                self._run.bulk,
+                self._run.store,
                 payload,
                 kind=Kind.EMBEDDING,
                 key=key,

@@ -23,11 +23,20 @@ NAME = "cornplug"
 SETTINGS: Mapping[str, tuple[str, str]] = {
     "--cornplug-app": ("engine.app", "Name of the app this engine serves: label of metrics and store bytes."),
     "--cornplug-store": ("store.socket", "Unix socket of the host's store."),
-    "--cornplug-store-size": ("store.size_bytes", "Bytes of the store, where this engine is the one to start it."),
+    "--cornplug-store-size": (
+        "store.size_bytes",
+        "Bytes of the store, where this engine is the one to start it.",
+    ),
     "--cornplug-encoder": ("encoder.socket", "Unix socket of the shared encoder service."),
     "--cornplug-store-deadline": ("store.deadline_s", "Seconds to wait for one answer of the store."),
-    "--cornplug-encoder-deadline": ("encoder.deadline_s", "Seconds to wait for an embedding before encoding here."),
-    "--cornplug-page-tokens": ("engine.page_tokens", "Tokens of one KV page; must agree between engines that share."),
+    "--cornplug-encoder-deadline": (
+        "encoder.deadline_s",
+        "Seconds to wait for an embedding before encoding here.",
+    ),
+    "--cornplug-page-tokens": (
+        "engine.page_tokens",
+        "Tokens of one KV page; must agree between engines that share.",
+    ),
 }
 
 
@@ -39,7 +48,11 @@ def settings(extra: Mapping[str, Any]) -> Config:
     known = {k: v for k, v in extra.items() if "." in k}
     for key in extra:
         if key not in known:
-            raise ConfigError(key, "unknown key in the connector's extra config", "Write section.field, for example engine.app.")
+            raise ConfigError(
+                key,
+                "unknown key in the connector's extra config",
+                "Write section.field, for example engine.app.",
+            )
     return load(known)
 
 
@@ -63,7 +76,9 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         "--ec-transfer-config; another registered name sets the former with kv_role=kv_both.",
     )
     for flag, (setting, text) in SETTINGS.items():
-        group.add_argument(flag, dest=_dest(flag), default=None, metavar=setting.split(".")[1].upper(), help=text)
+        group.add_argument(
+            flag, dest=_dest(flag), default=None, metavar=setting.split(".")[1].upper(), help=text
+        )
     return parser
 
 
@@ -111,9 +126,7 @@ def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | No
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(extra),
     )
-    ec = ECTransferConfig(
-        ec_connector=EC_CONNECTOR, ec_role="ec_both", ec_connector_extra_config=dict(extra)
-    )
+    ec = ECTransferConfig(ec_connector=EC_CONNECTOR, ec_role="ec_both", ec_connector_extra_config=dict(extra))
     return kv, ec
 
 

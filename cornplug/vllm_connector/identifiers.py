@@ -112,7 +112,9 @@ class Identifiers:
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The processor arguments of one request beyond the deployment's own."""
         return {
-            k: v for k, v in hf_processor_mm_kwargs.items() if k not in self._processor_kwargs or self._processor_kwargs[k] != v
+            k: v
+            for k, v in hf_processor_mm_kwargs.items()
+            if k not in self._processor_kwargs or self._processor_kwargs[k] != v
         }
 
 
@@ -132,7 +134,9 @@ def _media_digest(item: object) -> bytes | None:
 _active: Identifiers | None = None
 
 
-def _input_processor_init(original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+def _input_processor_init(
+    original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+) -> None:
     global _active
     original(this, vllm_config, *args, **kwargs)
     extra = _extra_config(vllm_config)

@@ -45,7 +45,9 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
         raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
     if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
-        raise LayoutError("keys and values of different width have no page layout yet", reason="attention_kind")
+        raise LayoutError(
+            "keys and values of different width have no page layout yet", reason="attention_kind"
+        )
     model = config.model_config
     return PageGeometry(
         page_tokens=page_tokens,
@@ -76,13 +78,15 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     """Share KV pages with every engine that computes the same model."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ConfigError(
                 "kv_load_failure_policy",
                 "'fail' would abort requests whose pages are lost",
-                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
+                'Set it to "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
             )
         self._tally = Tally()
         self._runtime: Runtime = runtime(self._kv_transfer_config.kv_connector_extra_config)
@@ -154,13 +158,17 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 

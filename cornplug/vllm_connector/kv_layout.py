@@ -156,9 +156,7 @@ def _plane(offsets: torch.Tensor) -> Plane:
         int(offsets.select(axis, 1)[0, 0]) - base if offsets.shape[axis] > 1 else 1 for axis in range(3)
     )
     heads, tokens, dim = (torch.arange(n) for n in offsets.shape)
-    affine = (
-        base + heads[:, None, None] * strides[0] + tokens[:, None] * strides[1] + dim * strides[2]
-    )
+    affine = base + heads[:, None, None] * strides[0] + tokens[:, None] * strides[1] + dim * strides[2]
     if torch.equal(affine, offsets) and min(strides) >= 0:
         return Plane(offsets, base, (strides[0], strides[1], strides[2]))
     return Plane(offsets, base, None)

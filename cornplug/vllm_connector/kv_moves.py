@@ -87,4 +87,6 @@ class KVAcks(KVConnectorWorkerMetadata):
         return self
 
     def is_empty(self) -> bool:
-        return not (self.written or self.failed_writes or self.failed_loads or self.unusable or self.loaded_bytes)
+        return not (
+            self.written or self.failed_writes or self.failed_loads or self.unusable or self.loaded_bytes
+        )

@@ -62,6 +62,18 @@ class _OpenSave:
     checksums: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _StoreWork:
+    """What the store is told at the next step."""
+
+    commit: list[_OpenSave] = field(default_factory=list)
+    release: list[int] = field(default_factory=list)
+    delete: list[bytes] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.commit or self.release or self.delete)
+
+
 class KVScheduler:
     """One per engine core. Every call into the store has the store's deadline."""
 
@@ -75,6 +87,7 @@ class KVScheduler:
         self._loads: list[Load] = []
         self._open: dict[int, _OpenSave] = {}
         self._finishing: list[str] = []
+        self._store_work = _StoreWork()
         self._off = ""
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._identified = threading.Event()
@@ -144,7 +157,9 @@ class KVScheduler:
         match = tracked.match
         if match is None or match.computed != computed or time.monotonic() > match.expires:
             self._drop_match(tracked)
-            match = tracked.match = _Match(computed, [], [], time.monotonic() + self._run.config.store.lease_s / 3)
+            match = tracked.match = _Match(
+                computed, [], [], time.monotonic() + self._run.config.store.lease_s / 3
+            )
             with miss(self._tally, self._run.app, WHAT):
                 self._look_up(tracked, match)
         if not match.reads:
@@ -163,7 +178,9 @@ class KVScheduler:
         present = store.contains(keys, deadline_s=config.deadline_s).find(0)
         keys = keys if present < 0 else keys[:present]
         if present >= 0:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, "absent", by=len(wanted) - present)
+            self._tally.count(
+                "cornplug_misses_total", self._run.app, WHAT, "absent", by=len(wanted) - present
+            )
         if not keys:
             return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
@@ -183,7 +200,7 @@ class KVScheduler:
                 raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
-            self._run.later(lambda: self._run.store.delete([lease.key], deadline_s=self._run.deadline_s))
+            self._store_work.delete.append(lease.key)
             return None
         return PageRead(index, lease.key, lease.location, header.checksums)
 
@@ -195,18 +212,13 @@ class KVScheduler:
         match, tracked.match = tracked.match, None
         tracked.loading, tracked.load_began = match, time.monotonic()
         end = match.computed + external
-        self._loads.append(
-            Load(request.request_id, match.computed, end, tuple(match.reads), tuple(blocks))
-        )
+        self._loads.append(Load(request.request_id, match.computed, end, tuple(match.reads), tuple(blocks)))
         tracked.saved_pages = max(tracked.saved_pages, end // self._page.page_tokens)
 
     def _drop_match(self, tracked: _Tracked) -> None:
         if tracked.match is not None and tracked.match.tokens:
-            self._release(tracked.match.tokens)
+            self._store_work.release += tracked.match.tokens
         tracked.match = None
-
-    def _release(self, tokens: list[int]) -> None:
-        self._run.later(lambda: self._run.store.release(tokens, deadline_s=self._run.deadline_s))
 
     def loaded(self, request_id: str) -> None:
         """Worker halves are done with a load, well or not."""
@@ -214,7 +226,7 @@ class KVScheduler:
         if tracked is None or tracked.loading is None:
             return
         match, tracked.loading = tracked.loading, None
-        self._release(match.tokens)
+        self._store_work.release += match.tokens
         app = self._run.app
         self._tally.observe("cornplug_wait_seconds", time.monotonic() - tracked.load_began, app, WHAT)
         if not tracked.barred:
@@ -231,6 +243,8 @@ class KVScheduler:
         loads, self._loads = self._loads, []
         finishing, self._finishing = self._finishing, []
         moves = KVMoves(loads=loads, finishing=finishing, preempted=bool(output.preempted_req_ids))
+        if self._store_work:
+            self._flush()
         wanted = self._new_pages(output)
         if wanted:
             with miss(self._tally, self._run.app, WHAT):
@@ -289,20 +303,17 @@ class KVScheduler:
                 self._tracked[request_id].barred = True
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "load", by=acks.loaded_bytes)
-        done = []
         for token, sums in acks.written.items():
             save = self._open.get(token)
             if save is not None:
                 save.checksums |= sums
                 if len(save.checksums) == self._page.segments:
-                    done.append(self._close(token))
+                    self._store_work.commit.append(self._close(token))
         for token in acks.failed_writes:
             if token in self._open:
                 self._close(token)
-                self._release([token])
+                self._store_work.release.append(token)
                 self._tally.count("cornplug_saves_total", self._run.app, WHAT, "write_failed")
-        if done:
-            self._run.later(lambda: self._commit(done))
 
     def _close(self, token: int) -> _OpenSave:
         save = self._open.pop(token)
@@ -313,23 +324,25 @@ class KVScheduler:
                 self._forget(save.request_id)
         return save
 
+    def _flush(self) -> None:
+        """Tell the store what has piled up since the last step: at most three questions.
+
+        From this thread and not another: each takes 0.1 ms, where a thread would wait for its
+        turns at the interpreter's lock behind vLLM's busy loop, holding up whoever comes next.
+        """
+        work, self._store_work = self._store_work, _StoreWork()
+        store, deadline_s = self._run.store, self._run.deadline_s
+        if work.commit:
+            self._commit(work.commit)
+        with miss(self._tally, self._run.app, WHAT):
+            if work.release:
+                store.release(work.release, deadline_s=deadline_s)
+            if work.delete:
+                store.delete(work.delete, deadline_s=deadline_s)
+
     def _commit(self, saves: list[_OpenSave]) -> None:
-        page, app = self._page, self._run.app
-        written = [
-            (
-                save.reservation,
-                encode_header(
-                    Header(
-                        kind=Kind.KV_PAGE,
-                        key=save.reservation.key,
-                        dtype=page.dtype,
-                        shape=page.shape,
-                        checksums=tuple(save.checksums[i] for i in range(page.segments)),
-                    )
-                ),
-            )
-            for save in saves
-        ]
+        app, page_bytes = self._run.app, self._page.page_bytes
+        written = [(save.reservation, self._header(save)) for save in saves]
         try:
             stored = sum(self._run.store.commit(written, deadline_s=self._run.deadline_s))
         except CornplugError as e:
@@ -337,9 +350,14 @@ class KVScheduler:
             return
         if stored:
             self._tally.count("cornplug_saves_total", app, WHAT, "stored", by=stored)
-            self._tally.count("cornplug_bytes_total", app, WHAT, "save", by=stored * page.page_bytes)
+            self._tally.count("cornplug_bytes_total", app, WHAT, "save", by=stored * page_bytes)
         if stored < len(saves):
             self._tally.count("cornplug_saves_total", app, WHAT, "reservation_ended", by=len(saves) - stored)
+
+    def _header(self, save: _OpenSave) -> bytes:
+        page = self._page
+        checksums = tuple(save.checksums[i] for i in range(page.segments))
+        return encode_header(Header(Kind.KV_PAGE, save.reservation.key, page.dtype, page.shape, checksums))
 
     # -- the end of a request ---------------------------------------------------------------
 
@@ -361,4 +379,4 @@ class KVScheduler:
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping for acknowledgements."""
-        return bool(self._open) or bool(self._finishing)
+        return bool(self._open or self._finishing or self._store_work)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # Weights that these formats load are not the checkpoint's safetensors.
-_UNVERIFIABLE_FORMATS = frozenset({"dummy", "pt", "npcache", "gguf", "tensorizer", "runai_streamer_sharded", "sharded_state"})
+_UNVERIFIABLE_FORMATS = frozenset(
+    {"dummy", "pt", "npcache", "gguf", "tensorizer", "runai_streamer_sharded", "sharded_state"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,13 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
     """
     checkpoint = open_checkpoint(config)
     model = config.model_config
-    spec = {
-        "config": checkpoint.kv_spec(),
+    text_config = checkpoint.kv_spec()
+    spec: dict[str, Any] = {
+        "config": text_config,
         "dtype": dtype_name(model.dtype),
         "overrides": _overrides(config),
     }
-    rope = spec["config"].get("rope_parameters", {})
-    if str(rope.get("rope_type")) in {"dynamic", "longrope"}:
+    if str(text_config["rope_parameters"].get("rope_type")) in {"dynamic", "longrope"}:
         spec["max_model_len"] = model.max_model_len
     return checkpoint.fingerprint("language_model"), spec
 
@@ -99,7 +101,9 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
     model = config.model_config
     found: dict[str, Any] = {}
     if callable(model.hf_overrides):
-        raise CheckpointError("hf_overrides is a function; its effect cannot be identified", reason="overrides")
+        raise CheckpointError(
+            "hf_overrides is a function; its effect cannot be identified", reason="overrides"
+        )
     if model.hf_overrides:
         found["hf_overrides"] = model.hf_overrides
     if model.quantization and not _declares_quantization(model.hf_config):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,6 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.store.pool import PoolStore
-from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.flags import settings
 from cornplug.vllm_connector.plugin import registered, why_not
 
@@ -30,34 +28,15 @@ class Runtime:
         self.app = config.engine.app
         self.secret = read_secret(config.store.secret_file)
         self.store: Store = PoolStore(config.store)
-        """The scheduler's connection: pages, asked from the engine's own loop."""
-        self.bulk: Store = PoolStore(config.store)
-        """Embeddings, from background threads: a slow answer here must not hold up the other."""
-        self.background = ThreadPoolExecutor(1, thread_name_prefix="cornplug-store")
-
-    def later(self, work: Callable[[], object]) -> None:
-        """Run a store call that nobody waits for; its failure is the store's loss, not ours."""
-
-        def run() -> None:
-            try:
-                work()
-            except CornplugError as e:
-                compat.logger.debug("cornplug: deferred store call failed: %s", e)
-
-        try:
-            self.background.submit(run)
-        except RuntimeError:
-            # The interpreter is going down, and leases end with our connection anyway.
-            compat.logger.debug("cornplug: deferred store call dropped at shutdown")
 
     @property
     def deadline_s(self) -> float:
-        """For calls on `store`."""
+        """For calls from the engine's own loop."""
         return self.config.store.deadline_s
 
     @property
     def patience_s(self) -> float:
-        """For calls on `bulk`."""
+        """For calls from threads that hold up nobody."""
         return self.config.store.patience_s
 
 

@@ -14,7 +14,14 @@ from typing import Any
 from cornplug.vllm_connector import compat
 
 _REPLACING = frozenset(
-    {"reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "load_weights", "update_config"}
+    {
+        "reload_weights",
+        "update_weights",
+        "start_weight_update",
+        "finish_weight_update",
+        "load_weights",
+        "update_config",
+    }
 )
 _replaced = threading.Event()
 
@@ -27,7 +34,9 @@ def replaced() -> bool:
 def note_replaced(how: str) -> None:
     """Stop sharing in this process."""
     if not _replaced.is_set():
-        compat.logger.warning("cornplug: weights replaced by %s; this engine shares nothing until restart", how)
+        compat.logger.warning(
+            "cornplug: weights replaced by %s; this engine shares nothing until restart", how
+        )
     _replaced.set()
 
 
