@@ -59,11 +59,14 @@ class Server:
         """Run. Returns when told to stop, or when idle for long enough."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        next_tick_s = time.monotonic() + _TICK_S
+        next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
             growing = self._wants_growth()
-            wait_s = 0.0 if growing else max(0.0, next_tick_s - time.monotonic())
-            events = self._selector.select(wait_s)
+            now_s = time.monotonic()
+            alert = growing or now_s < alert_until_s
+            events = self._selector.select(0.0 if alert else max(0.0, next_tick_s - now_s))
+            if events:
+                alert_until_s = time.monotonic() + wire.ALERT_S
             for key, mask in events:
                 if key.fileobj is self._listener:
                     self._accept()
