@@ -1,3 +1,22 @@
-"""cornplug: engines share what they compute, keyed by what it was computed from."""
+"""cornplug: engines share what they compute, keyed by what it was computed from.
+
+The clients are loaded when asked for: engines import this package in each of their processes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cornplug.encoder_service.client import AsyncEncoderClient, EncoderClient
 
 __version__ = "0.1.0"
+
+__all__ = ["AsyncEncoderClient", "EncoderClient", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AsyncEncoderClient", "EncoderClient"):
+        return getattr(import_module("cornplug.encoder_service.client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

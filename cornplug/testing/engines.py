@@ -73,6 +73,8 @@ class Answer:
     ttft_s: float
     """From sending the request to its first token."""
     total_s: float
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+    """A row a token, highest first; empty unless the request asked for `top_logprobs`."""
 
 
 class VllmServer(ManagedProcess):
@@ -211,6 +213,7 @@ def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
     text, finish, usage, first = "", None, None, None
     token_ids: list[int] = []
     logprobs: list[float] = []
+    top: list[tuple[float, ...]] = []
     for event in events:
         usage = event.get("usage") or usage
         for choice in event["choices"]:
@@ -219,7 +222,10 @@ def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
                 first = time.perf_counter()
             token_ids += new
             text += choice["delta"].get("content") or ""
-            logprobs += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+            for entry in (choice.get("logprobs") or {}).get("content") or []:
+                logprobs.append(entry["logprob"])
+                if entry.get("top_logprobs"):
+                    top.append(tuple(sorted((t["logprob"] for t in entry["top_logprobs"]), reverse=True)))
             finish = choice.get("finish_reason") or finish
     done = time.perf_counter()
     if usage is None or first is None:
@@ -232,4 +238,5 @@ def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
         finish_reason=finish,
         ttft_s=first - sent,
         total_s=done - sent,
+        top_logprobs=tuple(top),
     )

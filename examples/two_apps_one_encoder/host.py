@@ -1,0 +1,164 @@
+"""A host of the demo's own: folders, sockets and processes that meet nobody else's.
+
+Everything lives below one temporary folder. Each process that the demo starts, and each that
+those start (the store, which belongs to no engine), inherits that folder in its environment;
+that is how the last of them is found and ended, whatever way the demo ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from checkpoints import DTYPE, App
+
+from cornplug.config import StoreConfig
+from cornplug.store.base import StoreStat
+from cornplug.store.pool import PoolStore
+from cornplug.testing.engines import EncoderProcess, ProcessFailed, VllmServer
+
+_ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
+# On a busy machine an answer may come late. An engine would then compute for itself: the same
+# answer, but not the count of tower passes that the demo is there to show. So it waits longer.
+_SHARING_FLAGS: Final = (
+    *("--kv-connector", "cornplug", "--cornplug-store-size", str(1 << 30)),
+    *("--cornplug-store-deadline", "5", "--cornplug-encoder-deadline", "60"),
+)
+_STARTING_S: Final = 300.0
+
+
+class Engine(VllmServer):
+    """`vllm serve` of one app. `start` returns at once, so that two can start side by side:
+    `Host.engines` waits for both."""
+
+    def __init__(self, app: App, *args: str, log: Path) -> None:
+        super().__init__(app.model, *_ENGINE_FLAGS, *args, log=log)
+        self.app = app
+
+    def ready(self) -> bool:
+        return True
+
+    def serves(self) -> bool:
+        """Whether it answers. Raises ProcessFailed with the end of its log when it has died."""
+        if not self.alive():
+            raise ProcessFailed(f"the engine of {self.app.name} ended; its log:\n{self.log_tail()}")
+        return super().ready()
+
+
+class Host:
+    """The private folder and what runs in it. A context manager: exit ends and removes it all."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="cornplug-demo-"))
+        self.keep = False
+        """Leave the folder, with its logs, when the demo ends."""
+        self._run = self.folder / "run"
+        self.store_socket = self._run / "cornplug" / "store.sock"
+        self.encoder_socket = self._run / "cornplug" / "encoder.sock"
+
+    def __enter__(self) -> Self:
+        # A user's own settings could name a user's own store.
+        for name in [name for name in os.environ if name.startswith("CORNPLUG_")]:
+            del os.environ[name]
+        self._run.mkdir(mode=0o700)
+        os.environ["XDG_RUNTIME_DIR"] = str(self._run)
+        os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A second Ctrl-C must not stop the one thing that is left to do.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_all(self.folder)
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def engines(self, stack: ExitStack, apps: Sequence[App], *, shared: bool) -> list[Engine]:
+        """Start engines side by side and wait until each serves.
+
+        Raises ProcessFailed when one ends or is not ready in time.
+        """
+        side = "shared" if shared else "stock"
+        engines = []
+        for app in apps:
+            flags = [*_SHARING_FLAGS, "--cornplug-app", app.name] if shared else []
+            log = self.folder / "logs" / f"{app.name}-{side}-{time.time_ns()}.log"
+            engines.append(stack.enter_context(Engine(app, *flags, log=log)))
+        deadline = time.monotonic() + _STARTING_S
+        while not all(engine.serves() for engine in engines):
+            if time.monotonic() > deadline:
+                tails = "\n".join(engine.log_tail(15) for engine in engines)
+                raise ProcessFailed(f"engines not ready after {_STARTING_S:g} s:\n{tails}")
+            time.sleep(0.2)
+        return engines
+
+    def encoder(self, apps: Sequence[App]) -> EncoderProcess:
+        """`cornplug encoder` for all apps' models."""
+        models = [app.model for app in apps]
+        log = self.folder / "logs" / "encoder.log"
+        # vLLM binds a thread to each core by itself; the same for the other side of the comparison.
+        threads = ("--threads", str(len(os.sched_getaffinity(0))))
+        return EncoderProcess(models, *threads, socket=self.encoder_socket, dtype=DTYPE, log=log)
+
+    def store_pid(self) -> int | None:
+        """Process id of the store that answers at the demo's socket, None when none does."""
+        with socket.socket(socket.AF_UNIX) as s:
+            if s.connect_ex(str(self.store_socket)) != 0:
+                return None
+            pid: int = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            return pid
+
+    def store_stat(self) -> StoreStat:
+        """What the store holds. Raises StoreUnavailable when it does not answer."""
+        store = PoolStore(StoreConfig(socket=self.store_socket), autostart=False)
+        try:
+            return store.stat(deadline_s=5)
+        finally:
+            store.close()
+
+
+def end_all(folder: Path) -> None:
+    """End every process that carries `folder` in its environment or command line.
+
+    SIGTERM first; SIGKILL after five seconds. Looks twice before it believes that none is
+    left: a store may just be between fork and exec.
+    """
+    mark = os.fsencode(folder)
+    kill_at = time.monotonic() + 5
+    clean = 0
+    while clean < 2:
+        late = time.monotonic() > kill_at
+        found = _carrying(mark)
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+        clean = 0 if found else clean + 1
+        time.sleep(0.1)
+
+
+def _carrying(mark: bytes) -> list[int]:
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            # A zombie's both are empty.
+            if mark in (entry / "environ").read_bytes() or mark in (entry / "cmdline").read_bytes():
+                pids.append(int(entry.name))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return pids
