@@ -1,0 +1,85 @@
+"""Engines are started once for all tests that can share them: a start costs half a minute."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import Answer, EncoderProcess, VllmServer, free_port
+from integration.stack import ASKS, Stack
+
+A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
+"""Small blocks and chunked prefill."""
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Two LLaVAs over one bit-identical CLIP tower, and a Qwen2-VL."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "a": checkpoints.llava(folder / "a", tower_seed=0, llm_seed=1),
+        "b": checkpoints.llava(folder / "b", tower_seed=0, llm_seed=2, hidden_size=128, layers=3),
+        "q": checkpoints.qwen2_vl(folder / "q"),
+    }
+
+
+@pytest.fixture(scope="session")
+def stock_server(
+    models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """vLLM as its makers ship it, for model a."""
+    folder = tmp_path_factory.mktemp("stock")
+    with VllmServer(models["a"], *A_ARGS, log=folder / "vllm.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stock(
+    stock_server: VllmServer, models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[tuple[str, int], Answer]:
+    """What stock engines answer to every ask, by (model, index)."""
+    folder = tmp_path_factory.mktemp("stock-others")
+    answers = {("a", i): ask.put(stock_server) for i, ask in enumerate(ASKS)}
+    for name in ("b", "q"):
+        with VllmServer(models[name], log=folder / f"{name}.log") as server:
+            answers |= {(name, i): ask.put(server) for i, ask in enumerate(ASKS)}
+    return answers
+
+
+@pytest.fixture(scope="session")
+def stack(
+    models: Mapping[str, Path],
+    stock: Mapping[tuple[str, int], Answer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stack]:
+    """Store, encoder service, and engines a and b that share."""
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    folder = tmp_path_factory.mktemp("stack")
+    store_socket, encoder_socket = sockets / "store.sock", sockets / "encoder.sock"
+    encoder = EncoderProcess(
+        list(models.values()),
+        *("--store-socket", str(store_socket)),
+        socket=encoder_socket,
+        port=free_port(),
+        log=folder / "encoder.log",
+        env={"CORNPLUG_STORE_AUTOSTART": "false"},
+    )
+    stack = Stack(folder, models, stock, store_socket, encoder)
+    try:
+        stack.start_store()
+        encoder.start()
+        stack.serve("a", "a", *A_ARGS)
+        stack.serve("b", "b")
+        yield stack
+    finally:
+        for server in stack.servers.values():
+            server.stop()
+        encoder.stop()
+        if stack.store is not None:
+            stack.store.stop()
+        shutil.rmtree(sockets, ignore_errors=True)

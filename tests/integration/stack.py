@@ -1,0 +1,188 @@
+"""One set of real processes for all integration tests: stock answers, then engines that share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cornplug.config import load
+from cornplug.store.base import StoreStat
+from cornplug.store.pool import PoolStore
+from cornplug.testing.engines import Answer, EncoderProcess, StoreProcess, VllmServer, photos, wait_until
+
+STORE_DEADLINE_S = 0.2
+ENCODER_DEADLINE_S = 3.0
+MACHINE_NOISE_S = 4.0
+"""What two busy cores may add to any request, cornplug or not."""
+
+PREAMBLE = "You are a careful assistant. " + " ".join(
+    f"Rule {i}: answer with facts, name the source, and keep to the question." for i in range(12)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, the same for every engine."""
+
+    words: str
+    pictures: tuple[int, ...] = ()
+
+    def put(self, server: VllmServer, *, salt: str | None = None, timeout_s: float = 60) -> Answer:
+        images = [photos()[i].data for i in self.pictures]
+        return server.chat(self.words, images=images, max_tokens=8, cache_salt=salt, timeout_s=timeout_s)
+
+
+ASKS: Sequence[Ask] = (
+    Ask(f"{PREAMBLE} What is a cache?"),
+    Ask(f"{PREAMBLE} What is shown?", (0,)),
+    Ask(f"{PREAMBLE} And what else?", (0,)),
+    Ask(f"{PREAMBLE} Which colours are there?", (1,)),
+    Ask(f"Compare the two. {PREAMBLE}", (2, 3)),
+    Ask(f"Compare the two. {PREAMBLE}", (3, 2)),
+    Ask("What is shown?", (4,)),
+    Ask(f"{PREAMBLE} {PREAMBLE} Say it again.", (5,)),
+)
+
+
+@dataclass
+class Stack:
+    """Where everything is, and what stock engines answered."""
+
+    folder: Path
+    models: Mapping[str, Path]
+    stock: Mapping[tuple[str, int], Answer]
+    store_socket: Path
+    encoder: EncoderProcess
+    servers: dict[str, VllmServer] = field(default_factory=dict)
+    store: StoreProcess | None = None
+
+    def serve(
+        self, name: str, model: str, *args: str, flags: bool = True, env: Mapping[str, str] | None = None
+    ) -> VllmServer:
+        """Start an engine that shares; `flags` False leaves the connector to `args`."""
+        given = self.flags(name) if flags else ()
+        server = VllmServer(
+            self.models[model],
+            *given,
+            *args,
+            log=self.folder / f"{name}.log",
+            env={"VLLM_SERVER_DEV_MODE": "1", "CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+        )
+        self.servers[name] = server.start()
+        return server
+
+    def flags(self, app: str) -> tuple[str, ...]:
+        return (
+            *("--kv-connector", "cornplug", "--cornplug-app", app),
+            *("--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder.socket)),
+            *("--cornplug-store-deadline", str(STORE_DEADLINE_S)),
+            *("--cornplug-encoder-deadline", str(ENCODER_DEADLINE_S)),
+        )
+
+    def start_store(self, size: str = "512MiB") -> StoreProcess:
+        """Start the store, in the place of one that has ended."""
+        self.store = StoreProcess(self.store_socket, size=size, log=self.folder / "store.log").start()
+        return self.store
+
+    def same_as_stock(self, model: str, index: int, answer: Answer) -> None:
+        expected = self.stock[model, index]
+        assert answer.token_ids == expected.token_ids, f"ask {index} differs from stock"
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+    def stat(self) -> StoreStat:
+        config = load({"store.socket": self.store_socket}).store
+        client = PoolStore(config, autostart=False, connect_timeout_s=5)
+        try:
+            return client.stat(deadline_s=5)
+        finally:
+            client.close()
+
+    def tower_passes(self) -> float:
+        text = httpx.get(f"{self.encoder.url}/metrics", trust_env=False).text
+        (line,) = [x for x in text.splitlines() if x.startswith("cornplug_encoder_tower_passes_total")]
+        return float(line.split()[-1])
+
+
+def flush(server: VllmServer) -> None:
+    """Counters reach /metrics with the next step of the engine: make two."""
+    for _ in range(2):
+        server.chat("flush", max_tokens=1)
+
+
+def count(server: VllmServer, name: str, **labels: str) -> float:
+    flush(server)
+    return server.metric(f"cornplug_{name}", **labels)
+
+
+def forget_prefixes(server: VllmServer) -> None:
+    """Empty the engine's own prefix cache, so that only the store can help."""
+    httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=10).raise_for_status()
+
+
+@dataclass
+class Seen:
+    """What a stream of requests has met."""
+
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+
+
+@contextmanager
+def stream(server: VllmServer, name: str) -> Iterator[Seen]:
+    """Ask all the time, from two threads: known prompts under the shared salt and, so that there
+    is always new work for store and encoder, under salts that nobody has used."""
+    seen = Seen()
+    stop = threading.Event()
+
+    def run(thread: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            index = (turn + thread) % len(ASKS)
+            salt = f"{name}-{thread}-{turn}" if turn % 2 else None
+            try:
+                seen.answers.append((index, ASKS[index].put(server, salt=salt)))
+            except BaseException as e:  # noqa: BLE001 - whatever it is, the test must show it
+                seen.errors.append(e)
+                return
+            if turn % 5 == 4:
+                forget_prefixes(server)
+            turn += 1
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=60)
+
+
+def wait_for_more(
+    server: VllmServer, name: str, *, above: float, deadline_s: float = 30, **labels: str
+) -> float:
+    """Wait until a counter has passed `above`; its value then."""
+    metric = f"cornplug_{name}"
+    wait_until(
+        lambda: server.metric(metric, **labels) > above,
+        deadline_s=deadline_s,
+        what=f"{metric}{labels} above {above}",
+    )
+    return server.metric(metric, **labels)
+
+
+def answered(seen: Seen, at_least: int, deadline_s: float = 60) -> None:
+    """Wait until that many more requests have been answered since now."""
+    target = len(seen.answers) + at_least
+    end = time.monotonic() + deadline_s
+    while len(seen.answers) < target and not seen.errors:
+        assert time.monotonic() < end, f"only {len(seen.answers)} answers in {deadline_s} s"
+        time.sleep(0.05)

@@ -1,0 +1,210 @@
+"""Never worse, on a real engine under a steady stream: whatever breaks, every request is
+answered as stock answers, in time; the reason is counted; sharing resumes by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cornplug.testing.engines import VllmServer, wait_until
+from integration.stack import (
+    ASKS,
+    ENCODER_DEADLINE_S,
+    MACHINE_NOISE_S,
+    STORE_DEADLINE_S,
+    Seen,
+    Stack,
+    answered,
+    count,
+    forget_prefixes,
+    stream,
+    wait_for_more,
+)
+
+
+@pytest.fixture(scope="module")
+def engine(stack: Stack) -> VllmServer:
+    """Engine a, warm: its prompts are in the store."""
+    for ask in ASKS:
+        ask.put(stack.servers["a"])
+    return stack.servers["a"]
+
+
+def check(stack: Stack, seen: Seen) -> None:
+    """Every request was answered, with stock's output, in stock's time and the deadlines."""
+    assert not seen.errors, seen.errors[0]
+    assert len(seen.answers) >= 10
+    for index, answer in seen.answers:
+        stack.same_as_stock("a", index, answer)
+        stock = stack.stock["a", index].total_s
+        # A picture may wait for the encoder once, and each of a few store calls once.
+        pictures = len(ASKS[index].pictures)
+        limit = stock + pictures * ENCODER_DEADLINE_S + 3 * STORE_DEADLINE_S + MACHINE_NOISE_S
+        assert answer.total_s <= limit, f"ask {index}: {answer.total_s:.1f} s, stock {stock:.1f} s"
+
+
+def sharing_resumes(engine: VllmServer, what: str, source: str) -> None:
+    """Hits grow again, without a restart of anything but what had failed."""
+    before = count(engine, "hits_total", what=what, source=source)
+    wait_for_more(engine, "hits_total", above=before, what=what, source=source)
+
+
+def test_store_killed(stack: Stack, engine: VllmServer) -> None:
+    assert stack.store is not None
+    missed = count(engine, "misses_total", reason="store_down")
+    with stream(engine, "store-killed") as seen:
+        answered(seen, 5)
+        stack.store.kill()
+        wait_for_more(engine, "misses_total", above=missed, reason="store_down")
+        answered(seen, 10)
+        stack.start_store()
+        sharing_resumes(engine, "kv_page", "store")
+        answered(seen, 5)
+    check(stack, seen)
+
+
+def test_store_stopped(stack: Stack, engine: VllmServer) -> None:
+    assert stack.store is not None
+    missed = count(engine, "misses_total", reason="store_timeout")
+    with stream(engine, "store-stopped") as seen:
+        answered(seen, 5)
+        stack.store.freeze()
+        try:
+            wait_for_more(engine, "misses_total", above=missed, reason="store_timeout")
+            answered(seen, 10)
+        finally:
+            stack.store.cont()
+        sharing_resumes(engine, "kv_page", "store")
+    check(stack, seen)
+
+
+def test_store_full(stack: Stack, engine: VllmServer) -> None:
+    assert stack.store is not None
+    stack.store.kill()
+    stack.start_store("192KiB")
+    full = count(engine, "saves_total", what="kv_page", outcome="full")
+    with stream(engine, "store-full") as seen:
+        answered(seen, 10)
+        wait_for_more(engine, "saves_total", above=full, what="kv_page", outcome="full")
+        answered(seen, 5)
+        stack.store.kill()
+        stack.start_store()
+        sharing_resumes(engine, "kv_page", "store")
+    check(stack, seen)
+
+
+def test_bytes_corrupted_in_the_arena(stack: Stack, engine: VllmServer) -> None:
+    assert stack.store is not None
+    for i, ask in enumerate(ASKS):
+        stack.same_as_stock("a", i, ask.put(engine))
+    corrupt = count(engine, "misses_total", what="kv_page", reason="corrupt")
+    with stream(engine, "corrupt") as seen:
+        answered(seen, 5)
+        flip_everything(stack.store.pid)
+        forget_prefixes(engine)
+        wait_for_more(engine, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
+        answered(seen, 15)
+        sharing_resumes(engine, "kv_page", "store")
+    check(stack, seen)
+
+
+def test_encoder_killed(stack: Stack, engine: VllmServer) -> None:
+    down = count(engine, "misses_total", what="embedding", reason="encoder_down")
+    with stream(engine, "encoder-killed") as seen:
+        answered(seen, 5)
+        stack.encoder.kill()
+        wait_for_more(engine, "misses_total", above=down, what="embedding", reason="encoder_down")
+        answered(seen, 10)
+        stack.encoder.start()
+        sharing_resumes(engine, "embedding", "service_ran")
+    check(stack, seen)
+
+
+def test_encoder_slow(stack: Stack, engine: VllmServer) -> None:
+    late = count(engine, "misses_total", what="embedding", reason="encoder_timeout")
+    with stream(engine, "encoder-slow") as seen:
+        answered(seen, 5)
+        stack.encoder.freeze()
+        try:
+            wait_for_more(engine, "misses_total", above=late, what="embedding", reason="encoder_timeout")
+            answered(seen, 10)
+        finally:
+            stack.encoder.cont()
+        sharing_resumes(engine, "embedding", "service_ran")
+    check(stack, seen)
+
+
+def test_encoder_answers_garbage(stack: Stack, engine: VllmServer) -> None:
+    bad = count(engine, "misses_total", what="embedding", reason="encoder_garbage")
+    stack.encoder.stop()
+    with stream(engine, "encoder-garbage") as seen:
+        with babbler(stack.encoder.socket):
+            wait_for_more(engine, "misses_total", above=bad, what="embedding", reason="encoder_garbage")
+            answered(seen, 10)
+        stack.encoder.start()
+        sharing_resumes(engine, "embedding", "service_ran")
+    check(stack, seen)
+
+
+def test_another_engine_killed_while_it_holds_reservations(stack: Stack, engine: VllmServer) -> None:
+    victim = stack.servers["b"]
+    held = 0
+    with stream(engine, "engine-killed") as seen:
+        with stream(victim, "victim") as doomed:
+            answered(doomed, 5)
+            # Its processes are stopped at the moment that the store has given it room.
+            wait_until(lambda: stack.stat().reservations > 0, deadline_s=60, what="a reservation")
+            held = stack.stat().reservations
+            victim.kill()
+        wait_until(lambda: stack.stat().reservations < max(held, 2), deadline_s=30, what="reservations ended")
+        answered(seen, 10)
+    assert doomed.errors, "the victim's clients must have noticed"
+    check(stack, seen)
+    count(engine, "hits_total")
+    wait_until(lambda: stack.stat().reservations == 0, deadline_s=30, what="no reservation left")
+
+
+def flip_everything(pid: int) -> None:
+    """Flip a bit in each of the arena's first bytes, through the daemon's own descriptor."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "/dev/shm/" in os.readlink(link):
+            with link.open("r+b", buffering=0) as arena:
+                data = arena.read(64 << 20)
+                arena.seek(0)
+                arena.write(bytes(byte ^ 1 for byte in data))
+            return
+    raise AssertionError("the store has no arena in /dev/shm")
+
+
+@contextlib.contextmanager
+def babbler(path: Path) -> Iterator[None]:
+    """A process that has taken the encoder's socket and talks nonsense."""
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(16)
+        listener.settimeout(0.2)
+        stop = threading.Event()
+
+        def babble() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(OSError):
+                    client, _ = listener.accept()
+                    with client:
+                        client.recv(1 << 16)
+                        client.sendall(os.urandom(64))
+
+        thread = threading.Thread(target=babble)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            path.unlink(missing_ok=True)
