@@ -11,7 +11,6 @@ bytes, and any TP or PP degree can read what another wrote. The unit of integrit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,9 @@ from cornplug.errors import LayoutError
 
 PLANES = 2
 """K and V."""
+
+MAX_SEGMENTS = 0xFFFF
+"""What an envelope's header can name."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -45,9 +47,9 @@ class PageGeometry:
             )
         if min(self.page_tokens, self.heads, self.layers, self.dim) < 1:
             raise LayoutError(f"empty page: {self}", reason="layout")
-        if self.heads * self.layers > 0xFFFF:
+        if self.heads * self.layers > MAX_SEGMENTS:
             raise LayoutError(
-                f"{self.heads} heads x {self.layers} layers exceed 65535 segments", reason="layout"
+                f"{self.heads} heads x {self.layers} layers exceed {MAX_SEGMENTS} segments", reason="layout"
             )
 
     @property
@@ -109,4 +111,4 @@ def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple
 
 def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
     """The pages that touch tokens [start, end); `end` is cut down to a page boundary."""
-    return range(start_token // page_tokens, math.floor(end_token / page_tokens))
+    return range(start_token // page_tokens, end_token // page_tokens)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,22 +38,22 @@ def vllm_version() -> str | None:
 
 def is_tested(version: str) -> bool:
     """Whether `version` lies in the tested range."""
-    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    found = re.match(r"(\d+)\.(\d+)", version)
     low, high = TESTED
-    return low <= (major, minor) < high
+    return found is not None and low <= (int(found[1]), int(found[2])) < high
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     """Replace `module.qualified` by `wrapper(original, *args, **kwargs)`, once.
 
     Keeps staticmethod and classmethod as they were. Raises AttributeError or ImportError
-    where this vLLM lacks the target: `plugin.register` turns that into one clear message.
+    where this vLLM lacks the target: `plugin.register` turns that into one log line.
     """
     owner: Any = importlib.import_module(module)
     *path, name = qualified.split(".")
     for part in path:
         owner = getattr(owner, part)
-    raw = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    raw = inspect.getattr_static(owner, name)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     if hasattr(function, _MARK):
         return

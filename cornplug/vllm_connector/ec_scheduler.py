@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.protocol import Encode, Encoded
 from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.errors import CheckpointError, CodecError, CornplugError, EncoderError, EncoderUnavailable
+from cornplug.errors import (
+    CheckpointError,
+    CodecError,
+    CornplugError,
+    EncoderError,
+    EncoderRefused,
+    EncoderUnavailable,
+    StoreError,
+)
 from cornplug.kv_page import ITEM_BYTES
 from cornplug.metrics import Tally
 from cornplug.store import entry
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 WHAT = "embedding"
+_MAX_WAITING_BYTES = 1 << 30
+"""Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -47,6 +57,8 @@ class _Item:
     identifier: str
     key: bytes
     rows: int
+    size: int
+    """Payload bytes."""
     deadline: float
     began: float
     waiting: set[str] = field(default_factory=set)
@@ -73,9 +85,12 @@ class ECScheduler:
         self._encoder = SocketEncoder(runtime.config.encoder.socket)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._items: dict[str, _Item] = {}
+        self._waiting_bytes = 0
         self._held: set[str] = set()
         """Identifiers in the engine's own encoder cache."""
         self._to_load: list[_Item] = []
+        self._allocated: set[str] = set()
+        """Of this step."""
         self._ask_after = 0.0
         self._failures = 0
         self._identity: TowerIdentity | None = None
@@ -100,14 +115,18 @@ class ECScheduler:
         for feature in request.mm_features:
             identifier = feature.identifier
             position = feature.mm_position
-            if position.offset + position.length <= computed or identifier in self._held:
+            if position.offset + position.length <= computed or self._holds(identifier):
                 continue
             item = self._items.get(identifier)
             if item is None:
+                if self._waiting_bytes > _MAX_WAITING_BYTES and not self._has_begun(request):
+                    ready = False
+                    continue
                 item = self._begin(feature, request.cache_salt, now)
                 if item is None:
                     continue
                 self._items[identifier] = item
+                self._waiting_bytes += item.size
             item.waiting.add(request.request_id)
             if not item.settled:
                 self._look(item, now)
@@ -115,20 +134,26 @@ class ECScheduler:
         return ready
 
     def arrived(self, identifier: str) -> bool:
-        """Whether its bytes are in hand."""
+        """Whether its bytes are in hand. Asked only where the engine itself does not have it."""
+        if identifier in self._held:
+            # Then its cache was reset, of which nobody told us.
+            self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.arrived is not None and not weights.replaced()
 
     def allocated(self, identifier: str) -> None:
         """The engine made room: for what arrived, or for what it encodes itself."""
-        self._held.add(identifier)
-        item = self._items.pop(identifier, None)
-        if item is not None and item.arrived is not None:
+        self._allocated.add(identifier)
+        item = self._drop(identifier)
+        if item is not None and item.arrived is not None and not weights.replaced():
             self._to_load.append(item)
 
     def moves(self, output: SchedulerOutput) -> ECMoves:
         """The embeddings that this step's forward needs."""
+        # What one step evicts and then takes in again is held.
         self._held.difference_update(output.free_encoder_mm_hashes)
+        self._held |= self._allocated
+        self._allocated.clear()
         items, self._to_load = self._to_load, []
         app = self._run.app
         for item in items:
@@ -148,7 +173,7 @@ class ECScheduler:
             if item is not None:
                 item.waiting.discard(request.request_id)
                 if not item.waiting:
-                    del self._items[feature.identifier]
+                    self._drop(feature.identifier)
 
     def acknowledged(self, acks: ECAcks) -> None:
         """Count what became of embeddings that a worker offered."""
@@ -164,18 +189,39 @@ class ECScheduler:
 
     # -- fetching ---------------------------------------------------------------------------
 
+    def _holds(self, identifier: str) -> bool:
+        return identifier in self._held or identifier in self._allocated
+
+    def _has_begun(self, request: Request) -> bool:
+        """A request that has begun may go on, or all could wait for each other."""
+        items = (self._items.get(feature.identifier) for feature in request.mm_features)
+        return any(item is not None and request.request_id in item.waiting for item in items)
+
+    def _drop(self, identifier: str) -> _Item | None:
+        item = self._items.pop(identifier, None)
+        if item is not None:
+            self._waiting_bytes -= item.size
+        return item
+
     def _begin(self, feature: Any, salt: str | None, now: float) -> _Item | None:
         """Take a medium from the store, or ask the service; None where we must do neither."""
         key = key_of(feature.identifier)
         if key is None or weights.replaced() or not self._run.config.engine.share_embeddings:
             return None
+        rows = feature.mm_position.get_num_embeds()
         deadline = now + self._run.config.encoder.deadline_s
-        item = _Item(feature.identifier, key, feature.mm_position.get_num_embeds(), deadline, now)
+        item = _Item(feature.identifier, key, rows, self._bytes(rows), deadline, now)
+        store_problem = ""
         try:
-            if not self._from_store(item, "store"):
-                self._ask(item, feature, salt)
+            try:
+                if self._from_store(item, "store"):
+                    return item
+            except StoreError as e:
+                # The service can answer with the bytes themselves.
+                store_problem = e.reason
+            self._ask(item, feature, salt)
         except CornplugError as e:
-            self._fail(item, e.reason)
+            self._fail(item, store_problem or e.reason)
         return item
 
     def _look(self, item: _Item, now: float) -> None:
@@ -216,6 +262,7 @@ class ECScheduler:
 
     def _send(self, item: _Item, feature: Any, identity: bytes, salt: str | None) -> None:
         """On the preparing thread: large pictures take milliseconds to pack."""
+        answer: Future[Encoded] = Future()
         try:
             request = Encode(
                 id=0,
@@ -226,10 +273,13 @@ class ECScheduler:
                 app=self._run.app,
                 deadline_s=max(0.0, item.deadline - time.monotonic()),
             )
-            item.answer = self._encoder.submit(request)
+            answer = self._encoder.submit(request)
         except EncoderError as e:
-            item.answer = Future()
-            item.answer.set_exception(e)
+            answer.set_exception(e)
+        except (RuntimeError, TypeError, ValueError) as e:
+            # Torch's words for inputs of a form that we do not know.
+            answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
+        item.answer = answer
 
     def _take(self, item: _Item, answer: Encoded) -> None:
         self._failures, self._ask_after = 0, 0.0
@@ -246,24 +296,22 @@ class ECScheduler:
 
     def _back_off(self, error: EncoderError) -> None:
         """After a failure that is the service's, not the picture's, spare the next ones the wait."""
-        if error.reason not in ("encoder_down", "bad_input", "no_inputs"):
-            self._ask_after = time.monotonic() + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+        now = time.monotonic()
+        # Those that were under way together fail together: one failure.
+        if error.reason not in ("encoder_down", "bad_input", "no_inputs") and now >= self._ask_after:
+            self._ask_after = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
             self._failures += 1
 
     def _arrive(self, item: _Item, arrived: Arrived, source: str) -> None:
         wanted = (item.rows, self._hidden)
-        if (
-            arrived.shape != wanted
-            or arrived.dtype != self._dtype
-            or len(arrived.data) != self._bytes(*wanted)
-        ):
+        if arrived.shape != wanted or arrived.dtype != self._dtype or len(arrived.data) != item.size:
             self._fail(item, "wrong_shape")
         else:
             item.arrived, item.source = arrived, source
             self._observe(item)
 
-    def _bytes(self, rows: int, hidden: int) -> int:
-        return rows * hidden * ITEM_BYTES[self._dtype]
+    def _bytes(self, rows: int) -> int:
+        return rows * self._hidden * ITEM_BYTES[self._dtype]
 
     def _fail(self, item: _Item, reason: str) -> None:
         item.failed = reason

@@ -17,6 +17,9 @@ from cornplug.vllm_connector.identifiers import key_of
 from cornplug.vllm_connector.model import dtype_name
 from cornplug.vllm_connector.runtime import Runtime
 
+_MAX_WAITING = 64
+"""Embeddings kept alive for publishing: with a slow store the engine's memory comes first."""
+
 
 class ECWorker:
     """One per rank; only one rank of the engine publishes."""
@@ -26,6 +29,7 @@ class ECWorker:
         self._publishes = publishes
         self._device = torch.device(device)
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
+        self._room = threading.BoundedSemaphore(_MAX_WAITING)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
 
@@ -39,6 +43,10 @@ class ECWorker:
         """Offer an embedding that this engine had to compute; nobody waits for it."""
         key = key_of(identifier)
         if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
+            return
+        if not self._room.acquire(blocking=False):
+            with self._lock:
+                self._saves.append(("busy", 0))
             return
         mark = None
         if embedding.is_cuda:
@@ -57,12 +65,13 @@ class ECWorker:
         self._publisher.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:
-        if mark is not None:
-            mark.synchronize()
-        host = embedding.detach().cpu().contiguous()
-        payload = memoryview(host.view(-1).view(torch.uint8).numpy())
-        outcome: str
+        outcome, size = "error", 0
         try:
+            if mark is not None:
+                mark.synchronize()
+            host = embedding.detach().cpu().contiguous()
+            payload = memoryview(host.view(-1).view(torch.uint8).numpy())
+            size = payload.nbytes
             outcome = entry.put(
                 self._run.store,
                 payload,
@@ -76,5 +85,7 @@ class ECWorker:
         except CornplugError as e:
             compat.logger.debug("cornplug: embedding not published: %s", e)
             outcome = e.reason
-        with self._lock:
-            self._saves.append((outcome, payload.nbytes))
+        finally:
+            self._room.release()
+            with self._lock:
+                self._saves.append((outcome, size))

@@ -14,6 +14,7 @@ like ours, and is shared with nobody.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX: Final = "cp1-"
+LOCAL: Final = "local-"
+_OURS: Final = re.compile(PREFIX + "[0-9a-f]{64}")
 _UUIDS: Final = 65536
 _FIRST_READ_S: Final = 60.0
 
 
 def key_of(identifier: str) -> bytes | None:
     """The embedding key in an identifier of ours, None for any other."""
-    if not identifier.startswith(PREFIX):
-        return None
-    return bytes.fromhex(identifier[len(PREFIX) :])
+    return bytes.fromhex(identifier[len(PREFIX) :]) if _OURS.fullmatch(identifier) else None
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
@@ -64,7 +65,7 @@ class Identifiers:
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._identity: bytes | None = None
         self._ready = threading.Event()
-        self._uuids: OrderedDict[str, str] = OrderedDict()
+        self._uuids: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
         threading.Thread(target=self._identify, args=(config,), name="cornplug-identify", daemon=True).start()
@@ -82,23 +83,23 @@ class Identifiers:
 
         A uuid without content is looked up among the contents that came with it before.
         """
-        if item is None:
-            with self._lock:
-                return self._uuids.get(uuid) if uuid is not None else None
-        media = _media_digest(item)
+        media = self._named(uuid) if item is None else _media_digest(item)
         if media is None:
-            return None
-        try:
-            name = PREFIX + medium_with_options(media, options).hex()
-        except (TypeError, ValueError):
             return None
         if uuid is not None:
             with self._lock:
-                self._uuids[uuid] = name
+                self._uuids[uuid] = media
                 self._uuids.move_to_end(uuid)
                 if len(self._uuids) > _UUIDS:
                     self._uuids.popitem(last=False)
-        return name
+        try:
+            return PREFIX + medium_with_options(media, options).hex()
+        except (TypeError, ValueError):
+            return None
+
+    def _named(self, uuid: str | None) -> bytes | None:
+        with self._lock:
+            return self._uuids.get(uuid) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None) -> str:
         """The identifier that belongs to a `mm_hash` of ours."""
@@ -106,7 +107,7 @@ class Identifiers:
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         if self._identity is None:
             # Names content, yet no model: good for this engine's caches, and for nobody else.
-            return "local-" + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
+            return LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
         return PREFIX + embedding_key(self._secret, self._identity, media, salt).hex()
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 def _foreign(name: str) -> str:
     """vLLM's own name, which may be a client's uuid, unable to pass for one of ours."""
-    return f"foreign-{name}" if name.startswith(PREFIX) else name
+    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL)) else name
 
 
 def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:

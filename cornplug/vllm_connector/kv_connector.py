@@ -17,6 +17,7 @@ from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves
+from cornplug.vllm_connector.kv_off_worker import OffWorker
 from cornplug.vllm_connector.kv_scheduler import KVScheduler
 from cornplug.vllm_connector.kv_worker import KVWorker
 from cornplug.vllm_connector.model import dtype_name
@@ -44,10 +45,15 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     spec = cache.kv_cache_groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
         raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
+    if spec.non_causal:
+        raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
     if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
         raise LayoutError(
             "keys and values of different width have no page layout yet", reason="attention_kind"
         )
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
     model = config.model_config
     return PageGeometry(
         page_tokens=page_tokens,
@@ -58,7 +64,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     )
 
 
-def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
+def rank_slice(cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
     """What of a page this worker's rank holds. Raises LayoutError where it is no plain slice."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.models.utils import extract_layer_index
@@ -66,8 +72,6 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     heads, writes = tensor_parallel_heads(
         geometry.heads, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     )
-    if config.parallel_config.decode_context_parallel_size > 1:
-        raise LayoutError("decode context parallelism splits tokens over ranks", reason="context_parallel")
     numbers = sorted(extract_layer_index(name) for name in cache.kv_cache_groups[0].layer_names)
     layers = range(numbers[0], numbers[-1] + 1)
     if list(layers) != numbers or layers.stop > geometry.layers:
@@ -91,7 +95,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally = Tally()
         self._runtime: Runtime = runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
-        self._worker: KVWorker | None = None
+        self._worker: KVWorker | OffWorker | None = None
         engine = self._runtime.config.engine
         try:
             if not engine.share_kv:
@@ -101,10 +105,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
             else:
                 block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                mine = rank_slice(vllm_config, kv_cache_config, geometry)
+                mine = rank_slice(kv_cache_config, geometry)
                 self._worker = KVWorker(geometry, mine, block_size, self._runtime.store)
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
+            if role == KVConnectorRole.WORKER:
+                self._worker = OffWorker(vllm_config.cache_config.block_size, e.reason)
 
     # -- worker half ------------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ class Load:
     pages: tuple[PageRead, ...]
     blocks: tuple[int, ...]
 
+    def blocks_from(self, first_token: int, block_size: int) -> set[int]:
+        """The blocks that hold tokens [first_token, end)."""
+        return set(self.blocks[first_token // block_size : -(-self.end // block_size)])
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -69,7 +73,8 @@ class KVAcks(KVConnectorWorkerMetadata):
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
     """Reservation token -> segment -> checksum. Whole once every rank has added its share."""
-    failed_writes: set[int] = field(default_factory=set)
+    failed_writes: dict[int, int] = field(default_factory=dict)
+    """Reservation token -> how many segments are missing: each rank adds its own."""
     failed_loads: dict[str, str] = field(default_factory=dict)
     """Request -> reason."""
     loaded_bytes: int = 0
@@ -80,7 +85,8 @@ class KVAcks(KVConnectorWorkerMetadata):
         assert isinstance(other, KVAcks)
         for token, sums in other.written.items():
             self.written.setdefault(token, {}).update(sums)
-        self.failed_writes |= other.failed_writes
+        for token, segments in other.failed_writes.items():
+            self.failed_writes[token] = self.failed_writes.get(token, 0) + segments
         self.failed_loads |= other.failed_loads
         self.loaded_bytes += other.loaded_bytes
         self.unusable = self.unusable or other.unusable

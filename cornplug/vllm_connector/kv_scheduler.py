@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cornplug.codec import Header, Kind, decode_header, encode_header
-from cornplug.errors import CheckpointError, CodecError, CornplugError
+from cornplug.codec import decode_header
+from cornplug.errors import CheckpointError, CodecError
 from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.base import Lease, Refusal, Reservation
+from cornplug.store.base import Lease, Refusal
 from cornplug.vllm_connector import compat, weights
+from cornplug.vllm_connector.kv_errands import WHAT, Errands, OpenSave
 from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
-from cornplug.vllm_connector.model import adapter_digest, kv_identity
+from cornplug.vllm_connector.model import Adapters, kv_identity
 from cornplug.vllm_connector.page_keys import PageKeys
 from cornplug.vllm_connector.runtime import Runtime, miss
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-WHAT = "kv_page"
 _FIRST_READ_S = 2.0
 
 
@@ -38,6 +38,8 @@ class _Match:
     reads: list[PageRead]
     tokens: list[int]
     expires: float
+    end: int = 0
+    """Once it is loading: the token before which it ends."""
 
 
 @dataclass(slots=True)
@@ -55,25 +57,6 @@ class _Tracked:
     open_saves: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _OpenSave:
-    reservation: Reservation
-    request_id: str
-    checksums: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _StoreWork:
-    """What the store is told at the next step."""
-
-    commit: list[_OpenSave] = field(default_factory=list)
-    release: list[int] = field(default_factory=list)
-    delete: list[bytes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.commit or self.release or self.delete)
-
-
 class KVScheduler:
     """One per engine core. Every call into the store has the store's deadline."""
 
@@ -85,13 +68,13 @@ class KVScheduler:
         self._manager: KVCacheManager | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
-        self._open: dict[int, _OpenSave] = {}
+        self._open: dict[int, OpenSave] = {}
         self._finishing: list[str] = []
-        self._store_work = _StoreWork()
+        self._errands = Errands(runtime, geometry, tally)
         self._off = ""
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._identified = threading.Event()
-        self._adapters: dict[str, bytes] = {}
+        self._adapters = Adapters()
         threading.Thread(target=self._identify, name="cornplug-identify-lm", daemon=True).start()
         self._identified.wait(_FIRST_READ_S)
 
@@ -107,6 +90,8 @@ class KVScheduler:
             self._off = e.reason
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
         finally:
+            if self._identity is None and not self._off:
+                self._off = "identity_error"
             self._identified.set()
 
     def _why_off(self, request: Request) -> str:
@@ -117,8 +102,11 @@ class KVScheduler:
             return "weights_updated"
         if self._identity is None:
             return "identifying"
-        if getattr(request, "prompt_embeds", None) is not None:
+        if request.prompt_embeds is not None:
             return "prompt_embeds"
+        if request.resumable:
+            # Its prompt grows, with media that page keys made now would not know.
+            return "streaming"
         return ""
 
     def _root(self, request: Request) -> bytes:
@@ -127,9 +115,7 @@ class KVScheduler:
         lora = request.lora_request
         extra: dict[str, Any] = {"page": self._page.spec()}
         if lora is not None:
-            if lora.lora_path not in self._adapters:
-                self._adapters[lora.lora_path] = adapter_digest(lora.lora_path)
-            extra["lora"] = self._adapters[lora.lora_path].hex()
+            extra["lora"] = self._adapters.digest(lora.lora_path).hex()
         return kv_root(self._run.secret, fingerprint, spec | extra, request.cache_salt)
 
     def _track(self, request: Request) -> _Tracked:
@@ -152,7 +138,9 @@ class KVScheduler:
     def matched_tokens(self, request: Request, computed: int) -> int:
         """Tokens beyond `computed` that leased pages hold. Asked often; answers from memory."""
         tracked = self._track(request)
-        if tracked.keys is None or tracked.barred or request.skip_reading_prefix_cache or weights.replaced():
+        if tracked.keys is None or tracked.barred or request.skip_reading_prefix_cache:
+            return 0
+        if self._off or weights.replaced():
             return 0
         match = tracked.match
         if match is None or match.computed != computed or time.monotonic() > match.expires:
@@ -184,12 +172,14 @@ class KVScheduler:
         if not keys:
             return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
-        match.tokens = [lease.token for lease in leases if lease is not None]
         for index, lease in zip(wanted, leases, strict=False):
             read = self._read(index, lease)
-            if read is None:
+            if lease is None or read is None:
                 break
+            match.tokens.append(lease.token)
             match.reads.append(read)
+        unread = leases[len(match.reads) :]
+        self._errands.release([lease.token for lease in unread if lease is not None])
 
     def _read(self, index: int, lease: Lease | None) -> PageRead | None:
         if lease is None:
@@ -200,24 +190,30 @@ class KVScheduler:
                 raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
-            self._store_work.delete.append(lease.key)
+            self._errands.delete(lease.key)
             return None
         return PageRead(index, lease.key, lease.location, header.checksums)
 
     def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
         """The engine took the offer: `external` tokens go into `blocks`."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.match is None or not external:
+        if tracked is None or tracked.match is None:
+            return
+        if not external:
+            self._drop_match(tracked)
             return
         match, tracked.match = tracked.match, None
         tracked.loading, tracked.load_began = match, time.monotonic()
         end = match.computed + external
+        # The engine may take less than it was offered.
+        match.reads = [read for read in match.reads if read.index * self._page.page_tokens < end]
+        match.end = end
         self._loads.append(Load(request.request_id, match.computed, end, tuple(match.reads), tuple(blocks)))
         tracked.saved_pages = max(tracked.saved_pages, end // self._page.page_tokens)
 
     def _drop_match(self, tracked: _Tracked) -> None:
         if tracked.match is not None and tracked.match.tokens:
-            self._store_work.release += tracked.match.tokens
+            self._errands.release(tracked.match.tokens)
         tracked.match = None
 
     def loaded(self, request_id: str) -> None:
@@ -226,15 +222,13 @@ class KVScheduler:
         if tracked is None or tracked.loading is None:
             return
         match, tracked.loading = tracked.loading, None
-        self._store_work.release += match.tokens
+        self._errands.release(match.tokens)
         app = self._run.app
         self._tally.observe("cornplug_wait_seconds", time.monotonic() - tracked.load_began, app, WHAT)
         if not tracked.barred:
-            tokens = (match.reads[-1].index + 1) * self._page.page_tokens - match.computed
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=len(match.reads))
-            self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
-        if tracked.request.is_finished():
-            self._forget(request_id)
+            self._tally.count("cornplug_saved_tokens_total", app, by=match.end - match.computed)
+        self._forget_if_over(tracked)
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -243,8 +237,8 @@ class KVScheduler:
         loads, self._loads = self._loads, []
         finishing, self._finishing = self._finishing, []
         moves = KVMoves(loads=loads, finishing=finishing, preempted=bool(output.preempted_req_ids))
-        if self._store_work:
-            self._flush()
+        if self._errands:
+            self._errands.run()
         wanted = self._new_pages(output)
         if wanted:
             with miss(self._tally, self._run.app, WHAT):
@@ -283,7 +277,7 @@ class KVScheduler:
                 self._tally.count("cornplug_saves_total", self._run.app, WHAT, answer.value)
                 continue
             request_id = tracked.request.request_id
-            self._open[answer.token] = _OpenSave(answer, request_id)
+            self._open[answer.token] = OpenSave(answer, request_id)
             tracked.open_saves.add(answer.token)
             writes.setdefault(request_id, []).append(PageWrite(index, answer.token, answer.location))
         return [
@@ -299,65 +293,35 @@ class KVScheduler:
             self._off = acks.unusable
         for request_id, reason in acks.failed_loads.items():
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
-            if request_id in self._tracked:
-                self._tracked[request_id].barred = True
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.barred = True
+                if tracked.loading is not None:
+                    # What it now computes itself may be what the store has lost.
+                    tracked.saved_pages = tracked.loading.computed // self._page.page_tokens
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "load", by=acks.loaded_bytes)
         for token, sums in acks.written.items():
-            save = self._open.get(token)
-            if save is not None:
-                save.checksums |= sums
-                if len(save.checksums) == self._page.segments:
-                    self._store_work.commit.append(self._close(token))
-        for token in acks.failed_writes:
             if token in self._open:
+                self._open[token].checksums |= sums
+        for token, segments in acks.failed_writes.items():
+            if token in self._open:
+                self._open[token].failed_segments += segments
+        for token in acks.written.keys() | acks.failed_writes.keys():
+            if token in self._open and self._open[token].answered(self._page):
                 self._close(token)
-                self._store_work.release.append(token)
-                self._tally.count("cornplug_saves_total", self._run.app, WHAT, "write_failed")
 
-    def _close(self, token: int) -> _OpenSave:
+    def _close(self, token: int) -> None:
         save = self._open.pop(token)
+        if save.failed_segments:
+            self._errands.release([token])
+            self._tally.count("cornplug_saves_total", self._run.app, WHAT, "write_failed")
+        else:
+            self._errands.commit(save)
         tracked = self._tracked.get(save.request_id)
         if tracked is not None:
             tracked.open_saves.discard(token)
-            if not tracked.open_saves and tracked.request.is_finished():
-                self._forget(save.request_id)
-        return save
-
-    def _flush(self) -> None:
-        """Tell the store what has piled up since the last step: at most three questions.
-
-        From this thread and not another: each takes 0.1 ms, where a thread would wait for its
-        turns at the interpreter's lock behind vLLM's busy loop, holding up whoever comes next.
-        """
-        work, self._store_work = self._store_work, _StoreWork()
-        store, deadline_s = self._run.store, self._run.deadline_s
-        if work.commit:
-            self._commit(work.commit)
-        with miss(self._tally, self._run.app, WHAT):
-            if work.release:
-                store.release(work.release, deadline_s=deadline_s)
-            if work.delete:
-                store.delete(work.delete, deadline_s=deadline_s)
-
-    def _commit(self, saves: list[_OpenSave]) -> None:
-        app, page_bytes = self._run.app, self._page.page_bytes
-        written = [(save.reservation, self._header(save)) for save in saves]
-        try:
-            stored = sum(self._run.store.commit(written, deadline_s=self._run.deadline_s))
-        except CornplugError as e:
-            self._tally.count("cornplug_saves_total", app, WHAT, e.reason, by=len(saves))
-            return
-        if stored:
-            self._tally.count("cornplug_saves_total", app, WHAT, "stored", by=stored)
-            self._tally.count("cornplug_bytes_total", app, WHAT, "save", by=stored * page_bytes)
-        if stored < len(saves):
-            self._tally.count("cornplug_saves_total", app, WHAT, "reservation_ended", by=len(saves) - stored)
-
-    def _header(self, save: _OpenSave) -> bytes:
-        page = self._page
-        checksums = tuple(save.checksums[i] for i in range(page.segments))
-        return encode_header(Header(Kind.KV_PAGE, save.reservation.key, page.dtype, page.shape, checksums))
+            self._forget_if_over(tracked)
 
     # -- the end of a request ---------------------------------------------------------------
 
@@ -367,16 +331,19 @@ class KVScheduler:
         if tracked is None:
             return False
         self._drop_match(tracked)
-        if tracked.open_saves:
+        self._forget_if_over(tracked)
+        # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
+        # then: it must not hear of them twice. Saves that are still open were begun before the
+        # request was preempted, so they have been read (`preempted` drains).
+        if tracked.open_saves and tracked.loading is None:
             self._finishing.append(request.request_id)
             return True
-        if tracked.loading is None:
-            self._forget(request.request_id)
         return False
 
-    def _forget(self, request_id: str) -> None:
-        self._tracked.pop(request_id, None)
+    def _forget_if_over(self, tracked: _Tracked) -> None:
+        if tracked.request.is_finished() and not tracked.open_saves and tracked.loading is None:
+            self._tracked.pop(tracked.request.request_id, None)
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping for acknowledgements."""
-        return bool(self._open or self._finishing or self._store_work)
+        return bool(self._open or self._finishing or self._errands)

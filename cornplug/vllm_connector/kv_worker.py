@@ -178,48 +178,53 @@ class KVWorker:
     def _submit(self, work: Any, item: Load | Save) -> None:
         mark = self._side.mark()
         future = self._mover.submit(work, item, mark)
+        future.add_done_callback(_log_failure)
         self._pending.add(future)
         self._pending -= {f for f in self._pending if f.done()}
 
     def _load(self, load: Load, mark: Any) -> None:
-        done, reason = 0, ""
+        # Whatever happens here, the request must be told that its load is over.
+        done, reason = 0, "load_error"
         try:
             with self._side.after(mark):
                 for slab in self._slabs(load.pages):
                     self._read_slab(load, slab)
                     self._side.finish()
                     done += len(slab)
+            reason = ""
         except CornplugError as e:
             reason = e.reason
             compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
-        first_bad = load.start if not done else (load.pages[0].index + done) * self._page.page_tokens
-        with self._lock:
-            if reason:
-                last = -(-load.end // self._block_size)
-                self._bad_blocks |= set(load.blocks[max(first_bad, load.start) // self._block_size : last])
-                self._acks.failed_loads[load.request_id] = reason
-            self._acks.loaded_bytes += done * self._slice_bytes
-            self._loaded.add(load.request_id)
+        finally:
+            first_bad = (
+                load.pages[done].index * self._page.page_tokens if done < len(load.pages) else load.end
+            )
+            with self._lock:
+                if reason:
+                    self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
+                    self._acks.failed_loads[load.request_id] = reason
+                self._acks.loaded_bytes += done * self._slice_bytes
+                self._loaded.add(load.request_id)
 
     def _save(self, save: Save, mark: Any) -> None:
         written: dict[int, dict[int, int]] = {}
-        failed: set[int] = set()
-        for slab in self._slabs(save.pages):
-            try:
-                if not self._layouts:
-                    raise LayoutError("this cache is not mapped", reason="layout")
-                if self._mine.writes:
+        try:
+            for slab in self._slabs(save.pages) if self._mine.writes else ():
+                try:
                     with self._side.after(mark):
                         written |= self._write_slab(save, slab)
-            except CornplugError as e:
-                compat.logger.debug("cornplug: save of %s failed: %s", save.request_id, e)
-                failed |= {page.token for page in slab}
-        with self._lock:
-            self._acks.written |= written
-            self._acks.failed_writes |= failed
-            self._open_saves[save.request_id] -= 1
-            if not self._open_saves[save.request_id]:
-                del self._open_saves[save.request_id]
+                except CornplugError as e:
+                    compat.logger.debug("cornplug: save of %s failed: %s", save.request_id, e)
+        finally:
+            missing = [page.token for page in save.pages if page.token not in written]
+            with self._lock:
+                self._acks.written |= written
+                if self._mine.writes:
+                    share = len(self._mine.heads) * len(self._mine.layers)
+                    self._acks.failed_writes |= dict.fromkeys(missing, share)
+                self._open_saves[save.request_id] -= 1
+                if not self._open_saves[save.request_id]:
+                    del self._open_saves[save.request_id]
 
     def _slabs(self, pages: Sequence[Any]) -> Iterator[Sequence[Any]]:
         step = max(1, _SLAB_TOKENS // self._page.page_tokens)
@@ -246,6 +251,8 @@ class KVWorker:
 
     def _write_slab(self, save: Save, pages: Sequence[PageWrite]) -> dict[int, dict[int, int]]:
         """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
+        if not self._layouts:
+            raise LayoutError("this cache is not mapped", reason="layout")
         page, size = self._page, self._page.page_tokens
         staging = self._staging(len(pages))
         for row, target in enumerate(pages):
@@ -297,6 +304,12 @@ class KVWorker:
                 except CornplugError as e:
                     compat.logger.debug("cornplug: corrupt page not dropped: %s", e)
                 raise CodecError(f"segment {there} of page {source.index} is corrupt", reason="corrupt")
+
+
+def _log_failure(future: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        compat.logger.error("cornplug: moving KV failed", exc_info=error)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

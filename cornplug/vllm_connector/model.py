@@ -85,15 +85,35 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
     return checkpoint.fingerprint("language_model"), spec
 
 
-def adapter_digest(path: str) -> bytes:
-    """Digest of a LoRA adapter's files. Raises CheckpointError when they cannot be read."""
-    parts = []
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+class Adapters:
+    """Digests of LoRA adapters, read once for each path."""
+
+    _FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[tuple[int, ...], ...], bytes]] = {}
+
+    def digest(self, path: str) -> bytes:
+        """Digest of an adapter's files.
+
+        Raises CheckpointError: "lora" when they cannot be read, "lora_changed" when they are
+        no longer those of the first time: which of the two the engine runs, nobody can say.
+        """
+        files = [Path(path) / name for name in self._FILES]
         try:
-            parts.append(digest("cornplug-adapter-file-v1", (Path(path) / name).read_bytes()))
+            stats = [file.stat() for file in files]
+            signature = tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats)
+            if path not in self._known:
+                parts = [digest("cornplug-adapter-file-v1", file.read_bytes()) for file in files]
+                self._known[path] = signature, digest("cornplug-adapter-v1", *parts)
         except OSError as e:
-            raise CheckpointError(f"adapter {path}: cannot read {name}: {e.strerror}", reason="lora") from e
-    return digest("cornplug-adapter-v1", *parts)
+            raise CheckpointError(
+                f"adapter {path}: cannot read {e.filename}: {e.strerror}", reason="lora"
+            ) from e
+        known, found = self._known[path]
+        if known != signature:
+            raise CheckpointError(f"adapter {path} was changed under the engine", reason="lora_changed")
+        return found
 
 
 def _overrides(config: VllmConfig) -> dict[str, Any]:

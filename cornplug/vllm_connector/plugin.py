@@ -39,6 +39,16 @@ def register() -> None:
         compat.logger.warning("cornplug stays off: %s", _state["why"])
         return
 
+    try:
+        _install()
+    except (AttributeError, ImportError) as e:
+        _state["why"] = f"vLLM {version} is not as its releases of that number are: {e}"
+        compat.logger.warning("cornplug stays off: %s", _state["why"])
+        return
+    _state["registered"] = True
+
+
+def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -54,4 +64,3 @@ def register() -> None:
         )
     for module, target, wrapper in (*flags.WRAPS, *identifiers.WRAPS, *weights.WRAPS):
         compat.wrap(module, target, wrapper)
-    _state["registered"] = True

@@ -13,14 +13,35 @@ from typing import Any
 
 from cornplug.vllm_connector import compat
 
-_REPLACING = frozenset(
+# Workers' methods that users call and that leave the weights alone. Any other name may be a
+# trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.
+_HARMLESS = frozenset(
     {
-        "reload_weights",
-        "update_weights",
-        "start_weight_update",
-        "finish_weight_update",
-        "load_weights",
-        "update_config",
+        "add_lora",
+        "annotate_profile",
+        "check_health",
+        "checkpoint_prepare",
+        "compute_weight_checksums",
+        "execute_dummy_batch",
+        "get_cache_block_size_bytes",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+        "wake_up",
     }
 )
 _replaced = threading.Event()
@@ -41,10 +62,9 @@ def note_replaced(how: str) -> None:
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    # A callable could do anything to the model; a name outside the list cannot load weights.
     # While the engine starts (it has no scheduler yet) the calls are its own.
     started = getattr(core, "scheduler", None) is not None
-    if started and (not isinstance(method, str) or method in _REPLACING):
+    if started and method not in _HARMLESS:
         note_replaced(method if isinstance(method, str) else "a collective_rpc callable")
     return original(core, method, *args, **kwargs)
 

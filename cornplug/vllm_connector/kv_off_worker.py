@@ -1,0 +1,69 @@
+"""The worker half of a rank that has no part in sharing KV: it answers every move at once.
+
+A scheduler half that does not know of it yet may have promised a load; without an answer that
+request would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cornplug.kv_page import MAX_SEGMENTS
+from cornplug.vllm_connector.kv_moves import KVAcks, Load, Save
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OffWorker:
+    """See the module. `reason` is why this rank shares nothing."""
+
+    def __init__(self, block_size: int, reason: str) -> None:
+        self._block_size = block_size
+        self._reason = reason
+        self._acks = KVAcks(unusable=reason)
+        self._loaded: set[str] = set()
+        self._finishing: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
+        """Nothing to learn."""
+
+    def start_loads(self, loads: Sequence[Load]) -> None:
+        """Every load fails whole."""
+        for load in loads:
+            self._bad_blocks |= load.blocks_from(load.start, self._block_size)
+            self._acks.failed_loads[load.request_id] = self._reason
+            self._loaded.add(load.request_id)
+
+    def start_saves(self, saves: Sequence[Save]) -> None:
+        """Every save fails whole."""
+        for save in saves:
+            self._acks.failed_writes |= {page.token: MAX_SEGMENTS for page in save.pages}
+
+    def finishing(self, request_ids: Sequence[str]) -> None:
+        """Nothing is read here: they are sent."""
+        self._finishing.update(request_ids)
+
+    def drain(self) -> None:
+        """Nothing moves."""
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """(sent, received) request ids since the last call."""
+        sent, self._finishing = self._finishing, set()
+        received, self._loaded = self._loaded, set()
+        return sent, received
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks that were not loaded."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def acks(self) -> KVAcks | None:
+        """What the scheduler half has to know."""
+        acks, self._acks = self._acks, KVAcks()
+        return None if acks.is_empty() else acks
+
+    def close(self) -> None:
+        """Nothing to end."""

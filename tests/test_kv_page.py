@@ -1,0 +1,120 @@
+"""Geometry of a page: which bytes a rank owns, whatever the split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.errors import LayoutError
+from cornplug.kv_page import MAX_SEGMENTS, PageGeometry, RankSlice, pages_between, tensor_parallel_heads
+
+
+def geometry(**fields: object) -> PageGeometry:
+    given = {"page_tokens": 64, "heads": 8, "layers": 32, "dim": 128, "dtype": "bfloat16", **fields}
+    return PageGeometry(**given)  # type: ignore[arg-type]
+
+
+def test_sizes_follow_from_the_shape() -> None:
+    page = geometry()
+    assert page.shape == (8, 32, 2, 64, 128)
+    assert page.segments == 256
+    assert page.segment_bytes == 2 * 64 * 128 * 2
+    assert page.page_bytes == 8 * 32 * 2 * 64 * 128 * 2 == page.segments * page.segment_bytes
+    assert geometry(dtype="float32").page_bytes == 2 * page.page_bytes
+    assert page.spec() == {
+        "layout": "head-layer-kv-token-dim/1",
+        "shape": [8, 32, 2, 64, 128],
+        "dtype": "bfloat16",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": "uint8"}, "kv_dtype"),
+        ({"dtype": "float8_e4m3fn"}, "kv_dtype"),
+        ({"heads": 0}, "layout"),
+        ({"page_tokens": 0}, "layout"),
+        ({"layers": -1}, "layout"),
+        ({"dim": 0}, "layout"),
+        ({"heads": 256, "layers": 256}, "layout"),
+    ],
+)
+def test_what_is_no_page(fields: dict[str, object], reason: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        geometry(**fields)
+    assert error.value.reason == reason
+
+
+def test_the_largest_page() -> None:
+    assert geometry(heads=255, layers=257).segments == MAX_SEGMENTS
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "found"),
+    [
+        (8, 1, [(range(8), True)]),
+        (8, 2, [(range(4), True), (range(4, 8), True)]),
+        (2, 4, [(range(1), True), (range(1), False), (range(1, 2), True), (range(1, 2), False)]),
+        (1, 2, [(range(1), True), (range(1), False)]),
+    ],
+)
+def test_heads_of_tensor_parallel_ranks(heads: int, size: int, found: list[tuple[range, bool]]) -> None:
+    assert [tensor_parallel_heads(heads, size, rank) for rank in range(size)] == found
+
+
+@pytest.mark.parametrize(("heads", "size"), [(6, 4), (4, 6), (3, 2)])
+def test_heads_that_do_not_split(heads: int, size: int) -> None:
+    with pytest.raises(LayoutError, match="do not split"):
+        tensor_parallel_heads(heads, size, 0)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[PageGeometry, int, list[range]]:
+    """A page, a TP degree that its heads allow, and a partition of its layers."""
+    heads, layers = draw(st.integers(1, 16)), draw(st.integers(1, 24))
+    sizes = [n for n in range(1, 33) if heads % n == 0 or n % heads == 0]
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
+    bounds = [0, *cuts, layers]
+    stages = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return geometry(heads=heads, layers=layers), draw(st.sampled_from(sizes)), stages
+
+
+@given(splits())
+def test_the_ranks_that_write_partition_the_page(split: tuple[PageGeometry, int, list[range]]) -> None:
+    page, size, stages = split
+    written: list[int] = []
+    for rank in range(size):
+        heads, writes = tensor_parallel_heads(page.heads, size, rank)
+        for layers in stages:
+            mine = RankSlice(heads=heads, layers=layers, writes=writes)
+            pairs = list(mine.segments(page))
+            # In its own memory a slice lies without gaps, in its own order.
+            assert [here for _, here in pairs] == list(range(len(heads) * len(layers)))
+            for (there, _), (head, layer) in zip(pairs, ((h, n) for h in heads for n in layers), strict=True):
+                assert divmod(there, page.layers) == (head, layer)
+            if writes:
+                written += [there for there, _ in pairs]
+    assert sorted(written) == list(range(page.segments))
+
+
+def test_a_contiguous_range_of_heads_is_a_contiguous_range_of_bytes() -> None:
+    page = geometry()
+    heads, writes = tensor_parallel_heads(8, 4, 2)
+    there = [there for there, _ in RankSlice(heads=heads, layers=range(32), writes=writes).segments(page)]
+    assert there == list(range(there[0], there[0] + len(there)))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "found"),
+    [
+        (0, 63, range(0)),
+        (0, 64, range(1)),
+        (16, 130, range(2)),
+        (64, 64, range(1, 1)),
+        (100, 192, range(1, 3)),
+    ],
+)
+def test_pages_between(start: int, end: int, found: range) -> None:
+    assert pages_between(start, end, 64) == found

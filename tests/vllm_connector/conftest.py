@@ -1,0 +1,51 @@
+"""A store in memory, engines around it, and a check that nothing of theirs is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector import weights
+
+from .rig import Engine
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=8 << 20)
+
+
+@pytest.fixture
+def engine(store: MemoryStore) -> Iterator[Callable[..., Engine]]:
+    """Engines over `store`; each process has a connection of its own."""
+    engines: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        engines.append(Engine(options.pop("connect", store.connect), **options))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+@pytest.fixture
+def faulty(store: MemoryStore) -> FaultyStore:
+    return FaultyStore(store.connect())
+
+
+@pytest.fixture(autouse=True)
+def original_weights() -> Iterator[None]:
+    weights._replaced.clear()
+    yield
+    weights._replaced.clear()
+
+
+def open_in(store: MemoryStore) -> tuple[int, int]:
+    """(leases, reservations) that somebody holds."""
+    stat = store.connect().stat(deadline_s=1)
+    return stat.leases, stat.reservations

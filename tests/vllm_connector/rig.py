@@ -1,0 +1,410 @@
+"""A vLLM engine's loop around our KV connector, without the engine: what `scheduler.py` and
+`kv_connector_model_runner_mixin.py` of vLLM 0.32 call, in their order, with their assertions.
+
+The "model" computes KV that is a pure function of the tokens so far, so that every byte in a
+rank's cache can be checked, whoever put it there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from cornplug.config import Config, EngineConfig, StoreConfig
+from cornplug.metrics import Tally
+from cornplug.store.base import Store
+from cornplug.vllm_connector import kv_connector, kv_scheduler
+from cornplug.vllm_connector.kv_connector import CornplugConnector
+
+HEADS, LAYERS, DIM = 4, 4, 8
+POISON = -7.0
+"""In every block that nobody owns: reading one after its release is noticed."""
+SECRET = bytes(range(32))
+
+
+def runtime(
+    store: Store, *, page_tokens: int = 32, app: str = "test", deadline_s: float = 0.1, **fields: Any
+) -> Any:
+    """What `cornplug.vllm_connector.runtime.runtime` gives, over any store."""
+    config = Config(
+        store=StoreConfig(deadline_s=deadline_s),
+        engine=EngineConfig(app=app, page_tokens=page_tokens, **fields),
+    )
+    return SimpleNamespace(
+        config=config,
+        app=app,
+        secret=SECRET,
+        store=store,
+        deadline_s=config.store.deadline_s,
+        patience_s=config.store.patience_s,
+    )
+
+
+@dataclass(eq=False)
+class Request:
+    """What the connector sees of vLLM's Request."""
+
+    request_id: str
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    mm_features: list[Any] = field(default_factory=list)
+    lora_request: Any = None
+    skip_reading_prefix_cache: bool = False
+    prompt_embeds: Any = None
+    resumable: bool = False
+    status: str = "waiting"
+    num_computed_tokens: int = 0
+    local_tokens: int = 0
+    """Tokens that the engine's own prefix cache holds for it."""
+    external_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def is_finished(self) -> bool:
+        return self.status == "finished"
+
+
+def base_value(tokens: Sequence[int], position: int) -> float:
+    """What the "model" makes of the tokens up to a position; below 1000, so exact in float32."""
+    return float(zlib.crc32(repr(list(tokens[: position + 1])).encode()) % 1000)
+
+
+def expected(tokens: Sequence[int], position: int, heads: range, layers: range) -> torch.Tensor:
+    """KV of one token, shape (layers, 2, heads, DIM)."""
+    shape = LAYERS + 1, 2, HEADS, DIM  # one for a draft model
+    where = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    part = where[layers.start : layers.stop, :, heads.start : heads.stop]
+    return part * 1024 + base_value(tokens, position)
+
+
+class Backend:
+    """A token-major attention backend: K and V side by side, as FlashAttention keeps them."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        size, dim = cache.shape[2], key.shape[2]
+        cache[slots // size, :, slots % size, :dim] = key
+        cache[slots // size, :, slots % size, dim:] = value
+
+
+class BrokenBackend(Backend):
+    """Keeps no V: a cache that cannot be mapped."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        cache[slots // cache.shape[2], :, slots % cache.shape[2], : key.shape[2]] = key
+
+
+@dataclass
+class Rank:
+    """One worker process: its connector and its caches, (blocks, heads, block_size, 2 * dim)."""
+
+    connector: CornplugConnector
+    heads: range
+    layers: range
+    caches: dict[str, torch.Tensor]
+
+    def compute(self, request: Request, block_size: int, start: int, end: int) -> None:
+        for position in range(start, end):
+            block, slot = request.blocks[position // block_size], position % block_size
+            values = expected(request.all_token_ids, position, self.heads, self.layers)
+            for cache, (key, value) in zip(self.caches.values(), values, strict=True):
+                cache[block, :, slot, :DIM], cache[block, :, slot, DIM:] = key, value
+
+    def check(self, request: Request, block_size: int, end: int) -> None:
+        """Every byte of the first `end` tokens is what the model would have computed."""
+        for position in range(end):
+            block, slot = request.blocks[position // block_size], position % block_size
+            values = expected(request.all_token_ids, position, self.heads, self.layers)
+            for cache, (key, value) in zip(self.caches.values(), values, strict=True):
+                assert torch.equal(cache[block, :, slot, :DIM], key), (request.request_id, position)
+                assert torch.equal(cache[block, :, slot, DIM:], value), (request.request_id, position)
+
+
+class Engine:
+    """One engine of `tp` x `pp` ranks. `connect` gives each process its store connection."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        block_size: int = 16,
+        page_tokens: int = 32,
+        blocks: int = 64,
+        backends: Sequence[Backend] | None = None,
+        identity: Callable[..., Any] = lambda config: (b"lm" * 16, {"model": "rig"}),
+        policy: str = "recompute",
+        context_parallel: int = 1,
+        extra_layers: int = 0,
+        **fields: Any,
+    ) -> None:
+        self.block_size, self.tp, self.pp = block_size, tp, pp
+        self.free_blocks = list(range(blocks))
+        self.requests: dict[str, Request] = {}
+        self.preempted: set[str] = set()
+        self.held_steps: list[Any] = []
+        self._identity = identity
+        self._run: Callable[[], Any] = lambda: runtime(connect(), page_tokens=page_tokens, **fields)
+        config = self._config(policy, context_parallel)
+        with self._patched(0):
+            self.connector = CornplugConnector(
+                config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
+            )
+        manager = SimpleNamespace(
+            block_pool=None, get_block_ids=lambda request_id: (self.requests[request_id].blocks,)
+        )
+        self.connector.bind_kv_cache_manager(manager)
+        self.ranks = []
+        for stage in range(pp):
+            for shard in range(tp):
+                backend = backends[stage * tp + shard] if backends else Backend()
+                self.ranks.append(self._rank(config, stage, shard, blocks, backend, extra_layers))
+        self.aggregator = KVOutputAggregator(len(self.ranks))
+        self.counts: dict[tuple[str, ...], float] = {}
+
+    def _config(self, policy: str, context_parallel: int) -> Any:
+        return SimpleNamespace(
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="CornplugConnector", kv_role="kv_both", kv_load_failure_policy=policy
+            ),
+            model_config=SimpleNamespace(
+                get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS
+            ),
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=context_parallel, prefill_context_parallel_size=1
+            ),
+            cache_config=SimpleNamespace(block_size=self.block_size),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+
+    def _cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
+        heads = max(1, HEADS // self.tp)
+        spec = FullAttentionSpec(
+            block_size=self.block_size, num_kv_heads=heads, head_size=DIM, dtype=torch.float32
+        )
+        group = KVCacheGroupSpec([f"model.layers.{i}.attn" for i in layers], spec)
+        return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+    @contextmanager
+    def _patched(self, shard: int) -> Iterator[None]:
+        with (
+            mock.patch.object(kv_connector, "runtime", lambda extra: self._run()),
+            mock.patch.object(kv_scheduler, "kv_identity", self._identity),
+            mock.patch("vllm.distributed.get_tensor_model_parallel_rank", lambda: shard),
+            mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", lambda: self.tp),
+        ):
+            yield
+
+    def _rank(
+        self, config: Any, stage: int, shard: int, blocks: int, backend: Backend, extra_layers: int
+    ) -> Rank:
+        per_stage = LAYERS // self.pp
+        layers = range(stage * per_stage, (stage + 1) * per_stage + extra_layers)
+        if HEADS % self.tp == 0:
+            heads = range(shard * HEADS // self.tp, (shard + 1) * HEADS // self.tp)
+        else:
+            heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
+        with self._patched(shard):
+            connector = CornplugConnector(config, KVConnectorRole.WORKER, self._cache_config(layers, blocks))
+        caches = {
+            f"model.layers.{i}.attn": torch.full((blocks, len(heads), self.block_size, 2 * DIM), POISON)
+            for i in layers
+        }
+        config.compilation_config.static_forward_context.update(
+            {name: SimpleNamespace(impl=backend) for name in caches}
+        )
+        connector.register_kv_caches(dict(reversed(caches.items())))
+        return Rank(connector, heads, layers, caches)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def add(self, name: str, tokens: Sequence[int], **fields: Any) -> Request:
+        request = self.requests[name] = Request(name, list(tokens), **fields)
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Stop token, length or abort: as `finish_requests` and `_free_request` do."""
+        if request.is_finished():
+            return
+        delay = request.status == "loading"
+        request.status = "finished"
+        kept, params = self.connector.request_finished_all_groups(request, (request.blocks,))
+        assert params is None
+        if not (delay or kept):
+            self._free(request)
+
+    def preempt(self, request: Request) -> None:
+        """Give a running request's blocks away, at once."""
+        assert request.status == "running"
+        self._give_back(request)
+        request.status, request.num_computed_tokens, request.local_tokens = "waiting", 0, 0
+        self.preempted.add(request.request_id)
+
+    def _free(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        self.free_blocks += request.blocks
+        self._poison(request.blocks)
+        request.blocks = []
+
+    def _poison(self, blocks: list[int]) -> None:
+        for rank in self.ranks:
+            for cache in rank.caches.values():
+                cache[blocks] = POISON
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def schedule(self, *, chunk: int = 1 << 20, take: int | None = None) -> Any:
+        """One `schedule()`: (scheduler output, connector metadata). `take` limits an offer."""
+        scheduled: dict[str, int] = {}
+        for request in list(self.requests.values()):
+            if request.status == "loaded":
+                request.status = "running"
+                if request.failed and not request.num_computed_tokens:
+                    self._give_back(request)
+                    request.status = "waiting"
+            if request.status == "waiting":
+                self._admit(request, take)
+            if request.status == "running":
+                tokens = min(chunk, request.num_tokens - request.num_computed_tokens)
+                if tokens > 0:
+                    scheduled[request.request_id] = tokens
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=self.preempted)
+        self.preempted = set()
+        meta = self.connector.build_connector_meta(output)
+        starts = {name: self.requests[name].num_computed_tokens for name in scheduled}
+        for name, tokens in scheduled.items():
+            self.requests[name].num_computed_tokens += tokens
+        return SimpleNamespace(scheduled=scheduled, starts=starts, meta=meta)
+
+    def _admit(self, request: Request, take: int | None) -> None:
+        external, later = self.connector.get_num_new_matched_tokens(request, request.local_tokens)
+        assert external is not None
+        assert later is (external > 0)
+        if take is not None:
+            external = min(external, take)
+        assert request.local_tokens + external <= request.num_tokens
+        wanted = -(-request.num_tokens // self.block_size)
+        if len(self.free_blocks) < wanted - len(request.blocks):
+            return
+        request.blocks += [self.free_blocks.pop(0) for _ in range(wanted - len(request.blocks))]
+        blocks = SimpleNamespace(get_block_ids=lambda: (request.blocks,))
+        self.connector.update_state_after_alloc(request, blocks, external)
+        request.num_computed_tokens = request.local_tokens + external
+        request.external_tokens = external
+        request.status = "loading" if external else "running"
+
+    def execute(self, step: Any) -> Any:
+        """One `execute_model` on every rank, and vLLM's own aggregation of what they say."""
+        outputs = []
+        for rank in self.ranks:
+            connector = rank.connector
+            connector.bind_connector_metadata(step.meta)
+            connector.handle_preemptions(step.meta)
+            for name, tokens in step.scheduled.items():
+                request = self.requests.get(name)
+                if request is not None and request.blocks:
+                    start = step.starts[name]
+                    rank.compute(request, self.block_size, start, start + tokens)
+            connector.start_load_kv(None)
+            connector.wait_for_save()
+            results = connector.get_transfer_results(set())
+            output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                invalid_block_ids=connector.get_block_ids_with_load_errors(),
+                kv_connector_stats=connector.get_kv_connector_stats(),
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
+            )
+            connector.clear_connector_metadata()
+            outputs.append(SimpleNamespace(kv_connector_output=output))
+        aggregated = self.aggregator.aggregate(outputs)  # type: ignore[arg-type]
+        assert aggregated is not None
+        return aggregated.kv_connector_output
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """`update_from_output`: failures first, then who is done."""
+        for request in self.requests.values():
+            if request.status == "loading":
+                computed = -(-request.num_computed_tokens // self.block_size)
+                bad = [i for i in range(computed) if request.blocks[i] in output.invalid_block_ids]
+                if bad:
+                    request.num_computed_tokens = bad[0] * self.block_size
+                    request.failed = True
+        self.connector.update_connector_output(output)
+        for name in output.finished_recving or ():
+            request = self.requests[name]
+            if request.status == "loading":
+                request.status = "loaded"
+            else:
+                assert request.is_finished()
+                self._free(request)
+        for name in output.finished_sending or ():
+            assert self.requests[name].is_finished()
+            self._free(self.requests[name])
+        stats = self.connector.get_kv_connector_stats()
+        for metric, rows in (stats.data if stats is not None else {}).items():
+            for labels, values in rows:
+                key = (metric.removeprefix("cornplug_").removesuffix("_total"), *labels[1:])
+                self.counts[key] = self.counts.get(key, 0) + sum(values)
+
+    def step(self, **how: Any) -> None:
+        self.update(self.execute(self.schedule(**how)))
+
+    def settle(self, within_s: float = 10.0, **how: Any) -> None:
+        """Step until everybody has computed or finished and nothing is open, as an engine does."""
+        end_s = time.monotonic() + within_s
+        while self.busy():
+            assert time.monotonic() < end_s, f"still busy: {self.requests}"
+            self.step(**how)
+            time.sleep(0.001)
+
+    def busy(self) -> bool:
+        unfinished = any(
+            r.status != "running" or r.num_computed_tokens < r.num_tokens for r in self.requests.values()
+        )
+        return unfinished or self.connector.has_pending_push_work()
+
+    def run(self, name: str, tokens: Sequence[int], **fields: Any) -> Request:
+        """A request from its arrival to its last computed prompt token, every byte checked."""
+        request = self.add(name, tokens, **fields)
+        self.settle()
+        self.check(request)
+        return request
+
+    def check(self, request: Request) -> None:
+        for rank in self.ranks:
+            rank.check(request, self.block_size, request.num_computed_tokens)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.connector.shutdown()
+        self.connector.shutdown()
+
+    @property
+    def tally(self) -> Tally:
+        return self.connector._tally

@@ -1,0 +1,641 @@
+"""Scheduler half and worker halves together, over real stores: every byte, every ending."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cornplug.config import StoreConfig
+from cornplug.errors import CheckpointError, ConfigError
+from cornplug.store.memory import MemoryStore
+from cornplug.store.pool import PoolStore
+from cornplug.testing import FaultyStore
+from cornplug.testing.processes import StoreProcess
+from cornplug.vllm_connector import weights
+
+from .conftest import open_in
+from .rig import BrokenBackend, Engine
+
+PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
+
+Make = Callable[..., Engine]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ({}, {}),
+        ({}, {"tp": 2}),
+        ({"tp": 2}, {}),
+        ({"tp": 4}, {"tp": 2, "pp": 2}),
+        ({"pp": 2}, {"tp": 8}),
+        ({"tp": 8}, {"pp": 4}),
+        ({"block_size": 16}, {"block_size": 32}),
+        ({"block_size": 128}, {"block_size": 16}),
+        ({"block_size": 16}, {"block_size": 128}),
+    ],
+)
+def test_pages_of_one_engine_serve_another(
+    engine: Make, store: MemoryStore, writer: dict[str, int], reader: dict[str, int]
+) -> None:
+    first, second = engine(**writer), engine(**reader)
+    first.run("a", PROMPT)
+    assert first.counts["saves", "kv_page", "stored"] == 4
+    request = second.run("b", PROMPT)
+    assert request.external_tokens == 128
+    assert second.counts["hits", "kv_page", "store"] == 4
+    assert second.counts[("saved_tokens",)] == 128
+    assert open_in(store) == (0, 0)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64, 128])
+def test_page_sizes(engine: Make, page_tokens: int) -> None:
+    engine(page_tokens=page_tokens).run("a", PROMPT)
+    assert (
+        engine(page_tokens=page_tokens).run("b", PROMPT).external_tokens == 149 // page_tokens * page_tokens
+    )
+    assert engine(page_tokens=32).run("c", PROMPT).external_tokens == 0
+
+
+def test_bytes_are_counted_both_ways(engine: Make) -> None:
+    first, second = engine(), engine(tp=2)
+    first.run("a", PROMPT)
+    second.run("b", PROMPT)
+    page_bytes = 4 * 4 * 2 * 32 * 8 * 4
+    assert first.counts["bytes", "kv_page", "save"] == 4 * page_bytes
+    assert second.counts["bytes", "kv_page", "load"] == 4 * page_bytes
+
+
+def test_the_last_token_is_always_computed(engine: Make) -> None:
+    engine().run("a", PROMPT[:128])
+    assert engine().run("b", PROMPT[:128]).external_tokens == 96
+
+
+def test_a_longer_local_hit_begins_inside_a_page(engine: Make) -> None:
+    first, second = engine(), engine()
+    first.run("a", PROMPT)
+    request = second.add("b", PROMPT, local_tokens=16)
+    # The engine's own prefix cache has the first block.
+    request.blocks = [second.free_blocks.pop(0)]
+    for rank in second.ranks:
+        rank.compute(request, 16, 0, 16)
+    second.settle()
+    second.check(request)
+    assert request.external_tokens == 112
+    assert second.counts[("saved_tokens",)] == 112
+
+
+@pytest.mark.parametrize("take", [128, 96, 70, 33, 16])
+def test_an_engine_may_take_less_than_it_was_offered(engine: Make, store: MemoryStore, take: int) -> None:
+    engine().run("a", PROMPT)
+    second = engine()
+    request = second.add("b", PROMPT)
+    second.settle(take=take)
+    second.check(request)
+    assert request.external_tokens == take
+    assert second.counts[("saved_tokens",)] == take
+    assert open_in(store) == (0, 0)
+
+
+def test_chunked_prefill_saves_each_page_once(engine: Make, store: MemoryStore) -> None:
+    first = engine()
+    request = first.add("a", PROMPT)
+    first.settle(chunk=10)
+    first.check(request)
+    assert first.counts == {
+        ("misses", "kv_page", "absent"): 4,
+        ("saves", "kv_page", "stored"): 4,
+        ("bytes", "kv_page", "save"): first.counts["bytes", "kv_page", "save"],
+    }
+    assert store.connect().stat(deadline_s=1).entries == 4
+
+
+def test_generated_tokens_are_saved_as_they_fill_pages(engine: Make) -> None:
+    first = engine()
+    request = first.run("a", PROMPT[:30])
+    for token in range(40):
+        request.all_token_ids.append(token)
+        request.blocks += [first.free_blocks.pop(0)] if len(request.blocks) * 16 < request.num_tokens else []
+        first.settle()
+    assert first.counts["saves", "kv_page", "stored"] == 2
+    assert engine().run("b", request.all_token_ids).external_tokens == 64
+
+
+def test_only_what_is_there_counts_and_the_rest_is_absent(engine: Make) -> None:
+    engine().run("a", PROMPT[:70])
+    second = engine()
+    assert second.run("b", PROMPT).external_tokens == 64
+    assert second.counts["misses", "kv_page", "absent"] == 2
+    assert second.counts["saves", "kv_page", "stored"] == 2
+
+
+def test_tenants_do_not_share(engine: Make) -> None:
+    engine().run("a", PROMPT, cache_salt="x")
+    assert engine().run("b", PROMPT, cache_salt="y").external_tokens == 0
+    assert engine().run("c", PROMPT).external_tokens == 0
+    assert engine().run("d", PROMPT, cache_salt="x").external_tokens == 128
+
+
+def test_two_engines_computing_one_prompt_store_it_once(engine: Make, store: MemoryStore) -> None:
+    first, second = engine(), engine()
+    first.add("a", PROMPT)
+    second.add("b", PROMPT)
+    steps = [(one, one.schedule()) for one in (first, second)]
+    for one, step in steps:
+        one.update(one.execute(step))
+    first.settle()
+    second.settle()
+    assert second.counts["saves", "kv_page", "pending"] == 4
+    assert store.connect().stat(deadline_s=1).entries == 4
+
+
+# -- damage -----------------------------------------------------------------------------------
+
+
+def damage(store: MemoryStore, nth: int) -> None:
+    """Flip the last byte of the nth page that was stored."""
+    entries = list(store.index._entries.values())
+    location = entries[nth].location
+    store.arena[location.offset + location.size - 1] ^= 1
+
+
+@pytest.mark.parametrize("reader", [{}, {"tp": 2}, {"block_size": 128}, {"pp": 2}])
+@pytest.mark.parametrize("nth", [0, 2, 3])
+def test_a_corrupt_page_is_recomputed_dropped_and_saved_anew(
+    engine: Make, store: MemoryStore, nth: int, reader: dict[str, int]
+) -> None:
+    engine().run("a", PROMPT)
+    damage(store, nth)
+    second = engine(**reader)
+    request = second.run("b", PROMPT)
+    assert request.failed
+    assert second.counts["misses", "kv_page", "corrupt"] == 1
+    assert ("hits", "kv_page", "store") not in second.counts
+    assert second.counts["saves", "kv_page", "stored"] == 1
+    assert second.counts["saves", "kv_page", "present"] == 3
+    assert open_in(store) == (0, 0)
+    assert engine().run("c", PROMPT).external_tokens == 128
+
+
+def test_bad_blocks_begin_at_the_corrupt_page(engine: Make, store: MemoryStore) -> None:
+    engine(page_tokens=128).run("a", [i % 251 for i in range(520)])
+    damage(store, 2)
+    second = engine(page_tokens=128)
+    second.add("b", [i % 251 for i in range(520)])
+    seen: list[int] = []
+    while not seen:
+        step = second.schedule()
+        output = second.execute(step)
+        if output.invalid_block_ids:
+            blocks = second.requests["b"].blocks
+            seen = sorted(blocks.index(block) for block in output.invalid_block_ids)
+        second.update(output)
+    assert seen == list(range(2 * 8, 4 * 8))
+
+
+def test_a_request_whose_load_failed_does_not_load_again(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    damage(store, 0)
+    second = engine()
+    request = second.run("b", PROMPT)
+    second.preempt(request)
+    request.failed = False
+    second.settle()
+    second.check(request)
+    assert request.external_tokens == 0
+
+
+def test_a_page_of_another_shape_is_a_miss_and_dropped(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    second = engine()
+    meta = next(iter(store.index._entries.values()))
+    store.index._entries[meta.key].meta = b"rubbish"
+    assert second.run("b", PROMPT).external_tokens == 0
+    assert second.counts["misses", "kv_page", "codec"] == 1
+    assert second.counts["saves", "kv_page", "stored"] == 1
+    assert open_in(store) == (0, 0)
+
+
+# -- a store that fails -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["contains", "lease", "reserve", "commit", "release", "delete", "view"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_store_that_dies_at_any_step_costs_a_miss_and_nothing_else(
+    engine: Make, store: MemoryStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine().run("a", PROMPT[:100])
+    damage(store, 2)
+    faults: list[FaultyStore] = []
+
+    def connect() -> Any:
+        faults.append(FaultyStore(store.connect()))
+        return faults[-1]
+
+    second = engine(connect=connect, tp=tp)
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        for fault in faults:
+            fault.unavailable = True
+            monkeypatch.setattr(fault, method, type(fault).__dict__[method].__get__(fault))
+            if method == "view":
+                fault.inner.close()
+        if method == "view":
+            from cornplug.errors import StoreUnavailable
+
+            raise StoreUnavailable("gone", reason="stale_location")
+        return getattr(faults[0], method)(*args, **kwargs)
+
+    for fault in faults:
+        monkeypatch.setattr(fault, method, die)
+    second.run("b", PROMPT)
+    second.run("c", PROMPT[:128])
+    reasons = {labels[2] for labels in second.counts if labels[0] in ("misses", "saves")}
+    assert reasons & {"store_down", "stale_location", "write_failed"}
+    assert not second.connector.has_pending_push_work()
+    for request in list(second.requests.values()):
+        second.finish(request)
+    second.settle()
+    assert not second.requests
+    assert len(second.free_blocks) == 64
+
+
+def test_a_full_store_refuses_and_is_counted(engine: Make, faulty: FaultyStore) -> None:
+    faulty.full = True
+    first = engine(connect=lambda: faulty)
+    first.run("a", PROMPT)
+    assert first.counts["saves", "kv_page", "full"] == 4
+
+
+def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    other = MemoryStore(capacity_bytes=1 << 20)
+    connections = iter([store.connect(), other.connect()])
+    second = engine(connect=lambda: next(connections))
+    second.run("b", PROMPT)
+    assert second.counts["misses", "kv_page", "stale_location"] == 1
+    # Its own pages cannot be written either: to the worker they are in another arena.
+    second.run("c", [1, *PROMPT])
+    assert second.counts["saves", "kv_page", "write_failed"] == 4
+    assert open_in(store) == (0, 0)
+
+
+def test_a_commit_after_the_reservation_ended_is_counted(engine: Make, store: MemoryStore) -> None:
+    connection = store.connect()
+    first = engine(connect=lambda: connection)
+    first.add("a", PROMPT)
+    first.step()
+    connection.release([token for token in first.connector._scheduler._open], deadline_s=1)  # type: ignore[union-attr]
+    first.settle()
+    assert first.counts["saves", "kv_page", "reservation_ended"] == 4
+
+
+# -- endings ----------------------------------------------------------------------------------
+
+
+def slow_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) -> None:
+    """Every copy of the engine's workers takes so long."""
+    for rank in engine.ranks:
+        worker = rank.connector._worker
+        for name in ("_write_slab", "_read_slab"):
+            original = getattr(worker, name)
+
+            def slow(*args: Any, original: Any = original) -> Any:
+                time.sleep(seconds)
+                return original(*args)
+
+            monkeypatch.setattr(worker, name, slow)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_stay_until_they_are_saved(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    first = engine(tp=tp)
+    slow_views(monkeypatch, first, 0.05)
+    request = first.add("a", PROMPT)
+    first.step()
+    first.finish(request)
+    assert "a" in first.requests
+    assert first.connector.has_pending_push_work()
+    first.settle()
+    assert not first.requests
+    assert len(first.free_blocks) == 64
+    assert first.counts["saves", "kv_page", "stored"] == 4
+    assert engine().run("b", PROMPT).external_tokens == 128
+    assert open_in(store) == (0, 0)
+
+
+def test_a_preempted_requests_blocks_are_read_before_they_are_given_away(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine()
+    slow_views(monkeypatch, first, 0.05)
+    request = first.add("a", PROMPT)
+    first.step()
+    # vLLM frees the blocks while scheduling, and others overwrite them in the next forward:
+    # here the poison comes after `handle_preemptions`, as that forward would.
+    blocks, first.preempted = request.blocks, {"a"}
+    step = first.schedule()
+    rank = first.ranks[0]
+    rank.connector.handle_preemptions(step.meta)
+    for cache in rank.caches.values():
+        cache[blocks] = 3.0
+    first.update(first.execute(step))
+    first.settle()
+    assert engine().run("b", PROMPT).external_tokens == 128
+
+
+def test_aborted_while_loading(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine().run("a", PROMPT)
+    second = engine(tp=2)
+    slow_views(monkeypatch, second, 0.05)
+    request = second.add("b", PROMPT)
+    second.step()
+    assert request.status == "loading"
+    second.finish(request)
+    assert "b" in second.requests, "blocks that are being written must not be given away"
+    second.settle()
+    assert not second.requests
+    assert open_in(store) == (0, 0)
+
+
+def test_aborted_while_loading_again_with_saves_open(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asserts that nobody is freed twice: by the end of a load, and by the end of saves."""
+    engine().run("a", PROMPT[:100])
+    second = engine()
+    request = second.add("b", PROMPT)
+    while request.status != "running":
+        second.step()
+        time.sleep(0.01)
+    # The step that saves the last page is under way when the request is preempted.
+    under_way = second.schedule()
+    held = second.execute(under_way)
+    second.preempt(request)
+    slow_views(monkeypatch, second, 0.05)
+    resumed = second.schedule()
+    assert request.status == "loading"
+    assert second.connector._scheduler._tracked["b"].open_saves  # type: ignore[union-attr]
+    second.finish(request)
+    second.update(held)
+    second.update(second.execute(resumed))
+    second.settle()
+    assert not second.requests
+    assert open_in(store) == (0, 0)
+
+
+def test_an_offer_that_was_declined_is_given_back_at_once(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    second = engine()
+    second.add("b", PROMPT)
+    second.settle(take=0)
+    assert second.requests["b"].external_tokens == 0
+    assert open_in(store) == (0, 0)
+
+
+def test_an_offer_that_was_never_taken_is_given_back(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    second = engine(blocks=2)
+    request = second.add("b", PROMPT)
+    second.step()
+    assert request.status == "waiting"
+    assert open_in(store) == (4, 0)
+    second.finish(request)
+    second.step()
+    assert open_in(store) == (0, 0)
+
+
+def test_an_offer_is_remembered_and_renewed_in_time(
+    engine: Make, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(connect=lambda: faulty)
+    first.run("a", PROMPT)
+    request = first.add("b", PROMPT)
+    before = dict(faulty.calls)
+    for _ in range(50):
+        assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
+    assert faulty.calls["lease"] == before.get("lease", 0) + 1
+    later = time.monotonic() + 11
+    monkeypatch.setattr("cornplug.vllm_connector.kv_scheduler.time.monotonic", lambda: later)
+    assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
+    assert faulty.calls["lease"] == before.get("lease", 0) + 2
+    # Another local hit asks anew as well.
+    assert first.connector.get_num_new_matched_tokens(request, 32) == (96, True)
+    first.finish(request)
+    first.step()
+    assert faulty.stat(deadline_s=1).leases == 0
+
+
+def test_two_steps_in_flight(engine: Make, store: MemoryStore) -> None:
+    """Async scheduling: the next step is made before the last one's output has been seen."""
+    first = engine()
+    one, two = first.add("a", PROMPT), first.add("b", [1, *PROMPT])
+    steps = [first.schedule(chunk=40)]
+    for _ in range(8):
+        steps.append(first.schedule(chunk=40))
+        first.update(first.execute(steps.pop(0)))
+    first.update(first.execute(steps.pop(0)))
+    first.settle()
+    first.check(one)
+    first.check(two)
+    reader = engine()
+    assert reader.run("c", PROMPT).external_tokens == 128
+    assert reader.run("d", [1, *PROMPT]).external_tokens == 128
+
+
+# -- what shares nothing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"prompt_embeds": object()}, "prompt_embeds"), ({"resumable": True}, "streaming")],
+)
+def test_requests_that_cannot_be_named_share_nothing(
+    engine: Make, store: MemoryStore, fields: dict[str, Any], reason: str
+) -> None:
+    first = engine()
+    first.run("a", PROMPT, **fields)
+    assert first.counts == {("misses", "kv_page", reason): 1}
+    assert store.connect().stat(deadline_s=1).entries == 0
+
+
+def test_a_request_may_not_want_the_prefix_cache(engine: Make) -> None:
+    engine().run("a", PROMPT)
+    assert engine().run("b", PROMPT, skip_reading_prefix_cache=True).external_tokens == 0
+
+
+def test_replaced_weights_share_nothing(engine: Make, store: MemoryStore) -> None:
+    engine().run("a", PROMPT)
+    second = engine()
+    waiting = second.add("b", PROMPT)
+    assert second.connector.get_num_new_matched_tokens(waiting, 0)[0] == 128
+    weights.note_replaced("a test")
+    second.settle()
+    second.check(waiting)
+    assert waiting.external_tokens == 0
+    second.run("c", [9, *PROMPT])
+    assert second.counts == {("misses", "kv_page", "weights_updated"): 1}
+    second.finish(waiting)
+    second.step()
+    assert open_in(store) == (0, 0)
+    assert store.connect().stat(deadline_s=1).entries == 4
+
+
+def test_an_unknown_model_shares_nothing(engine: Make) -> None:
+    def no_identity(config: Any) -> Any:
+        raise CheckpointError("no safetensors", reason="no_weights")
+
+    first = engine(identity=no_identity)
+    first.run("a", PROMPT)
+    assert first.counts == {("misses", "kv_page", "no_weights"): 1}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_checkpoint_that_breaks_the_reader_is_not_for_ever_being_read(engine: Make) -> None:
+    def broken(config: Any) -> Any:
+        raise KeyError("rope_parameters")
+
+    first = engine(identity=broken)
+    first.run("a", PROMPT)
+    assert first.counts == {("misses", "kv_page", "identity_error"): 1}
+
+
+def test_while_weights_are_being_read_requests_go_on(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornplug.vllm_connector.kv_scheduler._FIRST_READ_S", 0.01)
+
+    def slow(config: Any) -> Any:
+        time.sleep(0.3)
+        return b"lm" * 16, {"model": "rig"}
+
+    first = engine(identity=slow)
+    first.run("a", PROMPT)
+    assert first.counts == {("misses", "kv_page", "identifying"): 1}
+    time.sleep(0.4)
+    first.run("b", [3, *PROMPT])
+    assert first.counts["saves", "kv_page", "stored"] == 4
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_cache_that_cannot_be_mapped_keeps_nobody_waiting(
+    engine: Make, store: MemoryStore, tp: int
+) -> None:
+    """One rank is enough; the request that came before the scheduler knew is recomputed."""
+    engine().run("a", PROMPT)
+    backends = [BrokenBackend()] * tp
+    second = engine(tp=tp, backends=backends)
+    second.run("b", PROMPT)
+    assert second.counts["misses", "kv_page", "layout"] == 1
+    second.run("c", [1, *PROMPT])
+    assert second.counts["misses", "kv_page", "layout"] == 2
+    assert open_in(store) == (0, 0)
+
+
+def test_layers_that_are_no_plain_range_keep_nobody_waiting(engine: Make, store: MemoryStore) -> None:
+    """A draft model's layer in the group: only the worker finds out."""
+    engine().run("a", PROMPT)
+    second = engine(extra_layers=1)
+    second.add("b", PROMPT)
+    second.add("new", [5, *PROMPT])
+    second.settle()
+    assert second.requests["b"].failed
+    assert second.counts["misses", "kv_page", "layout"] == 1
+    assert second.counts["saves", "kv_page", "write_failed"] == 4
+    for request in list(second.requests.values()):
+        second.finish(request)
+    second.settle()
+    assert not second.requests
+    assert open_in(store) == (0, 0)
+
+
+def test_context_parallelism_is_refused_on_both_sides(engine: Make, store: MemoryStore) -> None:
+    first = engine(context_parallel=2)
+    first.run("a", PROMPT)
+    assert first.counts == {}
+    assert store.connect().stat(deadline_s=1).entries == 0
+    assert not first.connector.has_pending_push_work()
+
+
+def test_sharing_switched_off(engine: Make) -> None:
+    first = engine(share_kv=False)
+    first.run("a", PROMPT)
+    assert first.counts == {}
+
+
+def test_policy_fail_is_refused_with_the_remedy(engine: Make) -> None:
+    with pytest.raises(ConfigError, match=r"kv_load_failure_policy.*recompute"):
+        engine(policy="fail")
+
+
+def test_an_unforeseen_error_of_a_copy_ends_the_load_and_the_save(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine().run("a", PROMPT[:70])
+    second = engine()
+
+    def out_of_memory(*args: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    for name in ("_write_slab", "_read_slab"):
+        monkeypatch.setattr(second.ranks[0].connector._worker, name, out_of_memory)
+    request = second.run("b", PROMPT)
+    assert request.failed
+    assert second.counts["misses", "kv_page", "load_error"] == 1
+    assert second.counts["saves", "kv_page", "write_failed"] == 2
+    second.finish(request)
+    second.settle()
+    assert not second.requests
+    assert open_in(store) == (0, 0)
+
+
+def test_room_is_not_given_back_while_another_rank_may_write_to_it(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(tp=2)
+    broken, slow = (rank.connector._worker for rank in first.ranks)
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(broken, "_write_slab", fails)
+    original = slow._write_slab  # type: ignore[union-attr]
+
+    def waits(*args: Any) -> Any:
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(slow, "_write_slab", waits)
+    first.add("a", PROMPT[:40])
+    for _ in range(5):
+        first.step()
+        time.sleep(0.01)
+    assert open_in(store) == (0, 1)
+    first.settle()
+    assert open_in(store) == (0, 0)
+    assert first.counts["saves", "kv_page", "write_failed"] == 1
+
+
+def test_over_a_real_daemon(engine: Make, short_path: Any) -> None:
+    config = StoreConfig(socket=short_path / "s.sock", autostart=False, deadline_s=2.0)
+    with StoreProcess(config.socket, size="32MiB", log=short_path / "log"):
+        stores: list[PoolStore] = []
+
+        def connect() -> PoolStore:
+            stores.append(PoolStore(config))
+            return stores[-1]
+
+        first = engine(connect=connect, tp=2, deadline_s=2.0)
+        second = engine(connect=connect, deadline_s=2.0)
+        first.finish(first.run("a", PROMPT))
+        second.finish(second.run("b", PROMPT))
+        first.settle()
+        second.settle()
+        assert second.counts["hits", "kv_page", "store"] == 4
+        stat = stores[0].stat(deadline_s=2)
+        assert (stat.entries, stat.leases, stat.reservations) == (4, 0, 0)
+        for one in stores:
+            one.close()

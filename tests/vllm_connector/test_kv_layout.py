@@ -1,0 +1,199 @@
+"""Layouts found by writing: vLLM's own CPU operation, GPU-like strides, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends import cpu_attn
+
+from cornplug.errors import LayoutError
+from cornplug.vllm_connector.kv_layout import BlockLayout, WriteOp, derive, write_op
+
+Tensor = torch.Tensor
+
+
+def side_by_side(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Token-major, as FlashAttention: the last axis holds K, then V."""
+    size, dim = cache.shape[2], key.shape[2]
+    cache[slots // size, :, slots % size, :dim] = key
+    cache[slots // size, :, slots % size, dim:] = value
+
+
+def check(cache: Tensor, layout: BlockLayout, write: WriteOp, heads: int, size: int, dim: int) -> None:
+    """gather reads what `write` wrote, scatter writes the very same cache, and nothing else."""
+    generator = torch.Generator().manual_seed(7)
+    blocks = torch.tensor([2, 0, 1, 2, 0])
+    slots = torch.tensor([3, 0, size - 1, size - 2, 5])
+    key, value = (torch.randn(5, heads, dim, generator=generator).to(cache.dtype) for _ in range(2))
+    before = torch.randn(3, heads, size, 2 * dim, generator=generator).to(cache.dtype)
+    cache.copy_(before)
+    write(key, value, cache, blocks * size + slots)
+    theirs = cache.clone()
+    assert torch.equal(layout.keys.gather(cache, blocks, slots), key)
+    assert torch.equal(layout.values.gather(cache, blocks, slots), value)
+    cache.copy_(before)
+    layout.keys.scatter(cache, blocks, slots, key)
+    layout.values.scatter(cache, blocks, slots, value)
+    assert torch.equal(cache, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "size", "dim"), [(2, 32, 32), (1, 64, 64), (3, 128, 128)])
+def test_vllms_cpu_operation(dtype: torch.dtype, heads: int, size: int, dim: int) -> None:
+    isa = cpu_attn._get_attn_isa(dtype, size, dim)
+    impl = object.__new__(cpu_attn.CPUAttentionBackendImpl)
+    impl.attn_type = cpu_attn.AttentionType.DECODER
+    impl.kv_cache_dtype = "auto"
+    layer = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    write = write_op(layer)
+    cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
+    layout = derive(cache, heads, size, dim, write)
+    assert layout.keys.strides != layout.values.strides, "the CPU keeps K transposed"
+    check(cache, layout, write, heads, size, dim)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD", "cross-layer", "sliced storage"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_strided_layouts(order: str, dtype: torch.dtype) -> None:
+    heads, size, dim = 3, 16, 8
+    if order == "HND":
+        cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
+    elif order == "NHD":
+        cache = torch.zeros(3, size, heads, 2 * dim, dtype=dtype).transpose(1, 2)
+    elif order == "cross-layer":
+        # One allocation for four layers, block outermost: this is layer 2.
+        cache = torch.zeros(3, 4, heads, size, 2 * dim, dtype=dtype)[:, 2]
+    else:
+        cache = torch.zeros(1000 + 3 * heads * size * 2 * dim, dtype=dtype)[1000:].view(
+            3, heads, size, 2 * dim
+        )
+    layout = derive(cache, heads, size, dim, side_by_side)
+    assert layout.keys.strides is not None
+    assert layout.values.strides is not None
+    check(cache, layout, side_by_side, heads, size, dim)
+
+
+def test_neighbours_in_one_allocation_are_left_alone() -> None:
+    whole = torch.full((3, 4, 2, 16, 16), 5.0)
+    cache = whole[:, 2]
+    layout = derive(cache, 2, 16, 8, side_by_side)
+    assert (whole == 5).all(), "deriving works on a copy"
+    layout.keys.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
+    layout.values.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
+    assert (whole[:, [0, 1, 3]] == 5).all()
+    assert int((whole == 1).sum()) == 2 * 2 * 8
+
+
+def test_a_permutation_without_strides_goes_by_index() -> None:
+    heads, size, dim = 2, 16, 8
+    places = torch.randperm(heads * size * 2 * dim, generator=torch.Generator().manual_seed(3))
+
+    def shuffled(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        at = places.view(heads, size, 2 * dim)
+        flat = cache.view(cache.shape[0], -1)
+        for i, slot in enumerate(slots.tolist()):
+            for plane, source in enumerate((key, value)):
+                where = at[:, slot % size, plane * dim : (plane + 1) * dim]
+                flat[slot // size, where] = source[i]
+
+    cache = torch.zeros(3, heads, size, 2 * dim)
+    layout = derive(cache, heads, size, dim, shuffled)
+    assert layout.keys.strides is None
+    assert layout.values.strides is None
+    check(cache, layout, shuffled, heads, size, dim)
+
+
+def test_dimensions_beyond_one_digit_of_a_bfloat16_label() -> None:
+    """256 tokens and 256 channels: a label of 256 would not survive bfloat16 by itself."""
+    cache = torch.zeros(3, 1, 256, 512, dtype=torch.bfloat16)
+    layout = derive(cache, 1, 256, 256, side_by_side)
+    check(cache, layout, side_by_side, 1, 256, 256)
+
+
+def test_a_single_head_and_channel() -> None:
+    cache = torch.zeros(3, 1, 16, 2)
+    check(cache, derive(cache, 1, 16, 1, side_by_side), side_by_side, 1, 16, 1)
+
+
+# -- refusals ---------------------------------------------------------------------------------
+
+
+def drops_a_channel(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key, value, cache, slots)
+    cache[..., 3] = 0
+
+
+def writes_twice(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key, value, cache, slots)
+    cache[0] = cache[1]
+
+
+def rounds(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side((key / 4).round() * 4, (value / 4).round() * 4, cache, slots)
+
+
+def scales(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key * 0.5, value * 0.5, cache, slots)
+
+
+def quantises(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key.to(torch.float8_e4m3fn).float(), value.to(torch.float8_e4m3fn).float(), cache, slots)
+
+
+def keeps_no_values(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key, key, cache, slots)
+
+
+def into_the_wrong_block(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    side_by_side(key, value, cache, slots - cache.shape[2])
+
+
+class ChangesItsMind:
+    """Another place at every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        self.calls += 1
+        size = cache.shape[2]
+        side_by_side(key, value, cache, size + (slots + self.calls) % size)
+        if self.calls > 1:
+            cache[1, 0, 0, 0] = 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        drops_a_channel, writes_twice, rounds, scales, quantises, keeps_no_values, into_the_wrong_block,
+        ChangesItsMind(),
+    ],
+)  # fmt: skip
+def test_what_is_no_permutation_is_refused(write: WriteOp) -> None:
+    with pytest.raises(LayoutError) as error:
+        derive(torch.zeros(3, 2, 32, 32), 2, 32, 16, write)
+    assert error.value.reason == "layout"
+
+
+def test_padding_between_tokens_is_addressed_and_not_touched() -> None:
+    """A view into a padded allocation is a permutation of the block's own elements."""
+    whole = torch.full((3, 2, 16, 24), 9.0)
+    cache = whole[..., :16]
+    layout = derive(cache, 2, 16, 8, side_by_side)
+    check(cache, layout, side_by_side, 2, 16, 8)
+    assert (whole[..., 16:] == 9).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 16, 17), (3, 3, 16, 16), (3, 2, 32, 16), (2, 3, 2, 16, 8), (3, 16)])
+def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match="shape"):
+        derive(torch.zeros(shape), 2, 16, 8, side_by_side)
+
+
+def test_a_layer_without_the_operation_is_refused() -> None:
+    layer: Any = SimpleNamespace(impl=object())
+    with pytest.raises(LayoutError, match="no cache-write operation"):
+        write_op(layer)
