@@ -14,15 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cornplug.codec import checksum
 from cornplug.errors import CodecError, CornplugError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_layout import BlockLayout, derive, write_op
+from cornplug.vllm_connector.kv_layout import BlockLayout, Places, Plane, derive, write_op
 from cornplug.vllm_connector.kv_moves import KVAcks, Load, PageRead, PageWrite, Save
+
+Bytes = NDArray[np.uint8]
 
 _SLAB_TOKENS = 128
 """Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
@@ -75,6 +79,7 @@ class KVWorker:
         self._layouts: list[BlockLayout] = []
         self._side: Any = _Cpu()
         self._device = torch.device("cpu")
+        self._stage: torch.Tensor | None = None
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="cornplug-kv")
         self._lock = threading.Lock()
         self._acks = KVAcks()
@@ -236,42 +241,46 @@ class KVWorker:
         return len(self._mine.heads) * len(self._mine.layers) * self._page.segment_bytes
 
     def _staging(self, pages: int) -> torch.Tensor:
-        """Host memory for some pages of this rank: (pages, heads, layers, 2, page_tokens, dim)."""
-        return torch.empty(
-            (pages, len(self._mine.heads), len(self._mine.layers), 2, self._page.page_tokens, self._page.dim),
-            dtype=getattr(torch, self._page.dtype),
-            pin_memory=self._device.type == "cuda",
-        )
+        """Host memory for some pages of this rank: (pages, heads, layers, 2, page_tokens, dim).
 
-    def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block, slot) of tokens [start, end), each of shape (end - start,)."""
-        tokens = torch.arange(start, end)
-        ids = torch.tensor(blocks, dtype=torch.int64)
-        return ids[tokens // self._block_size].to(self._device), (tokens % self._block_size).to(self._device)
+        Kept from slab to slab: new memory would cost a page fault for every 4 KiB copied.
+        """
+        if self._stage is None or len(self._stage) < pages:
+            self._stage = torch.empty(
+                (pages, len(self._mine.heads), len(self._mine.layers), *self._page.shape[2:]),
+                dtype=getattr(torch, self._page.dtype),
+                pin_memory=self._device.type == "cuda",
+            )
+        return self._stage[:pages]
+
+    def _places(self, blocks: Sequence[int], start: int, end: int) -> Places:
+        return Places(blocks, start, end, self._block_size, self._device)
+
+    def _planes(self, host: torch.Tensor) -> Iterator[tuple[Plane, torch.Tensor, torch.Tensor]]:
+        """(plane, its cache, its part of `host`), `host` of shape (heads, layers, 2, n, dim)."""
+        for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
+            yield layout.keys, cache, host[:, i, 0]
+            yield layout.values, cache, host[:, i, 1]
 
     def _write_slab(self, save: Save, pages: Sequence[PageWrite]) -> dict[int, dict[int, int]]:
         """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
         if not self._layouts:
             raise LayoutError("this cache is not mapped", reason="layout")
-        page, size = self._page, self._page.page_tokens
+        size = self._page.page_tokens
         staging = self._staging(len(pages))
         for row, target in enumerate(pages):
-            at = self._places(save.blocks, target.index * size, (target.index + 1) * size)
-            for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
-                for j, plane in enumerate((layout.keys, layout.values)):
-                    staging[row, :, i, j].copy_(plane.gather(cache, *at).transpose(0, 1), non_blocking=True)
+            places = self._places(save.blocks, target.index * size, (target.index + 1) * size)
+            for plane, cache, host in self._planes(staging[row]):
+                plane.copy_out(cache, places, host)
         self._side.finish()
-        source = _bytes(staging)
-        step = page.segment_bytes
         sums: dict[int, dict[int, int]] = {}
         for row, target in enumerate(pages):
-            arena = self._store.view(target.location, writable=True)
-            sums[target.token] = {}
-            for there, here in self._mine.segments(page):
-                begin = row * self._slice_bytes + here * step
-                segment = source[begin : begin + step]
-                arena[there * step : (there + 1) * step] = segment
-                sums[target.token][there] = checksum(segment)
+            found = sums[target.token] = dict[int, int]()
+            source = _rows(staging[row])
+            arena = self._arena_rows(self._store.view(target.location, writable=True))
+            for head, here, there in zip(self._mine.heads, source, arena, strict=True):
+                self._sum(here, head, found)
+                np.copyto(there, here)
         return sums
 
     def _read_slab(self, load: Load, pages: Sequence[PageRead]) -> None:
@@ -280,30 +289,40 @@ class KVWorker:
             raise LayoutError("this cache is not mapped", reason="layout")
         size = self._page.page_tokens
         staging = self._staging(len(pages))
-        target = _bytes(staging)
         for row, source in enumerate(pages):
-            self._verified_copy(source, target[row * self._slice_bytes : (row + 1) * self._slice_bytes])
+            self._verified_copy(source, staging[row])
         for row, source in enumerate(pages):
             first = source.index * size
             start, end = max(first, load.start), min(first + size, load.end)
-            at = self._places(load.blocks, start, end)
-            for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
-                for j, plane in enumerate((layout.keys, layout.values)):
-                    values = staging[row, :, i, j, start - first : end - first].transpose(0, 1)
-                    plane.scatter(cache, *at, values.to(self._device, non_blocking=True))
+            places = self._places(load.blocks, start, end)
+            for plane, cache, host in self._planes(staging[row, :, :, :, start - first : end - first]):
+                plane.copy_in(cache, places, host)
 
-    def _verified_copy(self, source: PageRead, target: memoryview) -> None:
-        step = self._page.segment_bytes
-        arena = self._store.view(source.location)
-        for there, here in self._mine.segments(self._page):
-            mine = target[here * step : (here + 1) * step]
-            mine[:] = arena[there * step : (there + 1) * step]
-            if checksum(mine) != source.checksums[there]:
+    def _verified_copy(self, source: PageRead, target: torch.Tensor) -> None:
+        arena = self._arena_rows(self._store.view(source.location))
+        for head, here, there in zip(self._mine.heads, _rows(target), arena, strict=True):
+            np.copyto(here, there)
+            found: dict[int, int] = {}
+            self._sum(here, head, found)
+            if any(value != source.checksums[segment] for segment, value in found.items()):
                 try:
                     self._store.delete([source.key], deadline_s=1.0)
                 except CornplugError as e:
                     compat.logger.debug("cornplug: corrupt page not dropped: %s", e)
-                raise CodecError(f"segment {there} of page {source.index} is corrupt", reason="corrupt")
+                raise CodecError(f"head {head} of page {source.index} is corrupt", reason="corrupt")
+
+    def _arena_rows(self, arena: memoryview) -> Bytes:
+        """This rank's part of a page in the store, shape (heads, bytes of its layers)."""
+        page, mine, step = self._page, self._mine, self._page.segment_bytes
+        whole = np.frombuffer(arena, np.uint8).reshape(page.heads, page.layers * step)
+        part = slice(mine.layers.start * step, mine.layers.stop * step)
+        return whole[mine.heads.start : mine.heads.stop, part]
+
+    def _sum(self, row: Bytes, head: int, found: dict[int, int]) -> None:
+        """Add segment -> checksum for one head's bytes of this rank's layers."""
+        step, data = self._page.segment_bytes, row.data
+        for i, layer in enumerate(self._mine.layers):
+            found[head * self._page.layers + layer] = checksum(data[i * step : (i + 1) * step])
 
 
 def _log_failure(future: Future[None]) -> None:
@@ -312,6 +331,6 @@ def _log_failure(future: Future[None]) -> None:
         compat.logger.error("cornplug: moving KV failed", exc_info=error)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous host tensor's bytes, writable, without a copy."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+def _rows(page: torch.Tensor) -> Bytes:
+    """A page in host memory, shape (heads, bytes of a head), writable, without a copy."""
+    return page.view(torch.uint8).numpy().reshape(len(page), -1)
