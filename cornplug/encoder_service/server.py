@@ -32,8 +32,6 @@ from cornplug.store.pool import PoolStore
 
 DRAIN_S: Final = 30.0
 """Longest time that a stopping service works on what it has admitted."""
-_STORE_DEADLINE_S: Final = 0.25
-"""Longest wait for the store, whose failure costs the service only what it would have shared."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -127,7 +125,8 @@ def main(argv: Sequence[str]) -> int:
             registry = Registry.open(args.model, dtype=args.dtype, device=args.device, report=report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else PoolStore(config.store, autostart=False)
-        shelf = Shelf(store, deadline_s=_STORE_DEADLINE_S)
+        # No engine's loop waits here; a store that fails costs what would have been shared.
+        shelf = Shelf(store, deadline_s=config.store.patience_s)
         encoder = Encoder(
             registry,
             shelf,

@@ -140,7 +140,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="script/demo", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--keep", action="store_true", help="leave its folder, with the logs, in place")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Also where a shell that runs this in the background has SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=150)  # tables whole in a file

@@ -28,11 +28,12 @@ from cornplug.store.pool import PoolStore
 from cornplug.testing.engines import EncoderProcess, ProcessFailed, VllmServer
 
 _ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
-# On a busy machine an answer may come late. An engine would then compute for itself: the same
-# answer, but not the count of tower passes that the demo is there to show. So it waits longer.
+# On a busy machine an answer may come late. Engines and service would then do without: the same
+# answers, but not the counts that the demo is there to show. So they wait longer here.
+_PATIENCE_S: Final = 5
 _SHARING_FLAGS: Final = (
     *("--kv-connector", "cornplug", "--cornplug-store-size", str(1 << 30)),
-    *("--cornplug-store-deadline", "5", "--cornplug-encoder-deadline", "60"),
+    *("--cornplug-store-deadline", str(_PATIENCE_S), "--cornplug-encoder-deadline", "60"),
 )
 _STARTING_S: Final = 300.0
 
@@ -73,6 +74,7 @@ class Host:
         self._run.mkdir(mode=0o700)
         os.environ["XDG_RUNTIME_DIR"] = str(self._run)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        os.environ["CORNPLUG_STORE_PATIENCE_S"] = str(_PATIENCE_S)
         return self
 
     def __exit__(
