@@ -1,0 +1,33 @@
+"""Checkpoints with random weights at sizes worth timing, written once and kept.
+
+They lie below cornplug's cache folder, named by their parameters; delete the folder to free
+the space. Half-written ones are never used: each is written beside and renamed into place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cornplug.config import cache_dir
+from cornplug.testing import checkpoints
+
+
+def llava(**parameters: Any) -> Path:
+    """The folder of a LLaVA-1.5 with these parameters of `cornplug.testing.checkpoints.llava`."""
+    text = json.dumps(parameters, sort_keys=True)
+    name = f"llava-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = cache_dir() / "bench-models" / name
+    if not folder.exists():
+        draft = folder.with_name(f".{name}.{os.getpid()}")
+        checkpoints.llava(draft, **parameters)
+        (draft / "parameters.json").write_text(text + "\n")
+        try:
+            draft.rename(folder)
+        except OSError:  # another benchmark was first: its folder is as good
+            shutil.rmtree(draft)
+    return folder

@@ -1,0 +1,157 @@
+"""The processes of one benchmark: a store, an encoder service, and engines with equal flags.
+
+A stock and a cornplug engine live side by side and take turns, so that whatever else changes
+on the machine meets both; while one answers the other waits, and what it uses meanwhile is
+measured. Both get the same environment and flags but for cornplug's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cornplug.testing.engines import EncoderProcess, StoreProcess, VllmServer
+
+# Left to itself vLLM pins its threads to cores by whether a KV connector is configured, and
+# two engines to the same one: equal conditions need it switched off, on both sides.
+_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_READY_S = 600
+_SOURCES = ("store", "service_ran", "service_joined", "service_reused")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line said."""
+
+    quick: bool
+    out: Path
+
+
+def options(description: str | None) -> Options:
+    """`[--quick] [--out DIR]`."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer samples; three minutes")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "results", metavar="DIR",
+        help="folder for NAME.md, NAME.json and NAME.png",
+    )  # fmt: skip
+    args = parser.parse_args()
+    # More threads than cores would measure the kernel's scheduler.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    return Options(args.quick, args.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two live engines of one model."""
+
+    stock: VllmServer
+    cornplug: VllmServer
+
+    def in_turn(self, i: int) -> tuple[VllmServer, VllmServer]:
+        """Both, in an order that changes with each round."""
+        return (self.stock, self.cornplug) if i % 2 == 0 else (self.cornplug, self.stock)
+
+
+class Stage:
+    """Starts processes in a folder of its own, which goes with them."""
+
+    def __init__(self, folder: Path, flags: Sequence[str], kv_gib: int) -> None:
+        self.folder = folder
+        self.flags = tuple(flags)
+        self.store_socket = folder / "store.sock"
+        self.encoder_socket = folder / "encoder.sock"
+        self._env = {
+            **_ENVIRONMENT,
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+            "CORNPLUG_STORE_SECRET_FILE": str(folder / "secret"),
+            "CORNPLUG_STORE_SOCKET": str(self.store_socket),
+        }
+        self._started = 0
+
+    def store(self, size: str) -> StoreProcess:
+        return StoreProcess(self.store_socket, size=size, env=self._env)
+
+    def encoder(self, *models: Path) -> EncoderProcess:
+        return EncoderProcess(models, socket=self.encoder_socket, env=self._env, ready_s=_READY_S)
+
+    def stock(self, model: Path) -> VllmServer:
+        return self._engine(model)
+
+    def cornplug(self, model: Path, app: str) -> VllmServer:
+        return self._engine(
+            model, "--kv-connector", "cornplug", "--cornplug-app", app,
+            "--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder_socket),
+            # A tower pass of CLIP-L takes seconds on a CPU; the default is for GPUs.
+            "--cornplug-encoder-deadline", "120",
+        )  # fmt: skip
+
+    def _engine(self, model: Path, *extra: str) -> VllmServer:
+        self._started += 1
+        log = self.folder / f"engine-{self._started}.log"
+        return VllmServer(model, *self.flags, *extra, log=log, env=self._env, ready_s=_READY_S)
+
+    @contextmanager
+    def pair(self, model: Path, app: str) -> Iterator[Pair]:
+        """A fresh stock engine and a fresh cornplug engine, ended on exit."""
+        with ExitStack() as stack:
+            stock = stack.enter_context(self.stock(model))
+            yield Pair(stock, stack.enter_context(self.cornplug(model, app)))
+
+
+@contextmanager
+def stage(*, flags: Sequence[str], kv_gib: int) -> Iterator[Stage]:
+    """A stage whose engines have `flags` and `kv_gib` GiB for KV."""
+    with tempfile.TemporaryDirectory(prefix="cp-bench-") as folder:
+        yield Stage(Path(folder), flags, kv_gib)
+
+
+def cpu_s(process: VllmServer) -> float:
+    """CPU seconds that a process and its descendants have used so far."""
+    ticks = 0
+    for pid in process.pids():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Idle:
+    """What each engine of a pair used while it had nothing to do."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._names = {pair.stock: "stock", pair.cornplug: "cornplug"}
+        self._used_s: defaultdict[str, float] = defaultdict(float)
+        self._time_s: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def watch(self, engine: VllmServer) -> Iterator[None]:
+        """Count what `engine` uses inside the block."""
+        name = self._names[engine]
+        used, began = cpu_s(engine), time.monotonic()
+        yield
+        self._used_s[name] += cpu_s(engine) - used
+        self._time_s[name] += time.monotonic() - began
+
+    def __str__(self) -> str:
+        shares = {name: 100 * self._used_s[name] / s for name, s in self._time_s.items()}
+        return ", ".join(f"{name} {share:.1f} % of a core" for name, share in sorted(shares.items()))
+
+
+def hits(server: VllmServer, what: str) -> Counter[str]:
+    """Items of `what` that this engine has had from elsewhere so far, by source."""
+    # What a step counted comes out with the next one.
+    for _ in range(2):
+        server.chat("so", max_tokens=2)
+    return Counter(
+        {source: int(server.metric("cornplug_hits_total", what=what, source=source)) for source in _SOURCES}
+    )

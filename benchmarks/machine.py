@@ -1,0 +1,76 @@
+"""What the figures were measured on: `python benchmarks/machine.py` prints it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import cornplug
+
+_SET_BY_USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, memory, versions, and how busy the machine is at this moment."""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {
+            "cornplug": cornplug.__version__,
+            **{name: _version(name) for name in ("vllm", "torch", "transformers")},
+        },
+        "environment": {name: os.environ[name] for name in _SET_BY_USER if name in os.environ},
+        "load_at_start": [round(value, 2) for value in os.getloadavg()],
+        "busy_at_start": round(busy_cores(1.0), 2),
+    }
+
+
+def busy_cores(seconds: float) -> float:
+    """Cores that all processes of the machine together keep busy, over the next `seconds`."""
+    before, began = _busy_s(), time.monotonic()
+    time.sleep(seconds)
+    return (_busy_s() - before) / (time.monotonic() - began)
+
+
+def line(machine: dict[str, Any]) -> str:
+    """The description in two lines of text."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, no GPU used; "
+        f"{machine['system']}; {versions}; Python {machine['python']}.\n"
+        f"{machine['date']}; load at start {machine['load_at_start'][0]:.2f}, "
+        f"{machine['busy_at_start']:.2f} cores busy with other work."
+    )
+
+
+def _cpu_name() -> str:
+    for row in Path("/proc/cpuinfo").read_text().splitlines():
+        if row.startswith("model name"):
+            return row.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _busy_s() -> float:
+    # user nice system idle iowait irq softirq steal; stolen time is busy for us as well
+    fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(), indent=2))
