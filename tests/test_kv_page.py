@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +79,7 @@ def splits(draw: st.DrawFn) -> tuple[PageGeometry, int, list[range]]:
     sizes = [n for n in range(1, 33) if heads % n == 0 or n % heads == 0]
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
     bounds = [0, *cuts, layers]
-    stages = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    stages = [range(a, b) for a, b in itertools.pairwise(bounds)]
     return geometry(heads=heads, layers=layers), draw(st.sampled_from(sizes)), stages
 
 

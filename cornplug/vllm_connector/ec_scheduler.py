@@ -276,8 +276,8 @@ class ECScheduler:
             answer = self._encoder.submit(request)
         except EncoderError as e:
             answer.set_exception(e)
-        except (RuntimeError, TypeError, ValueError) as e:
-            # Torch's words for inputs of a form that we do not know.
+        except (AssertionError, RuntimeError, TypeError, ValueError) as e:
+            # Torch's and vLLM's words for inputs of a form that we do not know.
             answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
         item.answer = answer
 

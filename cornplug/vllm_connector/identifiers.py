@@ -150,15 +150,18 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
     active = _active
     if active is None:
         return theirs
+    from vllm.multimodal.parse import ProcessorBatchItems
+
     uuids = inputs.mm_uuid_items or {}
     options = active.options(inputs.hf_processor_mm_kwargs)
     ours: dict[str, list[str]] = {}
     for modality, names in theirs.items():
         items = inputs.mm_data_items[modality]
         given = uuids.get(modality) or [None] * len(names)
+        # Embeddings that a client brings are of no tower that we know.
+        pictures = modality == "image" and isinstance(items, ProcessorBatchItems)
         ours[modality] = [
-            (active.media_name(items.get(i), given[i], options) if modality == "image" else None)
-            or _foreign(name)
+            (active.media_name(items.get(i), given[i], options) if pictures else None) or _foreign(name)
             for i, name in enumerate(names)
         ]
     return ours

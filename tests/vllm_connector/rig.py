@@ -210,10 +210,10 @@ class Engine:
     @contextmanager
     def _patched(self, shard: int) -> Iterator[None]:
         with (
-            mock.patch.object(kv_connector, "runtime", lambda extra: self._run()),
+            mock.patch.object(kv_connector, "runtime", side_effect=lambda extra: self._run()),
             mock.patch.object(kv_scheduler, "kv_identity", self._identity),
-            mock.patch("vllm.distributed.get_tensor_model_parallel_rank", lambda: shard),
-            mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", lambda: self.tp),
+            mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=shard),
+            mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=self.tp),
         ):
             yield
 

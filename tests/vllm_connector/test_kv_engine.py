@@ -288,7 +288,7 @@ def test_a_commit_after_the_reservation_ended_is_counted(engine: Make, store: Me
     first = engine(connect=lambda: connection)
     first.add("a", PROMPT)
     first.step()
-    connection.release([token for token in first.connector._scheduler._open], deadline_s=1)  # type: ignore[union-attr]
+    connection.release(list(first.connector._scheduler._open), deadline_s=1)  # type: ignore[union-attr]
     first.settle()
     assert first.counts["saves", "kv_page", "reservation_ended"] == 4
 

@@ -1,0 +1,624 @@
+"""The encoder-cache scheduler: every way that a picture's embedding comes, or does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
+from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
+from cornplug.metrics import Tally
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector import ec_scheduler, weights
+from cornplug.vllm_connector.ec_moves import ECAcks
+from cornplug.vllm_connector.ec_scheduler import ECScheduler
+from cornplug.vllm_connector.model import TowerIdentity
+
+from .rig import runtime
+
+ROWS, HIDDEN = 6, 16
+DEADLINE_S = 5.0
+
+
+class Service:
+    """A SocketEncoder whose answers a test gives by hand."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Encode, Future[Encoded]]] = []
+        self.refusal: Exception | None = None
+        self.closed = False
+
+    def submit(self, request: Encode) -> Future[Encoded]:
+        if self.refusal is not None:
+            raise self.refusal
+        future: Future[Encoded] = Future()
+        self.asked.append((request, future))
+        return future
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Stage:
+    """A scheduler half, its service, its store, and a clock."""
+
+    def __init__(
+        self, store: Any, monkeypatch: pytest.MonkeyPatch, identity: Any = None, **fields: Any
+    ) -> None:
+        self.store, self.service, self.skew = store, Service(), 0.0
+        self.inputs = SimpleNamespace(of=lambda feature: {"pixel_values": Tensor("float32", (1,), b"1234")})
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
+        )
+        known = identity or (lambda config: TowerIdentity(b"i" * 32, b"s" * 32))
+        self.tally = Tally()
+        with (
+            mock.patch.object(ec_scheduler, "MediaInputs", return_value=self.inputs),
+            mock.patch.object(ec_scheduler, "SocketEncoder", return_value=self.service),
+            mock.patch.object(ec_scheduler, "tower_identity", known),
+        ):
+            self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
+            for thread in [t for t in ec_scheduler.threading.enumerate() if t.name == "cornplug-identify-ec"]:
+                thread.join()
+        monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
+        self.counts: dict[tuple[str, ...], float] = {}
+
+    def now(self) -> float:
+        return time.monotonic() + self.skew
+
+    def request(self, name: str, *pictures: int, salt: str | None = None) -> Any:
+        return SimpleNamespace(
+            request_id=name,
+            cache_salt=salt,
+            mm_features=[feature(identifier(p), 10 * i) for i, p in enumerate(pictures)],
+        )
+
+    def asked(self, count: int) -> None:
+        """Wait until the preparing thread has sent so many requests."""
+        end_s = time.monotonic() + 5
+        while len(self.service.asked) < count or any(
+            item.answer is None for item in self.half._items.values() if not item.settled
+        ):
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+
+    def prepared(self) -> None:
+        """Wait until the preparing thread has nothing to do."""
+        self.half._preparer.submit(lambda: None).result(5)
+
+    def answer(self, nth: int = -1, **changes: Any) -> None:
+        request, future = self.service.asked[nth]
+        fields = {
+            "id": 1,
+            "key": request.key,
+            "tower": "ran",
+            "stored": False,
+            "tensor": Tensor("float32", (ROWS, HIDDEN), embedding().tobytes()),
+            "seconds": 0.1,
+            **changes,
+        }
+        future.set_result(Encoded(**fields))
+
+    def take_in(self, request: Any, freed: list[str] | None = None) -> Any:
+        """The engine schedules all of a request's pictures: what the worker half is told."""
+        for feature in request.mm_features:
+            self.half.arrived(feature.identifier)
+            self.half.allocated(feature.identifier)
+        return self.moves(freed)
+
+    def moves(self, freed: list[str] | None = None) -> Any:
+        return self.half.moves(SimpleNamespace(free_encoder_mm_hashes=freed or []))  # type: ignore[arg-type]
+
+    def counted(self) -> dict[tuple[str, ...], float]:
+        for metric, rows in self.tally.drain().items():
+            for labels, values in rows:
+                if metric != "cornplug_wait_seconds":
+                    key = (metric.removeprefix("cornplug_").removesuffix("_total"), *labels[1:])
+                    self.counts[key] = self.counts.get(key, 0) + sum(values)
+        return self.counts
+
+
+def identifier(picture: int) -> str:
+    return f"cp1-{picture:064x}"
+
+
+def key(picture: int) -> bytes:
+    return picture.to_bytes(32, "big")
+
+
+def feature(name: str, offset: int, length: int = ROWS) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+
+
+def embedding() -> Any:
+    return (torch.arange(ROWS * HIDDEN, dtype=torch.float32) / 7).numpy()
+
+
+def put(store: Any, picture: int, **changes: Any) -> None:
+    fields = {
+        "kind": Kind.EMBEDDING,
+        "key": key(picture),
+        "dtype": "float32",
+        "shape": (ROWS, HIDDEN),
+        **changes,
+    }
+    payload = fields.pop("payload", embedding().tobytes())
+    assert entry.put(store, payload, app="other", deadline_s=1, **fields) == "stored"
+
+
+@pytest.fixture
+def stage(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(**options: Any) -> Stage:
+        stages.append(Stage(options.pop("over", None) or store.connect(), monkeypatch, **options))
+        return stages[-1]
+
+    yield make
+    for one in stages:
+        one.half.close()
+        assert one.service.closed
+
+
+def test_from_the_store(stage: Callable[..., Stage], store: MemoryStore) -> None:
+    here = stage()
+    put(here.store, 1)
+    request = here.request("a", 1)
+    assert here.half.available(request, 0)
+    assert here.half.arrived(identifier(1))
+    moves = here.take_in(request)
+    assert [(m.identifier, m.dtype, m.shape) for m in moves.arrived] == [
+        (identifier(1), "float32", (ROWS, HIDDEN))
+    ]
+    assert bytes(moves.arrived[0].data) == embedding().tobytes()
+    assert moves.publish
+    assert here.counted() == {
+        ("hits", "embedding", "store"): 1,
+        ("saved_tower_passes",): 1,
+        ("bytes", "embedding", "load"): ROWS * HIDDEN * 4,
+    }
+    assert not here.service.asked
+    assert here.moves().arrived == []
+    assert store.connect().stat(deadline_s=1).leases == 0
+
+
+@pytest.mark.parametrize("tower", ["ran", "joined", "reused"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_from_the_service(stage: Callable[..., Stage], tower: str, stored: bool) -> None:
+    here = stage()
+    request = here.request("a", 2, salt="tenant")
+    assert not here.half.available(request, 0)
+    assert not here.half.arrived(identifier(2))
+    here.asked(1)
+    asked = here.service.asked[0][0]
+    assert (asked.identity, asked.key, asked.salt, asked.app) == (b"s" * 32, key(2), "tenant", "test")
+    assert 9 < asked.deadline_s <= 10
+    assert not here.half.available(request, 0)
+    if stored:
+        put(here.store, 2)
+        here.answer(tower=tower, stored=True, tensor=None)
+    else:
+        here.answer(tower=tower)
+    assert here.half.available(request, 0)
+    moves = here.take_in(request)
+    assert bytes(moves.arrived[0].data) == embedding().tobytes()
+    assert here.counted()["hits", "embedding", f"service_{tower}"] == 1
+
+
+def test_polling_only_looks(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+    here = stage(over=faulty)
+    request = here.request("a", 1, 2, 3)
+    here.half.available(request, 0)
+    here.asked(3)
+    calls = dict(faulty.calls)
+    for _ in range(200):
+        assert not here.half.available(request, 0)
+    assert faulty.calls == calls
+    assert len(here.service.asked) == 3
+    for i in range(3):
+        here.answer(i)
+    assert here.half.available(request, 0)
+    for _ in range(200):
+        assert here.half.available(request, 0)
+    assert faulty.calls == calls
+
+
+def test_an_entry_evicted_between_answer_and_reading(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.asked(1)
+    here.answer(stored=True, tensor=None)
+    assert here.half.available(request, 0), "the engine encodes"
+    assert not here.half.arrived(identifier(1))
+    assert here.take_in(request).arrived == []
+    assert here.counted() == {("misses", "embedding", "evicted"): 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor": Tensor("float32", (ROWS - 1, HIDDEN), embedding().tobytes()[: 4 * HIDDEN * (ROWS - 1)])},
+        {"tensor": Tensor("float32", (HIDDEN, ROWS), embedding().tobytes())},
+        {"tensor": Tensor("bfloat16", (ROWS, HIDDEN), embedding().tobytes()[: 2 * ROWS * HIDDEN])},
+        {"tensor": Tensor("float32", (ROWS, HIDDEN), embedding().tobytes()[:-4])},
+        {"tensor": Tensor("float32", (ROWS, HIDDEN), b"")},
+    ],
+)
+def test_an_answer_of_another_form(stage: Callable[..., Stage], changes: dict[str, Any]) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.asked(1)
+    here.answer(**changes)
+    assert here.half.available(request, 0)
+    assert not here.half.arrived(identifier(1))
+    assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
+
+
+def test_an_answer_for_another_key(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.asked(1)
+    here.answer(key=key(9))
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", "encoder_garbage"): 1}
+    # A service that mixes up its answers is left alone for a while.
+    assert here.half.available(here.request("b", 2), 0)
+    assert here.counted()["misses", "embedding", "encoder_backoff"] == 1
+
+
+@pytest.mark.parametrize("shape", [(ROWS, HIDDEN // 2), (ROWS * HIDDEN,), (ROWS + 1, HIDDEN)])
+def test_a_stored_entry_of_another_form(stage: Callable[..., Stage], shape: tuple[int, ...]) -> None:
+    here = stage()
+    size = 4 * torch.Size(shape).numel()
+    put(here.store, 1, shape=shape, payload=bytes(size))
+    assert here.half.available(here.request("a", 1), 0)
+    assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
+
+
+def test_a_corrupt_entry_is_dropped_and_the_service_asked(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
+    here = stage(over=faulty)
+    put(here.store, 1)
+    faulty.corrupt_reads = True
+    request = here.request("a", 1)
+    assert not here.half.available(request, 0)
+    here.asked(1)
+    here.answer()
+    assert here.half.available(request, 0)
+    here.take_in(request)
+    counts = here.counted()
+    assert counts["misses", "embedding", "corrupt"] == 1
+    assert counts["hits", "embedding", "service_ran"] == 1
+    assert faulty.contains([key(1)], deadline_s=1) == b"\0"
+
+
+def test_without_a_store_the_service_answers_inline(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+    here = stage(over=faulty)
+    faulty.unavailable = True
+    request = here.request("a", 1)
+    assert not here.half.available(request, 0)
+    here.asked(1)
+    here.answer()
+    assert here.half.available(request, 0)
+    assert here.half.arrived(identifier(1))
+    here.take_in(request)
+    assert here.counted()["hits", "embedding", "service_ran"] == 1
+
+
+def test_without_a_store_and_a_service(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+    here = stage(over=faulty, identity=lambda config: TowerIdentity(b"i" * 32, None))
+    faulty.unavailable = True
+    assert here.half.available(here.request("a", 1), 0)
+    assert here.counted() == {("misses", "embedding", "store_down"): 1}
+
+
+def test_a_store_that_dies_before_the_answer_is_read(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
+    here = stage(over=faulty)
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.asked(1)
+    faulty.unavailable = True
+    here.answer(stored=True, tensor=None)
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", "store_down"): 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "spares"),
+    [
+        (EncoderUnavailable("none", reason="encoder_down"), False),
+        (EncoderRefused("a broken picture", reason="bad_input"), False),
+        (EncoderRefused("full", reason="overloaded"), True),
+        (EncoderRefused("who?", reason="unknown_model"), True),
+    ],
+)
+def test_refusals(stage: Callable[..., Stage], error: Exception, spares: bool) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.asked(1)
+    here.service.asked[0][1].set_exception(error)
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", error.reason): 1}  # type: ignore[attr-defined]
+    assert here.half.available(here.request("b", 2), 0) is spares
+
+
+def test_a_client_that_refuses_at_once(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    here.service.refusal = EncoderUnavailable("closed", reason="encoder_down")
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.prepared()
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", "encoder_down"): 1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device"), AssertionError("2D"), TypeError(), ValueError()])
+def test_inputs_that_cannot_be_packed(stage: Callable[..., Stage], error: Exception) -> None:
+    here = stage()
+    here.inputs.of = mock.Mock(side_effect=error)
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.prepared()
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", "no_inputs"): 1}
+
+
+def test_a_silent_service_is_waited_for_once(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    first, second = here.request("a", 1), here.request("b", 2)
+    assert not here.half.available(first, 0)
+    assert not here.half.available(second, 0)
+    here.asked(2)
+    here.skew = 9.0
+    assert not here.half.available(first, 0)
+    here.skew = 10.5
+    assert here.half.available(first, 0)
+    assert here.half.available(second, 0)
+    assert here.counted() == {("misses", "embedding", "encoder_timeout"): 2}
+    # Both failed together: that is one failure, and the first pause is a second.
+    assert here.half.available(here.request("c", 3), 0)
+    assert here.counted()["misses", "embedding", "encoder_backoff"] == 1
+    here.skew = 11.6
+    fourth = here.request("d", 4)
+    assert not here.half.available(fourth, 0)
+    here.asked(3)
+    here.answer()
+    assert here.half.available(fourth, 0)
+    assert here.half._failures == 0
+    # The late answer is nobody's.
+    here.answer(0)
+    assert here.half.available(first, 0)
+    assert not here.half.arrived(identifier(1))
+
+
+def test_pauses_grow_and_end(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    pauses = []
+    for i in range(7):
+        request = here.request("r", 100 + i)
+        assert not here.half.available(request, 0)
+        here.asked(i + 1)
+        here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
+        before = here.now()
+        assert here.half.available(request, 0)
+        pauses.append(round(here.half._ask_after - before))
+        here.skew += pauses[-1] + 0.1
+    assert pauses == [1, 2, 5, 10, 30, 30, 30]
+
+
+def test_two_requests_for_one_picture(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    first, second = here.request("a", 1), here.request("b", 1)
+    assert not here.half.available(first, 0)
+    assert not here.half.available(second, 0)
+    here.asked(1)
+    # The first is aborted: the second still waits, and gets it.
+    here.half.finished(first)
+    assert not here.half.available(second, 0)
+    here.answer()
+    assert here.half.available(second, 0)
+    assert len(here.take_in(second).arrived) == 1
+    assert len(here.service.asked) == 1
+    # A third finds it in the engine's own cache.
+    third = here.request("c", 1)
+    assert here.half.available(third, 0)
+    assert len(here.service.asked) == 1
+    assert not here.half._items
+
+
+def test_a_failure_is_everybodys_who_waits(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    first, second = here.request("a", 1), here.request("b", 1)
+    here.half.available(first, 0)
+    here.half.available(second, 0)
+    here.asked(1)
+    here.service.asked[0][1].set_exception(EncoderRefused("broken", reason="bad_input"))
+    assert here.half.available(first, 0)
+    assert here.half.available(second, 0)
+    assert here.counted() == {("misses", "embedding", "bad_input"): 1}
+    assert here.take_in(first).arrived == []
+    assert here.half.available(second, 0)
+
+
+def test_aborted_while_waiting_leaves_nothing(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1, 1, 2)
+    here.half.available(request, 0)
+    here.asked(2)
+    here.half.finished(request)
+    assert not here.half._items
+    assert here.half._waiting_bytes == 0
+    here.answer(0)
+    assert not here.half.arrived(identifier(1))
+
+
+def test_a_request_that_never_needed_its_picture_leaves_nothing(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    request = here.request("a", 1)
+    assert here.half.available(request, 0)
+    # Another engine's prefix came in meanwhile: its picture is behind what is computed.
+    assert here.half.available(request, ROWS)
+    here.half.finished(request)
+    assert not here.half._items
+
+
+def test_what_is_behind_the_computed_tokens_is_not_asked_for(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1, 2)
+    assert here.half.available(request, 16)
+    assert not here.half.available(request, 15)
+    here.asked(1)
+    assert here.service.asked[0][0].key == key(2)
+
+
+def test_freed_from_the_engines_cache_and_asked_for_again(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.take_in(request)
+    assert here.half.available(here.request("b", 1), 0)
+    assert not here.half._items
+    here.moves(freed=[identifier(1)])
+    again = here.request("c", 1)
+    assert here.half.available(again, 0)
+    assert here.half.arrived(identifier(1))
+    assert len(here.take_in(again).arrived) == 1
+    assert here.counted()["hits", "embedding", "store"] == 2
+
+
+def test_evicted_and_taken_in_again_within_one_step_is_held(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    request = here.request("a", 1)
+    here.half.available(request, 0)
+    here.take_in(request, freed=[identifier(1)])
+    assert here.half.available(here.request("b", 1), 0)
+    assert not here.half._items
+
+
+def test_a_reset_of_the_engines_cache_is_noticed(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    for picture in (1, 2):
+        put(here.store, picture)
+        request = here.request(f"r{picture}", picture)
+        here.half.available(request, 0)
+        here.take_in(request)
+    # vLLM tells no connector of `reset_encoder_cache`; then it asks for what we think it holds.
+    assert here.half.available(here.request("c", 1), 0)
+    assert not here.half.arrived(identifier(1))
+    after = here.request("d", 2)
+    assert here.half.available(after, 0)
+    assert here.half.arrived(identifier(2))
+
+
+def test_what_the_engine_encodes_itself_is_held_too(stage: Callable[..., Stage]) -> None:
+    here = stage(identity=lambda config: TowerIdentity(b"i" * 32, None))
+    request = here.request("a", 1)
+    assert here.half.available(request, 0)
+    assert here.take_in(request).arrived == []
+    assert here.counted() == {("misses", "embedding", "not_served"): 1}
+    put(here.store, 1)
+    assert here.half.available(here.request("b", 1), 0)
+    assert not here.half._items
+
+
+def test_an_unknown_model_asks_no_service(stage: Callable[..., Stage]) -> None:
+    def unknown(config: Any) -> Any:
+        raise CheckpointError("no weights", reason="no_weights")
+
+    here = stage(identity=unknown)
+    assert here.half.available(here.request("a", 1), 0)
+    assert here.counted() == {("misses", "embedding", "not_served"): 1}
+
+
+@pytest.mark.parametrize("name", ["uuid-1", "local-" + "0" * 64, "3:" + identifier(1), "cp1-nonsense"])
+def test_foreign_media_are_left_alone(stage: Callable[..., Stage], faulty: FaultyStore, name: str) -> None:
+    here = stage(over=faulty)
+    request = SimpleNamespace(request_id="a", cache_salt=None, mm_features=[feature(name, 0)])
+    assert here.half.available(request, 0)  # type: ignore[arg-type]
+    assert faulty.calls == {}
+    here.half.finished(request)  # type: ignore[arg-type]
+    assert here.counted() == {}
+
+
+def test_sharing_switched_off(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+    here = stage(over=faulty, share_embeddings=False)
+    assert here.half.available(here.request("a", 1), 0)
+    assert faulty.calls == {}
+    assert not here.moves().publish
+
+
+def test_replaced_weights_share_nothing(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    put(here.store, 2)
+    request = here.request("a", 1)
+    assert here.half.available(request, 0)
+    assert here.half.arrived(identifier(1))
+    weights.note_replaced("a test")
+    assert not here.half.arrived(identifier(1)), "what arrived is of the old weights"
+    moves = here.take_in(request)
+    assert moves.arrived == []
+    assert not moves.publish
+    assert here.half.available(here.request("b", 2), 0)
+    assert not here.half._items
+    assert here.counted() == {}
+
+
+def test_memory_is_bounded_and_nobody_waits_for_each_other(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ec_scheduler, "_MAX_WAITING_BYTES", 2 * ROWS * HIDDEN * 4)
+    here = stage()
+    requests = [here.request(f"r{i}", 2 * i, 2 * i + 1) for i in range(4)]
+    for request in requests:
+        assert not here.half.available(request, 0)
+    here.asked(4)
+    assert len(here.half._items) == 4, "whoever has begun goes on; others wait"
+    for i in range(4):
+        here.answer(i)
+    for request in requests[:2]:
+        assert here.half.available(request, 0)
+        here.take_in(request)
+    for request in requests[2:]:
+        assert not here.half.available(request, 0)
+    here.asked(8)
+    for i in range(4, 8):
+        here.answer(i)
+    for request in requests[2:]:
+        assert here.half.available(request, 0)
+        assert len(here.take_in(request).arrived) == 2
+    assert here.half._waiting_bytes == 0
+
+
+def test_outcomes_of_offers_are_counted(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    acks = ECAcks([("stored", 100), ("present", 0)]).aggregate(ECAcks([("stored", 50), ("full", 10)]))
+    assert isinstance(acks, ECAcks)
+    here.half.acknowledged(acks)
+    assert here.counted() == {
+        ("saves", "embedding", "stored"): 2,
+        ("saves", "embedding", "present"): 1,
+        ("saves", "embedding", "full"): 1,
+        ("bytes", "embedding", "save"): 150,
+    }

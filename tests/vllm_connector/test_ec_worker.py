@@ -1,0 +1,232 @@
+"""The encoder-cache worker, and what the service is sent: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm, IdentityInputNorm
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+
+from cornplug.codec import Kind
+from cornplug.errors import EncoderRefused
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector import ec_connector, ec_worker
+from cornplug.vllm_connector.ec_connector import CornplugECConnector
+from cornplug.vllm_connector.ec_moves import Arrived, ECMoves
+from cornplug.vllm_connector.ec_worker import ECWorker
+from cornplug.vllm_connector.media_inputs import MediaInputs
+
+from .rig import runtime
+
+NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
+
+
+def published(worker: ECWorker) -> list[tuple[str, int]]:
+    """Outcomes, once the publisher has nothing to do."""
+    worker._publisher.submit(lambda: None).result(5)
+    acks = worker.acks()
+    return acks.saves if acks is not None else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_one_worker_publishes_another_loads(store: MemoryStore, dtype: torch.dtype) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+    value = torch.randn(9, 8).to(dtype)[::3]  # not contiguous
+    worker.save(NAME, value, ECMoves())
+    assert published(worker) == [("stored", 3 * 8 * value.element_size())]
+    found = entry.get(store.connect(), KEY, deadline_s=1)
+    assert found is not None
+    header, payload = found
+    assert (header.kind, header.shape) == (Kind.EMBEDDING, (3, 8))
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(cache, ECMoves([Arrived(NAME, header.dtype, header.shape, payload)]))
+    assert cache[NAME].dtype == dtype
+    assert torch.equal(cache[NAME], value)
+    worker.save(NAME, value, ECMoves())
+    assert published(worker) == [("present", 3 * 8 * value.element_size())]
+    assert worker.acks() is None
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "moves", "publishes"),
+    [
+        ("uuid", torch.ones(2, 2), ECMoves(), True),
+        ("local-" + "ab" * 32, torch.ones(2, 2), ECMoves(), True),
+        ("3:" + NAME, torch.ones(2, 2), ECMoves(), True),
+        (NAME, torch.ones(2, 2), ECMoves(publish=False), True),
+        (NAME, torch.ones(2, 2), ECMoves(), False),
+        (NAME, torch.ones(2, 2, 2), ECMoves(), True),
+    ],
+)
+def test_what_is_not_published(
+    store: MemoryStore, name: str, value: torch.Tensor, moves: ECMoves, publishes: bool
+) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=publishes, device="cpu")
+    worker.save(name, value, moves)
+    assert published(worker) == []
+    assert store.connect().stat(deadline_s=1).entries == 0
+
+
+def test_a_store_that_fails_is_an_outcome(faulty: FaultyStore) -> None:
+    worker = ECWorker(runtime(faulty), publishes=True, device="cpu")
+    faulty.unavailable = True
+    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    assert published(worker) == [("store_down", 16)]
+    faulty.unavailable, faulty.full = False, True
+    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    assert published(worker) == [("full", 16)]
+
+
+def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStore) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+    with mock.patch.object(entry, "put", side_effect=RuntimeError("device")):
+        for _ in range(3 * ec_worker._MAX_WAITING):
+            worker.save(NAME, torch.ones(2, 2), ECMoves())
+            published(worker)
+    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    assert published(worker) == [("stored", 16)]
+
+
+def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ec_worker, "_MAX_WAITING", 2)
+    go = threading.Event()
+    with mock.patch.object(entry, "put", side_effect=lambda *a, **k: go.wait(5) and "stored"):
+        worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+        for _ in range(5):
+            worker.save(NAME, torch.ones(2, 2), ECMoves())
+        acks = worker.acks()
+        assert acks is not None
+        assert acks.saves == [("busy", 0)] * 3
+        go.set()
+        assert published(worker) == [("stored", 16)] * 2
+
+
+def test_the_connector_without_a_medium_model_does_nothing() -> None:
+    connector = facade(None, ECConnectorRole.SCHEDULER)
+    request: Any = SimpleNamespace(mm_features=[])
+    output: Any = SimpleNamespace(free_encoder_mm_hashes=[], ec_connector_worker_meta=None)
+    assert connector.ensure_cache_available(request, 0)
+    assert not connector.has_cache_item(NAME)
+    connector.update_state_after_alloc(request, 0)
+    assert connector.build_connector_meta(output) == ECMoves()
+    connector.update_connector_output(output)
+    assert connector.request_finished(request) == (False, None)
+    assert connector.get_ec_connector_stats() is None
+    connector.shutdown()
+
+
+def test_the_worker_facade(store: MemoryStore) -> None:
+    connector = facade(store, ECConnectorRole.WORKER)
+    cache = {NAME: torch.ones(2, 4)}
+    # A profiling run encodes outside of a step.
+    connector.save_caches(cache, NAME)
+    assert connector.build_connector_worker_meta() is None
+    connector.bind_connector_metadata(ECMoves([Arrived("cp1-x", "float32", (1, 1), bytearray(4))]))
+    connector.start_load_caches(cache)
+    assert torch.equal(cache["cp1-x"], torch.zeros(1, 1))
+    connector.save_caches(cache, NAME)
+    end_s = time.monotonic() + 5
+    while (meta := connector.build_connector_worker_meta()) is None:
+        assert time.monotonic() < end_s
+    assert meta.saves == [("stored", 32)]  # type: ignore[attr-defined]
+    connector.shutdown()
+
+
+def facade(store: MemoryStore | None, role: ECConnectorRole) -> CornplugECConnector:
+    config: Any = SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(
+            is_ec_producer=True, is_ec_consumer=True, ec_connector_extra_config={}
+        ),
+        model_config=SimpleNamespace(multimodal_config=object() if store is not None else None),
+        parallel_config=SimpleNamespace(rank=0),
+        device_config=SimpleNamespace(device="cpu"),
+    )
+    over = runtime((store or MemoryStore(capacity_bytes=1 << 16)).connect())
+    with mock.patch.object(ec_connector, "runtime", side_effect=lambda extra: over):
+        return CornplugECConnector(config, role)
+
+
+# -- what the service is sent -----------------------------------------------------------------
+
+
+def inputs(norm: Any) -> MediaInputs:
+    made = object.__new__(MediaInputs)
+    made._norm = norm
+    return made
+
+
+def item(**tensors: Any) -> MultiModalFeatureSpec:
+    data = MultiModalKwargsItem(
+        {name: MultiModalFieldElem(data=t, field=MultiModalBatchedField()) for name, t in tensors.items()}
+    )
+    return MultiModalFeatureSpec(data, "image", NAME, PlaceholderRange(0, 4))
+
+
+def test_inputs_travel_as_they_are() -> None:
+    pixels = torch.randn(3, 4, 4, dtype=torch.bfloat16)
+    grid = torch.tensor([1, 2, 2])
+    sent = inputs(IdentityInputNorm()).of(
+        item(pixel_values=pixels.transpose(1, 2), image_grid_thw=grid, other=torch.ones(1))
+    )
+    assert set(sent) == {"pixel_values", "image_grid_thw"}
+    assert (sent["pixel_values"].dtype, sent["pixel_values"].shape) == ("bfloat16", (3, 4, 4))
+    read = torch.frombuffer(bytearray(sent["pixel_values"].data), dtype=torch.bfloat16).view(3, 4, 4)
+    assert torch.equal(read, pixels.transpose(1, 2))
+    assert (sent["image_grid_thw"].dtype, sent["image_grid_thw"].shape) == ("int64", (3,))
+
+
+def test_a_scalar_input() -> None:
+    sent = inputs(IdentityInputNorm()).of(item(pixel_values=torch.ones(1), image_grid_thw=torch.tensor(7)))
+    assert sent["image_grid_thw"].shape == ()
+    assert int.from_bytes(sent["image_grid_thw"].data, "little") == 7
+
+
+def test_raw_pixels_are_normalised_as_the_engine_would() -> None:
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+    pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
+    found = inputs(norm(mean, std)).of(item(pixel_values=pixels))["pixel_values"]
+    wanted = (pixels.view(5, 3, 4) / 255 - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
+    read = torch.frombuffer(bytearray(found.data), dtype=torch.float32).view(found.shape)
+    assert found.dtype == "float32"
+    torch.testing.assert_close(read, wanted.view(5, 12))
+    raw = inputs(IdentityInputNorm()).of(item(pixel_values=pixels))["pixel_values"]
+    assert torch.equal(torch.frombuffer(bytearray(raw.data), dtype=torch.float32).view(5, 12), pixels.float())
+
+
+def norm(mean: list[float], std: list[float]) -> FusedMMInputNorm:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        return FusedMMInputNorm(mean, std, 1 / 255)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        MultiModalFeatureSpec(None, "image", NAME, PlaceholderRange(0, 4)),
+        item(image_grid_thw=torch.ones(3)),
+        item(pixel_values=[torch.ones(3), torch.ones(4)]),
+    ],
+)
+def test_without_pixels_nobody_is_asked(feature: MultiModalFeatureSpec) -> None:
+    with pytest.raises(EncoderRefused) as error:
+        inputs(IdentityInputNorm()).of(feature)
+    assert error.value.reason == "no_inputs"

@@ -1,0 +1,194 @@
+"""Our flags through vLLM's own parser, and what they make of vLLM's own configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from cornplug.errors import ConfigError
+from cornplug.vllm_connector import flags, plugin
+from cornplug.vllm_connector import runtime as runtime_module
+from cornplug.vllm_connector.flags import settings
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_flags.json"
+
+ALL = [
+    "--kv-connector", "cornplug", "--cornplug-app", "chat", "--cornplug-store", "/run/s.sock",
+    "--cornplug-store-size", "1073741824", "--cornplug-encoder", "/run/e.sock",
+    "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    plugin.register()
+
+
+def parse(*args: str) -> Any:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return parser.parse_args(["--model", "some/model", *args])
+
+
+def engine_args(*args: str) -> AsyncEngineArgs:
+    return AsyncEngineArgs.from_cli_args(parse(*args))
+
+
+def produced(*args: str) -> dict[str, Any]:
+    """What vLLM is told, as plain JSON."""
+    made = engine_args(*args)
+    kv, ec = made.kv_transfer_config, made.ec_transfer_config
+    found: dict[str, Any] = {"kv": None, "ec": None}
+    if kv is not None:
+        found["kv"] = {
+            name: getattr(kv, name)
+            for name in ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+        }
+    if ec is not None:
+        found["ec"] = {
+            name: getattr(ec, name) for name in ("ec_connector", "ec_role", "ec_connector_extra_config")
+        }
+    return found
+
+
+def test_one_flag_sets_both_configs() -> None:
+    made = engine_args("--kv-connector", "cornplug")
+    assert made.kv_transfer_config is not None
+    assert made.kv_transfer_config.kv_connector == "CornplugConnector"
+    assert made.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert made.ec_transfer_config is not None
+    assert made.ec_transfer_config.ec_connector == "CornplugECConnector"
+    assert made.ec_transfer_config.is_ec_producer
+    assert made.ec_transfer_config.is_ec_consumer
+
+
+def test_golden_flags() -> None:
+    found = {
+        "none": produced(),
+        "cornplug": produced("--kv-connector", "cornplug"),
+        "all": produced(*ALL),
+        "another": produced("--kv-connector", "ExampleConnector"),
+    }
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_every_flag_is_a_setting() -> None:
+    extra = produced(*ALL)["kv"]["kv_connector_extra_config"]
+    config = settings(extra)
+    assert set(extra) == {setting for setting, _ in flags.SETTINGS.values()}
+    assert config.engine.app == "chat"
+    assert config.store.socket == Path("/run/s.sock")
+    assert config.store.size_bytes == 1 << 30
+    assert config.encoder.socket == Path("/run/e.sock")
+    assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3.0)
+    assert config.engine.page_tokens == 128
+
+
+def test_an_unknown_name_is_argparses_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--kv-connector", "cornplugg")
+    assert end.value.code == 2
+    assert "invalid choice: 'cornplugg'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--cornplug-app", "x"], r"need --kv-connector cornplug"),
+        (
+            [
+                "--kv-connector",
+                "cornplug",
+                "--kv-transfer-config",
+                '{"kv_connector": "X", "kv_role": "kv_both"}',
+            ],
+            r"two ways to say one thing",
+        ),
+        (
+            [
+                "--kv-connector",
+                "cornplug",
+                "--ec-transfer-config",
+                '{"ec_connector": "X", "ec_role": "ec_both"}',
+            ],
+            r"sets --ec-transfer-config itself",
+        ),
+    ],
+)
+def test_conflicts(args: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_args(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        (["--cornplug-app", "no spaces please"], "engine.app"),
+        (["--cornplug-page-tokens", "17"], "engine.page_tokens"),
+        (["--cornplug-page-tokens", "many"], "engine.page_tokens"),
+        (["--cornplug-store-size", "-1"], "store.size_bytes"),
+        (["--cornplug-store-deadline", "0"], "store.deadline_s"),
+        (["--cornplug-encoder-deadline", "soon"], "encoder.deadline_s"),
+    ],
+)
+def test_a_wrong_value_names_its_field(args: list[str], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_args("--kv-connector", "cornplug", *args)
+    assert error.value.field == field
+    assert field in str(error.value)
+
+
+@pytest.mark.parametrize("extra", [{"app": "x"}, {"engine.apps": "x"}, {"motor.app": "x"}])
+def test_unknown_keys_of_the_long_form(extra: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        settings(extra)
+    assert error.value.field == next(iter(extra))
+
+
+def test_a_namespace_that_is_read_twice() -> None:
+    """`vllm serve` makes its engine arguments once for checks and once to run."""
+    args = parse(*ALL)
+    first = EngineArgs.from_cli_args(args)
+    second = AsyncEngineArgs.from_cli_args(args)
+    assert first.kv_transfer_config == second.kv_transfer_config
+    assert first.ec_transfer_config == second.ec_transfer_config
+
+
+def test_the_long_form_is_left_as_it_is() -> None:
+    long = {"kv_connector": "CornplugConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+    made = engine_args("--kv-transfer-config", json.dumps(long))
+    kept = made.kv_transfer_config
+    assert kept is not None
+    assert {name: getattr(kept, name) for name in long} == long
+    assert made.ec_transfer_config is None
+
+
+# -- the process's runtime --------------------------------------------------------------------
+
+
+def test_one_runtime_for_equal_settings(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "_runtimes", {})
+    monkeypatch.setenv("CORNPLUG_STORE_AUTOSTART", "false")
+    extra = {"store.socket": str(short_path / "s"), "store.secret_file": str(short_path / "secret")}
+    first = runtime_module.runtime(extra)
+    try:
+        assert runtime_module.runtime(dict(reversed(extra.items()))) is first
+        assert first.app == "default"
+        assert first.secret == (short_path / "secret").read_bytes()
+        assert first.deadline_s < first.patience_s
+    finally:
+        first.store.close()
+
+
+def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_state", {"registered": False})
+    with (
+        mock.patch.object(plugin.compat, "vllm_version", return_value="0.99.0"),
+        pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is outside the tested range"),
+    ):
+        runtime_module.runtime({})

@@ -1,0 +1,371 @@
+"""Names of media: made from content, never taken from a client."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vllm.multimodal.media.base import MediaWithBytes
+from vllm.multimodal.parse import (
+    ImageProcessorItems,
+    MultiModalDataItems,
+    MultiModalDataParser,
+    MultiModalUUIDItems,
+)
+from vllm.multimodal.processing.inputs import ProcessorInputs
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.media import digest_image
+from cornplug.errors import CheckpointError
+from cornplug.identity import embedding_key
+from cornplug.testing import checkpoints
+from cornplug.vllm_connector import identifiers
+from cornplug.vllm_connector.identifiers import Identifiers, key_of
+from cornplug.vllm_connector.model import kv_identity, tower_identity
+
+SECRET = bytes(range(32))
+
+
+def picture(seed: int, mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.llava(tmp_path_factory.mktemp("llava") / "m")
+
+
+def config(path: Path | str, **fields: Any) -> Any:
+    """What our code reads of a VllmConfig."""
+    model = {
+        "model": str(path),
+        "revision": None,
+        "dtype": torch.float32,
+        "hf_overrides": {},
+        "quantization": None,
+        "hf_config": SimpleNamespace(),
+        "max_model_len": 2048,
+        "multimodal_config": object(),
+        **fields,
+    }
+    processor_kwargs = model.pop("mm_processor_kwargs", None)
+    load_format = model.pop("load_format", "auto")
+    ec = model.pop("ec", "CornplugECConnector")
+    return SimpleNamespace(
+        load_config=SimpleNamespace(load_format=load_format),
+        kv_transfer_config=model.pop("kv", None),
+        ec_transfer_config=SimpleNamespace(ec_connector=ec, ec_connector_extra_config=model.pop("extra", {})),
+        model_config=SimpleNamespace(
+            get_multimodal_config=lambda: SimpleNamespace(mm_processor_kwargs=processor_kwargs), **model
+        ),
+    )
+
+
+def named(config: Any, tmp_path: Path) -> Identifiers:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    return Identifiers(config, {"store.secret_file": str(secret)})
+
+
+@pytest.fixture
+def active(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identifiers:
+    one = named(config(llava, mm_processor_kwargs={"size": 56}), tmp_path)
+    monkeypatch.setattr(identifiers, "_active", one)
+    return one
+
+
+def names(
+    data: dict[str, Any],
+    uuids: dict[str, list[str | None]] | None = None,
+    theirs: list[str] | None = None,
+    **kwargs: Any,
+) -> dict[str, list[str]]:
+    """What `_get_mm_hashes` gives, over vLLM's own parser and hashes."""
+    items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)
+    given = MultiModalUUIDItems(uuids) if uuids is not None else None
+    inputs = ProcessorInputs([1], items, given, hf_processor_mm_kwargs=kwargs)
+
+    def original(this: Any, inputs: ProcessorInputs) -> Any:
+        return inputs.get_mm_hashes("model", "blake3")
+
+    return identifiers._get_mm_hashes(original, None, inputs)
+
+
+def final(active: Identifiers, mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
+    """The identifier after `process_inputs`."""
+    feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
+    request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
+    assert identifiers._process_inputs(lambda this, request: request, None, request) is request
+    return feature.identifier
+
+
+def test_a_picture_is_named_by_its_pixels(active: Identifiers, llava: Path) -> None:
+    [name] = names({"image": picture(1)})["image"]
+    assert name == "cp1-" + digest_image(picture(1)).hex()
+    identity = Checkpoint.open(llava).identity("float32", processor_kwargs={"size": 56}).identity
+    assert key_of(final(active, name)) == embedding_key(SECRET, identity, digest_image(picture(1)), None)
+
+
+def test_container_and_metadata_say_nothing(active: Identifiers) -> None:
+    exif = Image.Exif()
+    exif[0xA420] = "11111111222222223333333344444444"  # ImageUniqueID, which vLLM takes for a name
+    found = set()
+    for form, extra in (("PNG", {}), ("WEBP", {"lossless": True}), ("PNG", {"exif": exif}), ("BMP", {})):
+        out = io.BytesIO()
+        picture(1).save(out, form, **extra)
+        image = Image.open(io.BytesIO(out.getvalue()))
+        found |= set(names({"image": MediaWithBytes(image, out.getvalue())})["image"])
+        found |= set(names({"image": [image, picture(1)]})["image"])
+    assert len(found) == 1
+    out = io.BytesIO()
+    picture(2).save(out, "PNG", exif=exif)
+    assert not found & set(names({"image": Image.open(out)})["image"])
+
+
+@pytest.mark.parametrize("uuid", ["cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"])
+def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: Identifiers, uuid: str) -> None:
+    assert names({"image": [None]}, {"image": [uuid]}) == {"image": [f"foreign-{uuid}"]}
+    sound = (np.zeros(16000, dtype=np.float32), 16000)
+    assert names({"audio": [sound]}, {"audio": [uuid]}) == {"audio": [f"foreign-{uuid}"]}
+    video = np.zeros((2, 8, 8, 3), dtype=np.uint8)
+    assert names({"video": [video]}, {"video": [uuid]}) == {"video": [f"foreign-{uuid}"]}
+    assert key_of(final(active, f"foreign-{uuid}")) is None
+    # With content the uuid counts for nothing.
+    assert names({"image": [picture(1)]}, {"image": [uuid]}) == names({"image": picture(1)})
+
+
+def test_a_uuid_without_content_means_what_came_with_it(active: Identifiers) -> None:
+    assert names({"image": [None]}, {"image": ["cat"]}) == {"image": ["cat"]}
+    with_content = names({"image": [picture(1), picture(2)]}, {"image": ["cat", "dog"]})["image"]
+    assert names({"image": [None, None]}, {"image": ["dog", "cat"]})["image"] == with_content[::-1]
+    assert names({"image": [None]}, {"image": ["bird"]}) == {"image": ["bird"]}
+    names({"image": [picture(3)]}, {"image": ["cat"]})
+    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(3)})
+
+
+def test_a_uuid_means_a_picture_not_how_it_was_once_processed(active: Identifiers) -> None:
+    names({"image": [picture(1)]}, {"image": ["cat"]}, size=28)
+    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(1)})
+    assert names({"image": [None]}, {"image": ["cat"]}, size=28) == names({"image": picture(1)}, size=28)
+
+
+def test_uuids_are_forgotten_oldest_first(active: Identifiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identifiers, "_UUIDS", 2)
+    for i, uuid in enumerate("abca"):
+        names({"image": [picture(i)]}, {"image": [uuid]})
+    assert names({"image": [None] * 2}, {"image": ["b", "z"]})["image"] == ["b", "z"]
+    assert len(active._uuids) == 2
+    assert names({"image": [None]}, {"image": ["a"]}) == names({"image": picture(3)})
+
+
+def test_one_requests_processor_arguments_change_the_name(active: Identifiers) -> None:
+    plain = names({"image": picture(1)})
+    assert names({"image": picture(1)}, size=28) != plain
+    assert names({"image": picture(1)}, size=28) == names({"image": picture(1)}, size=28)
+    # The deployment's own are in the model's identity already.
+    assert names({"image": picture(1)}, size=56) == plain
+
+
+def test_arguments_that_have_no_canonical_form_are_not_shared(active: Identifiers) -> None:
+    [name] = names({"image": picture(1)}, size=2.5, weird=float("nan"))["image"]
+    assert key_of(name) is None
+
+
+def test_a_picture_as_an_array(active: Identifiers) -> None:
+    array = np.asarray(picture(1))
+    [name] = names({"image": array})["image"]
+    assert key_of(name) is not None
+    assert identifiers._media_digest(torch.from_numpy(array.copy())) == bytes.fromhex(name[4:])
+    assert names({"image": np.asfortranarray(array)})["image"] == [name]
+    assert names({"image": array[:, ::-1]})["image"] != [name]
+    assert names({"image": array.astype(np.int16)})["image"] != [name]
+    assert identifiers._media_digest(torch.zeros(2, dtype=torch.bfloat16)) is None
+    assert identifiers._media_digest({"image_embeds": 1}) is None
+
+
+def test_embeddings_that_a_client_brings_are_not_shared(active: Identifiers) -> None:
+    found = names({"image": torch.ones(1, 4, 64)})["image"]
+    assert [key_of(name) for name in found] == [None]
+    assert final(active, found[0]) == found[0]
+
+
+def test_video_and_audio_keep_vllms_names(active: Identifiers) -> None:
+    data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": picture(1)}
+    items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)
+    theirs = ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
+    found = names(data)
+    assert found["audio"] == theirs["audio"]
+    assert found["image"] != theirs["image"]
+    assert final(active, found["audio"][0]) == theirs["audio"][0]
+
+
+def test_tenants_have_their_own_identifiers(active: Identifiers) -> None:
+    [name] = names({"image": picture(1)})["image"]
+    found = [final(active, name, salt) for salt in (None, "", "x", "y")]
+    assert len(set(found)) == 4
+    assert all(key_of(one) is not None for one in found)
+    assert final(active, name, "x") == found[2]
+
+
+def test_an_adapter_on_the_tower_is_nobody_elses(active: Identifiers) -> None:
+    [name] = names({"image": picture(1)})["image"]
+    assert final(active, name, identifier=f"7:{name}") == f"7:{name}"
+    assert key_of(f"7:{name}") is None
+
+
+def test_requests_without_media(active: Identifiers) -> None:
+    request = SimpleNamespace(mm_features=None, cache_salt=None)
+    identifiers._process_inputs(lambda this, r: r, None, request)
+    assert request.mm_features is None
+
+
+def test_without_us_names_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identifiers, "_active", None)
+    items = MultiModalDataParser().parse_mm_data({"image": picture(1)})
+    assert names({"image": picture(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
+    feature = SimpleNamespace(mm_hash="cp1-" + "0" * 64, identifier="cp1-" + "0" * 64)
+    request = SimpleNamespace(mm_features=[feature], cache_salt=None)
+    assert identifiers._process_inputs(lambda this, r: r, None, request) is request
+    assert feature.identifier == feature.mm_hash
+
+
+def test_a_model_without_identity_has_local_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    one = named(config(tmp_path / "m"), tmp_path)
+    monkeypatch.setattr(identifiers, "_active", one)
+    [name] = names({"image": picture(1)})["image"]
+    found = [final(one, name, salt) for salt in (None, "", "x")]
+    assert len(set(found)) == 3
+    assert all(n.startswith("local-") and key_of(n) is None for n in found)
+    [other] = names({"image": picture(2)})["image"]
+    assert final(one, other) != found[0]
+
+
+def test_while_weights_are_read_names_wait(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def slow(config: Any) -> Any:
+        assert go.wait(5)
+        return tower_identity(config)
+
+    monkeypatch.setattr(identifiers, "tower_identity", slow)
+    monkeypatch.setattr(identifiers, "_FIRST_READ_S", 0.01)
+    one = named(config(llava), tmp_path)
+    name = "cp1-" + "1" * 64
+    assert one.identifier(name, None).startswith("local-")
+    go.set()
+    monkeypatch.setattr(identifiers, "_FIRST_READ_S", 5)
+    assert key_of(one.identifier(name, None)) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, True),
+        (
+            {
+                "ec": "Other",
+                "kv": SimpleNamespace(kv_connector="CornplugConnector", kv_connector_extra_config={}),
+            },
+            True,
+        ),
+        ({"ec": "Other", "kv": SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})}, False),
+        ({"ec": "Other"}, False),
+        ({"multimodal_config": None}, False),
+    ],
+)
+def test_only_engines_with_a_connector_of_ours_are_touched(
+    llava: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: bool
+) -> None:
+    monkeypatch.setattr(identifiers, "_active", None)
+    calls: list[Any] = []
+    identifiers._input_processor_init(
+        lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1
+    )
+    assert len(calls) == 1
+    assert (identifiers._active is not None) is wanted
+
+
+# -- what an engine's model is ----------------------------------------------------------------
+
+
+def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> None:
+    base = tower_identity(config(llava))
+    assert base.identity == base.served_identity
+    others = [
+        tower_identity(config(llava, dtype=torch.bfloat16)),
+        tower_identity(config(llava, mm_processor_kwargs={"size": 28})),
+        tower_identity(config(llava, hf_overrides={"rope_theta": 1})),
+        tower_identity(config(llava, quantization="fp8")),
+    ]
+    assert len({base.identity, *(o.identity for o in others)}) == 5
+    # No service knows of a deployment's own settings.
+    assert [o.served_identity is not None for o in others] == [True, True, False, False]
+    declared = SimpleNamespace(quantization_config={"bits": 4})
+    assert tower_identity(config(llava, quantization="awq", hf_config=declared)).identity == base.identity
+
+
+def test_kv_identity_follows_the_language_model(llava: Path, tmp_path: Path) -> None:
+    fingerprint, spec = kv_identity(config(llava))
+    assert spec["dtype"] == "float32"
+    assert "max_model_len" not in spec
+    other = checkpoints.llava(tmp_path / "o", llm_seed=9)
+    assert kv_identity(config(other))[0] != fingerprint
+    described = json.loads((llava / "config.json").read_text())
+    described["text_config"]["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    stretched = tmp_path / "dynamic"
+    shutil.copytree(llava, stretched)
+    (stretched / "config.json").write_text(json.dumps(described))
+    assert kv_identity(config(stretched))[1]["max_model_len"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"load_format": "dummy"}, "load_format"),
+        ({"load_format": "gguf"}, "load_format"),
+        ({"load_format": SimpleNamespace(value="tensorizer")}, "load_format"),
+        ({"hf_overrides": lambda c: c}, "overrides"),
+        ({"hf_overrides": {"x": object()}}, "overrides"),
+    ],
+)
+def test_what_cannot_be_identified(llava: Path, fields: dict[str, Any], reason: str) -> None:
+    for identify in (tower_identity, kv_identity):
+        with pytest.raises(CheckpointError) as error:
+            identify(config(llava, **fields))
+        assert error.value.reason == reason
+
+
+def test_an_unknown_family_shares_with_its_very_self_only(llava: Path, tmp_path: Path) -> None:
+    def unknown(name: str, source: Path) -> Path:
+        shutil.copytree(source, tmp_path / name)
+        described = json.loads((source / "config.json").read_text())
+        described["architectures"], described["model_type"] = ["NovelModel"], "novel"
+        (tmp_path / name / "config.json").write_text(json.dumps(described))
+        return tmp_path / name
+
+    first = tower_identity(config(unknown("a", llava)))
+    assert first.served_identity is None
+    assert tower_identity(config(unknown("b", llava))).identity == first.identity
+    other = checkpoints.llava(tmp_path / "o", llm_seed=9)
+    assert tower_identity(config(unknown("c", other))).identity != first.identity
+    assert tower_identity(config(tmp_path / "a", dtype=torch.bfloat16)).identity != first.identity
+
+
+def test_items_are_unwrapped_as_vllm_does() -> None:
+    """`_get_mm_hashes` relies on these classes' `get`."""
+    wrapped = MediaWithBytes(picture(1), b"anything")
+    items = MultiModalDataItems({"image": ImageProcessorItems([wrapped])})
+    assert isinstance(items["image"].get(0), Image.Image)

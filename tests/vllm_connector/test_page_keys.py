@@ -1,0 +1,183 @@
+"""Page keys of whole requests: what changes them, what does not, and their frozen values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from cornplug import identity
+from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector.identifiers import key_of
+from cornplug.vllm_connector.page_keys import PageKeys
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "page_keys.json"
+SECRET = bytes(range(32))
+A, B = "cp1-" + "aa" * 32, "cp1-" + "bb" * 32
+PLACEHOLDER = 32000
+
+
+def feature(
+    identifier: str, offset: int, length: int, mask: list[bool] | None = None
+) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset, length, None if mask is None else torch.tensor(mask))
+    return MultiModalFeatureSpec(None, "image", identifier, place)
+
+
+def prompt(length: int, *media: tuple[int, int]) -> list[int]:
+    tokens = [(11 * i) % 997 for i in range(length)]
+    for offset, size in media:
+        tokens[offset : offset + size] = [PLACEHOLDER] * size
+    return tokens
+
+
+def root(**spec: Any) -> bytes:
+    lm, salt = spec.pop("lm", b"lm" * 16), spec.pop("salt", None)
+    page = PageGeometry(page_tokens=32, heads=2, layers=2, dim=64, dtype=spec.pop("dtype", "float32"))
+    return identity.kv_root(SECRET, lm, {"config": "x", "page": page.spec(), **spec}, salt)
+
+
+def keys(tokens: list[int], *features: MultiModalFeatureSpec, page: int = 32, **spec: Any) -> list[bytes]:
+    return PageKeys(SECRET, root(**spec), page, features).upto(tokens, len(tokens))
+
+
+def test_a_key_for_each_whole_page() -> None:
+    tokens = prompt(100)
+    assert len(keys(tokens)) == 3
+    assert len(set(keys(tokens))) == 3
+    assert PageKeys(SECRET, root(), 32, ()).upto(tokens, 31) == []
+    assert keys(tokens)[:2] == keys(tokens[:64])
+
+
+def test_a_key_names_all_tokens_before_it() -> None:
+    tokens = prompt(96)
+    first = [tokens[0] + 1, *tokens[1:]]
+    assert not set(keys(tokens)) & set(keys(first))
+    last = [*tokens[:-1], tokens[-1] + 1]
+    assert keys(tokens)[:2] == keys(last)[:2]
+    assert keys(tokens)[2] != keys(last)[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"salt": "tenant"}, {"salt": ""}, {"lm": b"other lm"}, {"lora": "ab"}, {"dtype": "bfloat16"},
+        {"quantization": "fp8"}, {"max_model_len": 4096},
+    ],
+)  # fmt: skip
+def test_everything_that_changes_kv_changes_every_key(change: dict[str, Any]) -> None:
+    tokens = prompt(96)
+    assert not set(keys(tokens)) & set(keys(tokens, **change))
+
+
+def test_page_sizes_do_not_mix() -> None:
+    tokens = prompt(128)
+    assert not set(keys(tokens, page=32)) & set(keys(tokens, page=64))
+
+
+@given(st.data())
+def test_extending_gives_what_asking_at_once_gives(data: st.DataObject) -> None:
+    tokens = prompt(400, (20, 70), (130, 40))
+    features = [feature(B, 130, 40), feature(A, 20, 70, [i % 3 != 0 for i in range(70)])]
+    whole = keys(tokens, *features)
+    growing = PageKeys(SECRET, root(), 32, features)
+    ends = data.draw(st.lists(st.integers(0, 400), max_size=8))
+    for end in ends:
+        known = tokens[: max([end, *ends[: ends.index(end)]])]
+        assert growing.upto(known, end) == whole[: end // 32]
+
+
+def test_two_pictures_swapped() -> None:
+    tokens = prompt(160, (10, 40), (70, 40))
+    there = keys(tokens, feature(A, 10, 40), feature(B, 70, 40))
+    swapped = keys(tokens, feature(B, 10, 40), feature(A, 70, 40))
+    assert not set(there) & set(swapped)
+    # The order in which vLLM lists them says nothing.
+    assert keys(tokens, feature(B, 70, 40), feature(A, 10, 40)) == there
+
+
+def test_one_picture_at_two_places() -> None:
+    tokens = prompt(160, (0, 32), (64, 32))
+    twice = keys(tokens, feature(A, 0, 32), feature(A, 64, 32))
+    assert len(set(twice)) == len(twice)
+    assert twice[:2] == keys(prompt(160, (0, 32)), feature(A, 0, 32))[:2]
+    assert twice[2] != keys(tokens, feature(A, 0, 32), feature(B, 64, 32))[2]
+
+
+def test_a_shift_of_one_position_changes_the_keys() -> None:
+    tokens = prompt(96, (0, 96))
+    assert keys(tokens, feature(A, 0, 95))[0] == keys(tokens, feature(A, 0, 96))[0]
+    assert keys(tokens, feature(A, 1, 95))[0] != keys(tokens, feature(A, 0, 96))[0]
+
+
+def test_a_mask_says_which_positions_hold_embeddings() -> None:
+    """Rows count on: the embedding at a position is named by its row, not by its position."""
+    tokens = prompt(32, (0, 8))
+    full = keys(tokens, feature(A, 0, 8))
+    assert keys(tokens, feature(A, 0, 8, [True] * 8)) == full
+    gap = keys(tokens, feature(A, 0, 8, [True] * 3 + [False] + [True] * 4))
+    other_gap = keys(tokens, feature(A, 0, 8, [True] * 4 + [False] + [True] * 3))
+    assert len({*full, *gap, *other_gap}) == 3
+    # Where nothing is embedded the tokens speak for themselves.
+    assert keys(tokens, feature(A, 0, 8, [False] * 8)) == keys(tokens)
+
+
+def test_what_stands_at_a_placeholder_is_the_medium_not_the_token() -> None:
+    tokens = prompt(32, (4, 8))
+    others = [5 if token == PLACEHOLDER else token for token in tokens]
+    assert keys(tokens, feature(A, 4, 8)) == keys(others, feature(A, 4, 8))
+
+
+@pytest.mark.parametrize(
+    "foreign", ["some-uuid", "local-" + "aa" * 32, "7:" + A, "cp1-" + "aa" * 31, "cp1-" + "AA" * 32]
+)
+def test_a_medium_without_an_identity_of_ours_ends_the_naming(foreign: str) -> None:
+    tokens = prompt(160, (70, 20), (100, 20))
+    named = PageKeys(SECRET, root(), 32, [feature(A, 100, 20), feature(foreign, 70, 20)])
+    assert named.limit == 70
+    assert named.upto(tokens, 160) == keys(tokens)[:2]
+    several = PageKeys(
+        SECRET, root(), 32, [feature(foreign, 100, 20), feature("x", 70, 20), feature("y", 120, 9)]
+    )
+    assert several.limit == 70
+
+
+def test_key_of() -> None:
+    assert key_of(A) == b"\xaa" * 32
+    assert key_of("cp1-" + "zz" * 32) is None
+    assert key_of(A + "0") is None
+    assert key_of(A + "\n") is None
+    assert key_of("") is None
+
+
+def vectors() -> dict[str, Any]:
+    """Whole requests, as JSON holds them."""
+    masked = [i % 4 != 3 for i in range(40)]
+    cases: dict[str, tuple[list[int], list[MultiModalFeatureSpec], dict[str, Any]]] = {
+        "text": (prompt(100), [], {}),
+        "text, salted": (prompt(100), [], {"salt": "tenant-1"}),
+        "text, 64-token pages": (prompt(130), [], {"page": 64}),
+        "one picture": (prompt(100, (5, 40)), [feature(A, 5, 40)], {}),
+        "a picture with a mask": (prompt(100, (5, 40)), [feature(A, 5, 40, masked)], {}),
+        "two pictures": (prompt(140, (5, 40), (60, 40)), [feature(A, 5, 40), feature(B, 60, 40)], {}),
+        "a foreign picture behind ours": (
+            prompt(140, (5, 40), (100, 20)),
+            [feature(A, 5, 40), feature("uuid", 100, 20)],
+            {},
+        ),
+    }
+    return {
+        name: [key.hex() for key in keys(tokens, *features, **spec)]
+        for name, (tokens, features, spec) in cases.items()
+    }
+
+
+def test_golden_vectors() -> None:
+    """A change here makes every store useless: it needs a new version in the key's domain name."""
+    assert vectors() == json.loads(GOLDEN.read_text())

@@ -1,0 +1,329 @@
+"""Registration, wrapping, replaced weights, adapters, and metrics on vLLM's own path."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import prometheus_client
+import pytest
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+
+from cornplug.errors import CheckpointError
+from cornplug.metrics import METRICS, Tally
+from cornplug.vllm_connector import compat, plugin, stats, weights
+from cornplug.vllm_connector.ec_connector import CornplugECConnector
+from cornplug.vllm_connector.kv_connector import CornplugConnector
+from cornplug.vllm_connector.model import Adapters
+
+# -- register ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which nobody has registered yet."""
+    monkeypatch.setattr(plugin, "_state", {"registered": False})
+
+
+def test_register_is_idempotent(fresh: None) -> None:
+    plugin.register()
+    assert plugin.registered()
+    assert plugin.why_not() == ""
+    once = EngineArgs.__dict__["from_cli_args"]
+    plugin.register()
+    plugin._state["registered"] = False
+    plugin.register()
+    assert EngineArgs.__dict__["from_cli_args"] is once
+    assert isinstance(once, classmethod)
+    assert KVConnectorFactory._registry["CornplugConnector"]() is CornplugConnector
+    assert ECConnectorFactory._registry["CornplugECConnector"]() is CornplugECConnector
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "1.0.0", "0.99rc1", "dev", "", None])
+def test_another_version_is_one_line_and_no_error(
+    fresh: None, version: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        mock.patch.object(compat, "vllm_version", return_value=version),
+        caplog.at_level(logging.DEBUG, "vllm.cornplug"),
+    ):
+        logging.getLogger("vllm.cornplug").addHandler(caplog.handler)
+        plugin.register()
+        logging.getLogger("vllm.cornplug").removeHandler(caplog.handler)
+    assert not plugin.registered()
+    assert "outside the tested range >=0.32,<0.33" in plugin.why_not()
+    assert len({r.message for r in caplog.records}) == 1
+
+
+def test_a_vllm_that_lacks_a_seam_is_one_line_and_no_error(fresh: None) -> None:
+    with mock.patch.object(compat, "wrap", side_effect=AttributeError("no such method")):
+        plugin.register()
+    assert not plugin.registered()
+    assert "no such method" in plugin.why_not()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.7+cpu", "0.32", "0.32rc1", "0.32.1.dev3+gabc"])
+def test_tested_versions(version: str) -> None:
+    assert compat.is_tested(version)
+
+
+def test_the_installed_version_is_tested() -> None:
+    version = compat.vllm_version()
+    assert version is not None
+    assert compat.is_tested(version)
+
+
+def test_no_vllm_has_no_version() -> None:
+    missing = importlib.metadata.PackageNotFoundError
+    with mock.patch.object(compat.importlib.metadata, "version", side_effect=missing):
+        assert compat.vllm_version() is None
+
+
+# -- wrap -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target() -> Iterator[ModuleType]:
+    module = ModuleType("cornplug_test_target")
+
+    class Base:
+        def inherited(self) -> str:
+            return "base"
+
+    class Thing(Base):
+        def plain(self, x: int) -> int:
+            """What it says."""
+            return x
+
+        @staticmethod
+        def static(x: int) -> int:
+            return x
+
+        @classmethod
+        def of_class(cls, x: int) -> tuple[str, int]:
+            return cls.__name__, x
+
+    def function(x: int) -> int:
+        return x
+
+    module.Thing, module.Base, module.function = Thing, Base, function  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_wrap_keeps_the_kind_of_method_and_wraps_once(target: Any) -> None:
+    calls: list[str] = []
+
+    def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(original.__name__)
+        return original(*args, **kwargs)
+
+    for _ in range(3):
+        for name in ("Thing.plain", "Thing.static", "Thing.of_class", "Thing.inherited", "function"):
+            compat.wrap(target.__name__, name, wrapper)
+    thing = target.Thing()
+    assert thing.plain(1) == 1
+    assert thing.plain(x=2) == 2
+    assert (thing.static(3), target.Thing.static(4)) == (3, 4)
+    assert thing.of_class(5) == target.Thing.of_class(5) == ("Thing", 5)
+    assert thing.inherited() == "base"
+    assert target.function(6) == 6
+    assert len(calls) == 8, "each call goes through the wrapper once"
+    assert target.Thing.plain.__doc__ == "What it says."
+    assert target.Base().inherited() == "base"
+    assert len(calls) == 8, "the base class is as it was"
+
+
+@pytest.mark.parametrize("name", ["Thing.missing", "Nothing.plain", "missing"])
+def test_wrap_says_what_is_missing(target: Any, name: str) -> None:
+    with pytest.raises(AttributeError):
+        compat.wrap(target.__name__, name, lambda original: None)
+    with pytest.raises(ImportError):
+        compat.wrap("cornplug_no_such_module", name, lambda original: None)
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+class Core(EngineCore):
+    """An engine core with nothing in it."""
+
+    def __init__(self, *, started: bool = True) -> None:
+        self.calls: list[Any] = []
+        executor = SimpleNamespace(
+            collective_rpc=lambda *a: self.calls.append(a), sleep=lambda level: self.calls.append(level)
+        )
+        self.model_executor: Any = executor
+        self.pause_scheduler = lambda **kwargs: None  # type: ignore[method-assign, assignment]
+        if started:
+            self.scheduler: Any = object()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    plugin.register()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "reload_weights", "update_weights", "start_weight_update", "load_model", "apply_model",
+        "reset_weights", "update_weights_from_distributed", "my_trainer_step", lambda worker: None,
+    ],
+)  # fmt: skip
+def test_calls_that_may_replace_weights_end_sharing(method: Any) -> None:
+    core = Core()
+    core.collective_rpc(method, None, (1,))
+    assert core.calls == [(method, None, (1,), None)]
+    assert weights.replaced()
+
+
+@pytest.mark.parametrize("method", ["add_lora", "profile", "synchronize_device", "reset_mm_cache", "wake_up"])
+def test_harmless_calls_do_not(method: str) -> None:
+    Core().collective_rpc(method)
+    assert not weights.replaced()
+
+
+def test_calls_of_the_start_do_not() -> None:
+    Core(started=False).collective_rpc("load_model")
+    assert not weights.replaced()
+
+
+@pytest.mark.parametrize(("args", "ends"), [((), False), ((1,), False), ((2,), True), ((3,), True)])
+def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
+    Core().sleep(*args)
+    assert weights.replaced() is ends
+    weights._replaced.clear()
+    Core().sleep(level=args[0] if args else 1)
+    assert weights.replaced() is ends
+
+
+def test_every_harmless_name_is_a_method_of_vllms_workers() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    unknown = [name for name in weights._HARMLESS if not hasattr(Worker, name)]
+    assert unknown == []
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+def test_adapters_are_known_by_content(tmp_path: Path) -> None:
+    for name, data in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(data)
+    adapters = Adapters()
+    a, b, c = (adapters.digest(str(tmp_path / name)) for name in "abc")
+    assert a == b != c
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"3")
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            adapters.digest(str(tmp_path / "a"))
+        assert error.value.reason == "lora_changed"
+    (tmp_path / "b" / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError) as error:
+        adapters.digest(str(tmp_path / "b"))
+    assert error.value.reason == "lora"
+
+
+# -- metrics ----------------------------------------------------------------------------------
+
+
+def tallied() -> Tally:
+    tally = Tally()
+    tally.count("cornplug_hits_total", "chat", "kv_page", "store", by=3)
+    tally.count("cornplug_misses_total", "chat", "embedding", "evicted")
+    tally.count("cornplug_bytes_total", "chat", "kv_page", "load", by=1000)
+    tally.count("cornplug_saves_total", "chat", "kv_page", "stored")
+    tally.count("cornplug_saved_tokens_total", "chat", by=128)
+    tally.count("cornplug_saved_tower_passes_total", "chat")
+    tally.observe("cornplug_wait_seconds", 0.004, "chat", "kv_page")
+    tally.observe("cornplug_wait_seconds", 0.2, "chat", "kv_page")
+    return tally
+
+
+def test_both_connectors_count_into_one_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(stats, "_collectors", {})
+
+    def own(kind: Any) -> Any:
+        return lambda **kwargs: kind(registry=registry, **kwargs)
+
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector="CornplugConnector", kv_connector_module_path=None),
+        ec_transfer_config=SimpleNamespace(ec_connector="CornplugECConnector", ec_connector_module_path=None),
+    )
+    counter, histogram = own(prometheus_client.Counter), own(prometheus_client.Histogram)
+    labels = {0: ["model", "0"], 1: ["model", "1"]}
+    for prom in (KVConnectorProm, ECConnectorProm):
+        monkeypatch.setattr(prom, "_counter_cls", staticmethod(counter))
+        monkeypatch.setattr(prom, "_histogram_cls", staticmethod(histogram))
+    kv = KVConnectorProm(config, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+    ec = ECConnectorProm(config, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+    kv_stats, ec_stats = stats.drained_kv(tallied()), stats.drained_ec(tallied())
+    assert kv_stats is not None
+    assert ec_stats is not None
+    kv.observe(kv_stats.data, 0)
+    ec.observe(ec_stats.data, 0)
+    ec.observe(ec_stats.data, 1)
+    text = prometheus_client.generate_latest(registry).decode()
+    hits = 'cornplug_hits_total{app="chat",engine="%d",model_name="model",source="store",what="kv_page"} %s'
+    assert hits % (0, 6.0) in text
+    assert hits % (1, 3.0) in text
+    assert 'cornplug_saved_tokens_total{app="chat",engine="0",model_name="model"} 256.0' in text
+    assert 'cornplug_wait_seconds_count{app="chat",engine="0",model_name="model",what="kv_page"} 4.0' in text
+    assert 'cornplug_wait_seconds_bucket{app="chat",engine="0",le="0.005"' in text
+    for name in METRICS:
+        assert f"# HELP {name.removesuffix('_total')}" in text
+
+
+def test_stats_add_up_and_empty_out() -> None:
+    first, second = stats.drained_kv(tallied()), stats.drained_kv(tallied())
+    assert first is not None
+    assert second is not None
+    total = CornplugConnector.build_kv_connector_stats()
+    assert total is not None
+    assert total.is_empty()
+    assert total.aggregate(first).aggregate(second) is total
+    assert total.reduce() == {
+        "hits{kv_page,store}": 6,
+        "misses{embedding,evicted}": 2,
+        "bytes{kv_page,load}": 2000,
+        "saves{kv_page,stored}": 2,
+        "saved_tokens{}": 256,
+        "saved_tower_passes{}": 2,
+    }
+    assert first.reduce()["hits{kv_page,store}"] == 3, "what was added is as it was"
+    total.reset()
+    assert total.is_empty()
+    assert stats.drained_kv(Tally()) is None
+    assert stats.drained_ec(Tally()) is None
+    assert CornplugECConnector.build_ec_connector_stats({}) is not None
+
+
+def test_vllms_log_line_takes_our_stats() -> None:
+    config = SimpleNamespace(
+        kv_connector="CornplugConnector", kv_connector_module_path=None, is_kv_transfer_instance=True
+    )
+    log = KVConnectorLogging(config)  # type: ignore[arg-type]
+    found = stats.drained_kv(tallied())
+    assert found is not None
+    log.observe(found.data)
+    lines: list[str] = []
+    log.log(lambda *args: lines.append(args[0] % args[1:]))
+    assert any("hits{kv_page,store}" in line for line in lines)
