@@ -48,7 +48,7 @@ def main() -> int:
         ],
     )
     model = models.llava(**{**_LLM, "layers": layers}, vision=dict(CLIP_L_336))
-    count = 2 if chosen.quick else 8
+    count = 2 if chosen.quick else 6
     with stage(flags=_FLAGS, kv_gib=3) as here, here.store("6GiB"):
         measure(report, here, model, count)
     report.show()

@@ -58,7 +58,7 @@ def main() -> int:
             "but absent. Figures are one a block, ratios are of the two blocks with equal requests.",
         ],
     )
-    blocks, size = (4, 12) if chosen.quick else (10, 20)
+    blocks, size = (4, 12) if chosen.quick else (10, 12)
     with stage(flags=_FLAGS, kv_gib=1) as here, here.store("1GiB"):
         measure(report, here, models.llava(**_MODEL), blocks, size)
     report.show()
