@@ -8,6 +8,7 @@ request never change, a finished request's blocks stay until `finished_sending`,
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -193,13 +194,17 @@ class KVWorker:
         try:
             with self._side.after(mark):
                 for slab in self._slabs(load.pages):
-                    self._read_slab(load, slab)
+                    whole = self._read_slab(load, slab)
                     self._side.finish()
-                    done += len(slab)
+                    done += whole
+                    if whole < len(slab):
+                        raise CodecError(f"page {slab[whole].index} is corrupt", reason="corrupt")
             reason = ""
         except CornplugError as e:
             reason = e.reason
             compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            if isinstance(e, CodecError):
+                self._discard(load.pages[done:])
         finally:
             first_bad = (
                 load.pages[done].index * self._page.page_tokens if done < len(load.pages) else load.end
@@ -283,33 +288,42 @@ class KVWorker:
                 np.copyto(there, here)
         return sums
 
-    def _read_slab(self, load: Load, pages: Sequence[PageRead]) -> None:
-        """Copy neighbouring pages in, each segment verified in our own memory first."""
+    def _read_slab(self, load: Load, pages: Sequence[PageRead]) -> int:
+        """Copy neighbouring pages in, each segment verified in our own memory first; how many
+        there were before a damaged one."""
         if not self._layouts:
             raise LayoutError("this cache is not mapped", reason="layout")
         size = self._page.page_tokens
         staging = self._staging(len(pages))
-        for row, source in enumerate(pages):
-            self._verified_copy(source, staging[row])
-        for row, source in enumerate(pages):
+        rows = range(len(pages))
+        whole = list(itertools.takewhile(lambda row: self._copied(pages[row], staging[row]), rows))
+        for row in whole:
+            source = pages[row]
             first = source.index * size
             start, end = max(first, load.start), min(first + size, load.end)
             places = self._places(load.blocks, start, end)
             for plane, cache, host in self._planes(staging[row, :, :, :, start - first : end - first]):
                 plane.copy_in(cache, places, host)
+        return len(whole)
 
-    def _verified_copy(self, source: PageRead, target: torch.Tensor) -> None:
+    def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
+        """Copy this rank's part of a page to host memory; whether the copy is what was stored."""
         arena = self._arena_rows(self._store.view(source.location))
         for head, here, there in zip(self._mine.heads, _rows(target), arena, strict=True):
             np.copyto(here, there)
             found: dict[int, int] = {}
             self._sum(here, head, found)
             if any(value != source.checksums[segment] for segment, value in found.items()):
-                try:
-                    self._store.delete([source.key], deadline_s=1.0)
-                except CornplugError as e:
-                    compat.logger.debug("cornplug: corrupt page not dropped: %s", e)
-                raise CodecError(f"head {head} of page {source.index} is corrupt", reason="corrupt")
+                return False
+        return True
+
+    def _discard(self, pages: Sequence[PageRead]) -> None:
+        """Drop a damaged page and what follows it: where one is damaged others are, the request
+        computes them all again anyway, and whole prefixes heal at once instead of page by page."""
+        try:
+            self._store.delete([page.key for page in pages], deadline_s=1.0)
+        except CornplugError as e:
+            compat.logger.debug("cornplug: damaged pages not dropped: %s", e)
 
     def _arena_rows(self, arena: memoryview) -> Bytes:
         """This rank's part of a page in the store, shape (heads, bytes of its layers)."""

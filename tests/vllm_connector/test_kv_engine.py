@@ -174,8 +174,8 @@ def test_a_corrupt_page_is_recomputed_dropped_and_saved_anew(
     assert request.failed
     assert second.counts["misses", "kv_page", "corrupt"] == 1
     assert ("hits", "kv_page", "store") not in second.counts
-    assert second.counts["saves", "kv_page", "stored"] == 1
-    assert second.counts["saves", "kv_page", "present"] == 3
+    # The damaged page and those after it are stored anew: whole prefixes heal at once.
+    assert second.counts["saves", "kv_page", "stored"] == 4 - nth
     assert open_in(store) == (0, 0)
     assert engine().run("c", PROMPT).external_tokens == 128
 
