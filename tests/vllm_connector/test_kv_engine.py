@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
+from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.memory import MemoryStore
@@ -139,6 +144,29 @@ def test_tenants_do_not_share(engine: Make) -> None:
     assert engine().run("d", PROMPT, cache_salt="x").external_tokens == 128
 
 
+def test_adapters_share_with_their_like(engine: Make, tmp_path: Path) -> None:
+    loras = []
+    for name, data in (("x", b"1"), ("y", b"1"), ("z", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(data)
+        loras.append(SimpleNamespace(lora_path=str(tmp_path / name)))
+    engine().run("a", PROMPT, lora_request=loras[0])
+    second = engine(blocks=128)
+    assert second.run("b", PROMPT, lora_request=loras[2]).external_tokens == 0
+    assert second.run("c", PROMPT).external_tokens == 0
+    assert second.run("d", PROMPT, lora_request=loras[1]).external_tokens == 128
+    second.run("e", PROMPT, lora_request=SimpleNamespace(lora_path=str(tmp_path)))
+    assert second.counts["misses", "kv_page", "lora"] == 1
+
+
+def test_what_was_never_asked_about_leaves_nothing(engine: Make) -> None:
+    first = engine()
+    first.finish(first.add("a", PROMPT))
+    first.connector.update_connector_output(KVConnectorOutput(finished_recving={"unknown"}))
+    assert not first.busy()
+
+
 def test_two_engines_computing_one_prompt_store_it_once(engine: Make, store: MemoryStore) -> None:
     first, second = engine(), engine()
     first.add("a", PROMPT)
@@ -208,7 +236,30 @@ def test_a_request_whose_load_failed_does_not_load_again(engine: Make, store: Me
     assert request.external_tokens == 0
 
 
-def test_a_page_of_another_shape_is_a_miss_and_dropped(engine: Make, store: MemoryStore) -> None:
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"shape": (4, 4, 2, 8, 32)}])
+def test_a_page_of_another_form_is_a_miss_and_dropped(
+    engine: Make, store: MemoryStore, change: dict[str, Any]
+) -> None:
+    engine().run("a", PROMPT)
+    one = list(store.index._entries.values())[1]
+    header = decode_header(one.meta, key=one.key)
+    one.meta = encode_header(msgspec.structs.replace(header, **change))
+    second = engine()
+    assert second.run("b", PROMPT).external_tokens == 32
+    assert second.counts["misses", "kv_page", "wrong_shape"] == 1
+    assert open_in(store) == (0, 0)
+
+
+def test_pages_evicted_between_the_question_and_the_lease(
+    engine: Make, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine().run("a", PROMPT[:70])
+    second = engine(connect=lambda: faulty)
+    monkeypatch.setattr(faulty, "contains", lambda keys, deadline_s: b"\1" * len(keys))
+    assert second.run("b", PROMPT).external_tokens == 64
+
+
+def test_a_page_with_a_damaged_header_is_a_miss_and_dropped(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
     meta = next(iter(store.index._entries.values()))

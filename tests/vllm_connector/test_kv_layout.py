@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backends import cpu_attn
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_layout import BlockLayout, WriteOp, derive, write_op
+from cornplug.vllm_connector.kv_layout import BlockLayout, Places, WriteOp, derive, write_op
 
 Tensor = torch.Tensor
 
@@ -38,6 +38,25 @@ def check(cache: Tensor, layout: BlockLayout, write: WriteOp, heads: int, size: 
     layout.keys.scatter(cache, blocks, slots, key)
     layout.values.scatter(cache, blocks, slots, value)
     assert torch.equal(cache, theirs)
+    check_runs(cache, layout, heads, size, dim)
+
+
+def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: int) -> None:
+    """A range of tokens over several blocks comes and goes as the same tokens one by one."""
+    table, start, end = [2, 0, 1], 3, 2 * size + 5
+    places = Places(table, start, end, size, cache.device)
+    tokens = torch.arange(start, end)
+    at = torch.tensor(table)[tokens // size], tokens % size
+    for plane in (layout.keys, layout.values):
+        host = torch.empty(heads, end - start, dim, dtype=cache.dtype)
+        plane.copy_out(cache, places, host)
+        assert torch.equal(host.transpose(0, 1), plane.gather(cache, *at))
+        before, new = cache.clone(), host + 1
+        plane.copy_in(cache, places, new)
+        theirs = cache.clone()
+        cache.copy_(before)
+        plane.scatter(cache, *at, new.transpose(0, 1))
+        assert torch.equal(cache, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
