@@ -90,9 +90,7 @@ class Config(_Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
 
 
-def load(
-    overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ
-) -> Config:
+def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
     """Merge defaults, file, environment and `overrides` ({"section.field": value}).
 
     Raises ConfigError that names the field, where it was set, and what it accepts.
@@ -102,7 +100,9 @@ def load(
     if path:
         for section, fields in _read_toml(Path(path)).items():
             if section not in values or not isinstance(fields, dict):
-                raise ConfigError(f"{path}: [{section}]", "unknown section", f"Sections: {', '.join(values)}.")
+                raise ConfigError(
+                    f"{path}: [{section}]", "unknown section", f"Sections: {', '.join(values)}."
+                )
             values[section].update(fields)
     for name, text in environ.items():
         parts = name.removeprefix("CORNPLUG_").lower().split("_", 1)
@@ -145,7 +145,11 @@ def read_secret(path: Path) -> bytes:
             draft.unlink()
     secret = path.read_bytes()
     if len(secret) != 32:
-        raise ConfigError("store.secret_file", f"{path} has {len(secret)} bytes", "Make one: head -c 32 /dev/urandom > FILE.")
+        raise ConfigError(
+            "store.secret_file",
+            f"{path} has {len(secret)} bytes",
+            "Make one: head -c 32 /dev/urandom > FILE.",
+        )
     return secret
 
 
@@ -153,6 +157,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as e:
-        raise ConfigError("CORNPLUG_CONFIG", f"cannot read {path}: {e.strerror}", "Name a readable TOML file.") from e
+        raise ConfigError(
+            "CORNPLUG_CONFIG", f"cannot read {path}: {e.strerror}", "Name a readable TOML file."
+        ) from e
     except tomllib.TOMLDecodeError as e:
         raise ConfigError("CORNPLUG_CONFIG", f"{path} is no TOML: {e}", "Correct that line.") from e

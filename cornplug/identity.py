@@ -124,14 +124,10 @@ def feature_key(
     )
 
 
-def kv_root(
-    secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None
-) -> bytes:
+def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
     """What KV depends on besides the tokens: the whole LM (with adapters and quantisation),
     cache dtype, rope and page geometry, tenant."""
-    return keyed(
-        secret, "cornplug-kv-root-v1", language_model_fp, canonical(kv_spec), _salt(salt)
-    )
+    return keyed(secret, "cornplug-kv-root-v1", language_model_fp, canonical(kv_spec), _salt(salt))
 
 
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
