@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
         logging.basicConfig(
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(message)s"
         )
+        if options.detach:
+            _leave_the_starters_cores()
         return _serve(options)
     except ConfigError as e:
         print(f"cornplug serve-store: {e}", file=sys.stderr)
@@ -109,6 +111,16 @@ def _serve(options: argparse.Namespace) -> int:
         os.close(lock)
     _log.info("ended")
     return 0
+
+
+def _leave_the_starters_cores() -> None:
+    """Run on any core: a vLLM worker that starts us is bound to the very cores that it keeps busy,
+    and there an answer takes seconds. The kernel keeps to what our container allows."""
+    cores = os.sysconf("SC_NPROCESSORS_CONF")
+    try:
+        os.sched_setaffinity(0, range(cores))
+    except OSError as e:
+        _log.warning("this store shares its starter's cores: %s", e.strerror)
 
 
 def _private_folder(folder: Path) -> None:

@@ -110,8 +110,8 @@ class Host:
         """`cornplug encoder` for all apps' models."""
         models = [app.model for app in apps]
         log = self.folder / "logs" / "encoder.log"
-        # vLLM binds a thread to each core by itself; the same for the other side of the comparison.
-        threads = ("--threads", str(len(os.sched_getaffinity(0))))
+        # As many as vLLM gives itself here: one core is for whoever else has to answer.
+        threads = ("--threads", str(max(1, len(os.sched_getaffinity(0)) - 1)))
         return EncoderProcess(models, *threads, socket=self.encoder_socket, dtype=DTYPE, log=log)
 
     def store_pid(self) -> int | None:

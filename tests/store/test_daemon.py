@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,6 +233,28 @@ def test_an_auto_started_store_takes_half_of_what_is_free(small_shm: Path, store
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no other")
+def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: StoreConfig) -> None:
+    """A vLLM worker that starts it is bound to cores that it keeps busy."""
+    allowed = os.sched_getaffinity(0)
+    starter = (
+        "import os, socket, struct, sys\n"
+        "from pathlib import Path\n"
+        "from cornplug.config import StoreConfig\n"
+        "from cornplug.store.pool import PoolStore\n"
+        f"os.sched_setaffinity(0, {{{min(allowed)}}})\n"
+        "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 26)\n"
+        "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
+        "peer = store._connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)\n"
+        "print(sorted(os.sched_getaffinity(struct.unpack('3i', peer)[0])))\n"
+        "store.close()\n"
+    )
+    command = [sys.executable, "-c", starter, str(store_config.socket), str(store_config.secret_file)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert set(json.loads(out.stdout)) >= allowed
+    eventually(lambda: not store_config.socket.exists())
 
 
 def test_when_others_take_shared_memory_the_store_stays_small(
