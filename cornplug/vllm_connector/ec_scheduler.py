@@ -36,7 +36,7 @@ from cornplug.vllm_connector import compat, weights
 from cornplug.vllm_connector.ec_moves import Arrived, ECAcks, ECMoves
 from cornplug.vllm_connector.identifiers import key_of
 from cornplug.vllm_connector.media_inputs import MediaInputs
-from cornplug.vllm_connector.model import TowerIdentity, dtype_name, tower_identity
+from cornplug.vllm_connector.model import dtype_name, tower_identity
 from cornplug.vllm_connector.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -93,17 +93,21 @@ class ECScheduler:
         """Of this step."""
         self._ask_after = 0.0
         self._failures = 0
-        self._identity: TowerIdentity | None = None
+        self._served: bytes | None = None
+        """The identity that a service would list for this model."""
+        self._identified = False
         threading.Thread(
             target=self._identify, args=(config,), name="cornplug-identify-ec", daemon=True
         ).start()
 
     def _identify(self, config: VllmConfig) -> None:
         try:
-            self._identity = tower_identity(config)
+            self._served = tower_identity(config).served_identity
         except CheckpointError as e:
             # The API process says so once, with the remedy; here every identifier is foreign.
             compat.logger.debug("cornplug: no tower identity: %s", e)
+        finally:
+            self._identified = True
 
     # -- the engine's questions -------------------------------------------------------------
 
@@ -253,12 +257,12 @@ class ECScheduler:
 
     def _ask(self, item: _Item, feature: Any, salt: str | None) -> None:
         """Have the service encode it. Raises EncoderUnavailable where it is not asked."""
-        identity = self._identity.served_identity if self._identity is not None else None
-        if identity is None:
-            raise EncoderUnavailable("no service can serve this model", reason="not_served")
+        if self._served is None:
+            reason = "not_served" if self._identified else "identifying"
+            raise EncoderUnavailable("no service is known to serve this model", reason=reason)
         if time.monotonic() < self._ask_after:
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        self._preparer.submit(self._send, item, feature, identity, salt)
+        self._preparer.submit(self._send, item, feature, self._served, salt)
 
     def _send(self, item: _Item, feature: Any, identity: bytes, salt: str | None) -> None:
         """On the preparing thread: large pictures take milliseconds to pack."""

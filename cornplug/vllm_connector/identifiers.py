@@ -39,7 +39,8 @@ PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
 _OURS: Final = re.compile(PREFIX + "[0-9a-f]{64}")
 _UUIDS: Final = 65536
-_FIRST_READ_S: Final = 60.0
+_FIRST_READ_S: Final = 2.0
+"""How long the first request may wait for a checkpoint that was never read before."""
 
 
 def key_of(identifier: str) -> bytes | None:
