@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from integration.stack import ASKS, Stack
 
 from cornplug.testing import checkpoints
 from cornplug.testing.engines import Answer, EncoderProcess, VllmServer, free_port
-from integration.stack import ASKS, Stack
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 """Small blocks and chunked prefill."""

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-
-from cornplug.testing.engines import VllmServer, wait_until
 from integration.stack import (
     ASKS,
     ENCODER_DEADLINE_S,
     MACHINE_NOISE_S,
     STORE_DEADLINE_S,
+    Ask,
     Seen,
     Stack,
     answered,
@@ -26,6 +26,15 @@ from integration.stack import (
     stream,
     wait_for_more,
 )
+
+from cornplug.config import load
+from cornplug.encoder_service.client import EncoderClient
+from cornplug.store import entry
+from cornplug.store.pool import PoolStore
+from cornplug.testing.engines import VllmServer, photos, wait_until
+
+UNSEEN = 8
+"""A picture that no ask shows."""
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +130,29 @@ def test_encoder_killed(stack: Stack, engine: VllmServer) -> None:
         stack.encoder.kill()
         wait_for_more(engine, "misses_total", above=down, what="embedding", reason="encoder_down")
         answered(seen, 10)
+        Ask("What did the engine see itself?", (UNSEEN,)).put(engine)
         stack.encoder.start()
         sharing_resumes(engine, "embedding", "service_ran")
     check(stack, seen)
+
+
+def test_the_engine_publishes_what_the_service_would_have_given(stack: Stack, engine: VllmServer) -> None:
+    """One picture by two doors: the engine's own tower while the service was dead, and the
+    service by HTTP. Both arrive at one key, and at values that agree within 1e-5."""
+    photo = photos()[UNSEEN].data
+    config = load({"store.socket": stack.store_socket})
+    store = PoolStore(config.store, autostart=False, connect_timeout_s=5)
+    with contextlib.closing(store), EncoderClient(stack.encoder.url, store=store) as client:
+        ref = client.encode(photo, model=str(stack.models["a"]))
+        published = entry.get(store, ref.key, deadline_s=5)
+        assert published is not None
+        header, payload = published
+        theirs = np.frombuffer(payload, np.float32).reshape(header.shape)
+        # Under another salt nothing is known yet: the service has to compute it.
+        ours = client.encode(photo, model=str(stack.models["a"]), salt="computed-by-the-service")
+        assert ours.tower == "ran"
+        assert ours.key != ref.key
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)
 
 
 def test_encoder_slow(stack: Stack, engine: VllmServer) -> None:

@@ -8,9 +8,9 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from integration.stack import ASKS, PREAMBLE, Ask, Stack, count, forget_prefixes
 
 from cornplug.testing.engines import VllmServer, photos, wait_until
-from integration.stack import ASKS, PREAMBLE, Ask, Stack, count, forget_prefixes
 
 PICTURES = {i for ask in ASKS for i in ask.pictures}
 
