@@ -102,6 +102,7 @@ def test_an_engine_may_take_less_than_it_was_offered(engine: Make, store: Memory
     second.check(request)
     assert request.external_tokens == take
     assert second.counts[("saved_tokens",)] == take
+    assert second.counts["hits", "kv_page", "store"] == -(-take // 32)
     assert open_in(store) == (0, 0)
 
 
