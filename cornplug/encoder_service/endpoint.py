@@ -111,6 +111,8 @@ class Endpoint:
             await _Connection(self._encoder, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # The client has gone: nobody is left to tell.
+        except asyncio.CancelledError:
+            pass  # `close`: the task ends here, and asyncio (3.11) would log a cancelled one as an error.
         finally:
             writer.close()
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 WHAT = "embedding"
 _MAX_WAITING_BYTES = 1 << 30
 """Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
-_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 @dataclass(slots=True)

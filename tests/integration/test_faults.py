@@ -226,6 +226,7 @@ def babbler(path: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     client, _ = listener.accept()
                     with client:
+                        client.settimeout(0.2)
                         client.recv(1 << 16)
                         client.sendall(os.urandom(64))
 
