@@ -115,7 +115,7 @@ class ManagedProcess:
             return None
         # The leader's id may belong to another once it is reaped, but a session lives on while
         # members do, and only members are signalled.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while members := self.pids():
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"processes {members} survive SIGKILL")

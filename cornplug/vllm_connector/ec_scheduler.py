@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 WHAT = "embedding"
 _MAX_WAITING_BYTES = 1 << 30
 """Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
+_REST_S = 0.005
+"""Longest that an idle engine notices a new request later than it would without us."""
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -91,6 +93,8 @@ class ECScheduler:
         self._to_load: list[_Item] = []
         self._allocated: set[str] = set()
         """Of this step."""
+        self._news = threading.Event()
+        """The service has answered something."""
         self._ask_after = 0.0
         self._failures = 0
         self._served: bytes | None = None
@@ -158,6 +162,8 @@ class ECScheduler:
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
+        if not output.total_num_scheduled_tokens:
+            self._rest()
         items, self._to_load = self._to_load, []
         app = self._run.app
         for item in items:
@@ -190,6 +196,13 @@ class ECScheduler:
         """End the connection to the service and the fetching threads."""
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
+
+    def _rest(self) -> None:
+        """Where the engine has nothing to do but wait for the service, wait instead of asking 650
+        times a second: that takes two cores (its own and the worker's) from whoever encodes."""
+        if any(not item.settled for item in self._items.values()):
+            self._news.wait(_REST_S)
+            self._news.clear()
 
     # -- fetching ---------------------------------------------------------------------------
 
@@ -284,6 +297,7 @@ class ECScheduler:
             # Torch's and vLLM's words for inputs of a form that we do not know.
             answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
         item.answer = answer
+        answer.add_done_callback(lambda _: self._news.set())
 
     def _take(self, item: _Item, answer: Encoded) -> None:
         self._failures, self._ask_after = 0, 0.0

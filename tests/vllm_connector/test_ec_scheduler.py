@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -118,7 +119,9 @@ class Stage:
         return self.moves(freed)
 
     def moves(self, freed: list[str] | None = None) -> Any:
-        return self.half.moves(SimpleNamespace(free_encoder_mm_hashes=freed or []))  # type: ignore[arg-type]
+        return self.half.moves(
+            SimpleNamespace(free_encoder_mm_hashes=freed or [], total_num_scheduled_tokens=1)
+        )  # type: ignore[arg-type]
 
     def counted(self) -> dict[tuple[str, ...], float]:
         for metric, rows in self.tally.drain().items():
@@ -419,9 +422,9 @@ def test_pauses_grow_and_end(stage: Callable[..., Stage]) -> None:
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
         before = here.now()
         assert here.half.available(request, 0)
-        pauses.append(round(here.half._ask_after - before))
+        pauses.append(round(here.half._ask_after - before, 1))
         here.skew += pauses[-1] + 0.1
-    assert pauses == [1, 2, 5, 10, 30, 30, 30]
+    assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
 
 
 def test_two_requests_for_one_picture(stage: Callable[..., Stage]) -> None:
@@ -622,3 +625,26 @@ def test_outcomes_of_offers_are_counted(stage: Callable[..., Stage]) -> None:
         ("saves", "embedding", "full"): 1,
         ("bytes", "embedding", "save"): 150,
     }
+
+
+def test_an_idle_engine_rests_until_the_service_answers(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stage()
+    monkeypatch.setattr(ec_scheduler, "_REST_S", 30.0)
+    busy = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=7)
+    idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
+    began = time.monotonic()
+    here.half.moves(idle)  # type: ignore[arg-type]
+    request = here.request("a", 1)
+    assert not here.half.available(request, 0)
+    here.asked(1)
+    # Others run: they do not wait for this picture.
+    here.half.moves(busy)  # type: ignore[arg-type]
+    timer = threading.Timer(0.05, here.answer)
+    timer.start()
+    here.half.moves(idle)  # type: ignore[arg-type]
+    timer.join()
+    assert here.half.available(request, 0)
+    here.half.moves(idle)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 25

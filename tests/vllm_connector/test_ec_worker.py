@@ -122,7 +122,9 @@ def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
 def test_the_connector_without_a_medium_model_does_nothing() -> None:
     connector = facade(None, ECConnectorRole.SCHEDULER)
     request: Any = SimpleNamespace(mm_features=[])
-    output: Any = SimpleNamespace(free_encoder_mm_hashes=[], ec_connector_worker_meta=None)
+    output: Any = SimpleNamespace(
+        free_encoder_mm_hashes=[], total_num_scheduled_tokens=1, ec_connector_worker_meta=None
+    )
     assert connector.ensure_cache_available(request, 0)
     assert not connector.has_cache_item(NAME)
     connector.update_state_after_alloc(request, 0)
