@@ -1,4 +1,8 @@
-"""Engines are started once for all tests that can share them: a start costs half a minute."""
+"""Engines are started once for all tests that can share them: a start costs half a minute.
+
+The files' names are their order: test_sharing counts from fresh engines, and the last of
+test_survives_faults leaves one of them dead.
+"""
 
 from __future__ import annotations
 
