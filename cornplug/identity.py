@@ -27,6 +27,7 @@ DIGEST_BYTES: Final = 32
 LINK_TOKENS: Final = 16
 """Tokens in one link of the page chain, whatever the page size of an engine."""
 
+_WIDE_TAG: Final = b"sglang-mm-wide-pad-v1"
 _WIDE_BASE: Final = 1_000_000
 _WIDE_MASK: Final = (1 << 62) - 1
 _U32_MAX: Final = (1 << 32) - 1
@@ -133,13 +134,14 @@ def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any],
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     """The four wide values that stand, in rotation, for a medium's placeholder tokens.
 
-    `lineage` is the medium's embedding key: 248 of its bits enter the chain. The form is
-    SGLang's wide pad value (1_000_000 + 62 bits), which no vocabulary reaches, so that
-    SGLang's hook can put the very same values into its own token stream.
+    `lineage` is the medium's embedding key. This is what SGLang's own
+    `MultimodalDataItem.set_identity(lineage)` puts into its token stream
+    (sglang/srt/managers/schedule_batch.py, 0.5.23): 1_000_000 + 62 bits of
+    sha256(tag || lineage) each, which no vocabulary reaches.
     """
     if len(lineage) != DIGEST_BYTES:
         raise ValueError(f"lineage must be {DIGEST_BYTES} bytes, not {len(lineage)}")
-    a, b, c, d = struct.unpack(">4Q", lineage)
+    a, b, c, d = struct.unpack(">4Q", hashlib.sha256(_WIDE_TAG + lineage).digest())
     return (
         _WIDE_BASE + (a & _WIDE_MASK),
         _WIDE_BASE + (b & _WIDE_MASK),
@@ -171,7 +173,7 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -> bytes:
     """Key of the page whose last token ends the link with `chain_value`."""
-    return keyed(secret, "cornplug-page-v1", root, struct.pack(">Q", page_tokens), chain_value)
+    return keyed(secret, "cornplug-page-v2", root, struct.pack(">Q", page_tokens), chain_value)
 
 
 def _salt(salt: str | None) -> bytes:

@@ -4,6 +4,7 @@ A page holds `page_tokens` tokens of every layer, head outermost:
 
     [kv_head][layer][K, V][token][dim]
 
+(MLA: one head and one plane of latent vectors, which every rank holds and the first writes),
 so that a tensor-parallel rank with a contiguous range of heads reads and writes contiguous
 bytes, and any TP or PP degree can read what another wrote. The unit of integrity is the
 *segment*: one head of one layer. Keys are cached after rotary embedding, as both engines do.
@@ -18,7 +19,7 @@ from typing import Any
 from cornplug.errors import LayoutError
 
 PLANES = 2
-"""K and V."""
+"""K and V. MLA caches one latent plane instead."""
 
 MAX_SEGMENTS = 0xFFFF
 """What an envelope's header can name."""
@@ -38,6 +39,8 @@ class PageGeometry:
     dim: int
     dtype: str
     """torch's name without "torch.": float32, float16 or bfloat16."""
+    planes: int = PLANES
+    """2: keys and values. 1: MLA's latent (compressed KV and rotary key side by side in `dim`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -45,7 +48,7 @@ class PageGeometry:
                 f"kv cache dtype {self.dtype!r} is not shared; {', '.join(ITEM_BYTES)} are",
                 reason="kv_dtype",
             )
-        if min(self.page_tokens, self.heads, self.layers, self.dim) < 1:
+        if min(self.page_tokens, self.heads, self.layers, self.dim, self.planes) < 1:
             raise LayoutError(f"empty page: {self}", reason="layout")
         if self.heads * self.layers > MAX_SEGMENTS:
             raise LayoutError(
@@ -55,7 +58,7 @@ class PageGeometry:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """(heads, layers, planes, tokens, dim)."""
-        return self.heads, self.layers, PLANES, self.page_tokens, self.dim
+        return self.heads, self.layers, self.planes, self.page_tokens, self.dim
 
     @property
     def segments(self) -> int:
@@ -64,7 +67,7 @@ class PageGeometry:
 
     @property
     def segment_bytes(self) -> int:
-        return PLANES * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]
+        return self.planes * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]
 
     @property
     def page_bytes(self) -> int:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.protocol import Encode, Encoded
 from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import (
     CheckpointError,
     CodecError,
@@ -36,8 +38,7 @@ from cornplug.vllm_connector import compat, weights
 from cornplug.vllm_connector.ec_moves import Arrived, ECAcks, ECMoves
 from cornplug.vllm_connector.identifiers import key_of
 from cornplug.vllm_connector.media_inputs import MediaInputs
-from cornplug.vllm_connector.model import dtype_name, tower_identity
-from cornplug.vllm_connector.runtime import Runtime
+from cornplug.vllm_connector.model import tower_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from cornplug.codec import Kind
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CornplugError
 from cornplug.store import entry
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec_moves import ECAcks, ECMoves
 from cornplug.vllm_connector.identifiers import key_of
-from cornplug.vllm_connector.model import dtype_name
-from cornplug.vllm_connector.runtime import Runtime
 
 _MAX_WAITING = 64
 """Embeddings kept alive for publishing: with a slow store the engine's memory comes first."""

@@ -13,51 +13,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cornplug.config import Config, load
-from cornplug.errors import ConfigError
+from cornplug.engine_side.settings import SETTINGS, dest, settings
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 
 NAME = "cornplug"
-
-# flag -> (setting, help)
-SETTINGS: Mapping[str, tuple[str, str]] = {
-    "--cornplug-app": ("engine.app", "Name of the app this engine serves: label of metrics and store bytes."),
-    "--cornplug-store": ("store.socket", "Unix socket of the host's store."),
-    "--cornplug-store-size": (
-        "store.size_bytes",
-        "Bytes of the store, where this engine is the one to start it.",
-    ),
-    "--cornplug-encoder": ("encoder.socket", "Unix socket of the shared encoder service."),
-    "--cornplug-store-deadline": ("store.deadline_s", "Seconds to wait for one answer of the store."),
-    "--cornplug-encoder-deadline": (
-        "encoder.deadline_s",
-        "Seconds to wait for an embedding before encoding here.",
-    ),
-    "--cornplug-page-tokens": (
-        "engine.page_tokens",
-        "Tokens of one KV page; must agree between engines that share.",
-    ),
-}
-
-
-def settings(extra: Mapping[str, Any]) -> Config:
-    """The Config that a connector's extra config stands for.
-
-    Raises ConfigError naming the setting that is unknown or wrong.
-    """
-    known = {k: v for k, v in extra.items() if "." in k}
-    for key in extra:
-        if key not in known:
-            raise ConfigError(
-                key,
-                "unknown key in the connector's extra config",
-                "Write section.field, for example engine.app.",
-            )
-    return load(known)
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -77,7 +36,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     )
     for flag, (setting, text) in SETTINGS.items():
         group.add_argument(
-            flag, dest=_dest(flag), default=None, metavar=setting.split(".")[1].upper(), help=text
+            flag, dest=dest(flag), default=None, metavar=setting.split(".")[1].upper(), help=text
         )
     return parser
 
@@ -87,7 +46,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     extra = {
         setting: value
         for flag, (setting, _) in SETTINGS.items()
-        if (value := getattr(args, _dest(flag), None)) is not None
+        if (value := getattr(args, dest(flag), None)) is not None
     }
     if name is None:
         if extra:
@@ -106,7 +65,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     # Consumed: vLLM may parse the same namespace again in a child.
     args.kv_connector = None
     for flag in SETTINGS:
-        setattr(args, _dest(flag), None)
+        setattr(args, dest(flag), None)
     return original(cls, args)
 
 

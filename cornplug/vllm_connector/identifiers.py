@@ -25,10 +25,10 @@ from PIL import Image
 
 from cornplug.config import read_secret
 from cornplug.encoder_service.media import digest_image
+from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.flags import settings
 from cornplug.vllm_connector.model import tower_identity
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 

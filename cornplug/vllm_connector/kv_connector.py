@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
@@ -20,8 +22,7 @@ from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves
 from cornplug.vllm_connector.kv_off_worker import OffWorker
 from cornplug.vllm_connector.kv_scheduler import KVScheduler
 from cornplug.vllm_connector.kv_worker import KVWorker
-from cornplug.vllm_connector.model import dtype_name
-from cornplug.vllm_connector.runtime import Runtime, runtime
+from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
 if TYPE_CHECKING:

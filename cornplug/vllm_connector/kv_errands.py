@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cornplug.codec import Header, Kind, encode_header
+from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation
-from cornplug.vllm_connector.runtime import Runtime, miss
 
 WHAT = "kv_page"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cornplug.codec import decode_header
+from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CheckpointError, CodecError
 from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry, pages_between
@@ -17,9 +19,8 @@ from cornplug.store.base import Lease, Refusal
 from cornplug.vllm_connector import compat, weights
 from cornplug.vllm_connector.kv_errands import WHAT, Errands, OpenSave
 from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
-from cornplug.vllm_connector.model import Adapters, kv_identity
+from cornplug.vllm_connector.model import kv_identity
 from cornplug.vllm_connector.page_keys import PageKeys
-from cornplug.vllm_connector.runtime import Runtime, miss
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

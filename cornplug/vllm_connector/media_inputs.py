@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cornplug.encoder_service.protocol import Tensor
+from cornplug.engine_side.model import dtype_name
 from cornplug.errors import EncoderRefused
-from cornplug.vllm_connector.model import dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,6 +16,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
+from cornplug.engine_side.model import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.store import entry
@@ -24,7 +25,6 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_scheduler, weights
 from cornplug.vllm_connector.ec_moves import ECAcks
 from cornplug.vllm_connector.ec_scheduler import ECScheduler
-from cornplug.vllm_connector.model import TowerIdentity
 
 from .rig import runtime
 

@@ -11,10 +11,10 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from cornplug.engine_side.settings import settings
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
-from cornplug.vllm_connector.flags import settings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_flags.json"
 

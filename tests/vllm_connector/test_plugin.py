@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 
+from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
 from cornplug.vllm_connector import compat, plugin, stats, weights
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.model import Adapters
 
 # -- register ---------------------------------------------------------------------------------
 

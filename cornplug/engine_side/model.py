@@ -1,0 +1,93 @@
+"""Which model an engine runs, as identities: read from its checkpoint, never from its name.
+
+Both engines' rooms fill an `EngineModel` from their own configs, so that one checkpoint has
+one identity whatever engine computes with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.errors import CheckpointError
+from cornplug.identity import model_identity, overridden, spec_fingerprint
+
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class TowerIdentity:
+    """What an engine's embeddings are computed from."""
+
+    identity: bytes
+    """32 bytes; part of every embedding key."""
+    served_identity: bytes | None
+    """The identity that an encoder service would list for this model; None where only this
+    very model's engines can share (unknown family, or settings that the service lacks)."""
+
+
+def dtype_name(dtype: Any) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """A checkpoint, and what this engine's command line changes about it."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    """torch's name without "torch." in which the model runs."""
+    max_model_len: int
+    """Longest sequence in tokens: some rotary embeddings depend on it."""
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The deployment's own arguments of the image processor."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings that change values and that the checkpoint does not know; {} for none."""
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.overrides)
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f"overrides cannot be identified: {e}", reason="overrides") from e
+
+    def tower_identity(self) -> TowerIdentity:
+        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError."""
+        try:
+            identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
+        except CheckpointError as e:
+            if e.reason != "unknown_family":
+                raise
+            return TowerIdentity(overridden(self._whole_model(), self.overrides), None)
+        return TowerIdentity(overridden(identity, self.overrides), None if self.overrides else identity)
+
+    def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
+        """(language model fingerprint, KV spec without the page geometry). Reads weights once.
+
+        Raises CheckpointError.
+        """
+        text_config = self.checkpoint.kv_spec()
+        spec: dict[str, Any] = {
+            "config": text_config,
+            "dtype": self.dtype,
+            "overrides": dict(self.overrides),
+        }
+        if str(text_config["rope_parameters"].get("rope_type")) in _LENGTH_DEPENDENT_ROPE:
+            spec["max_model_len"] = self.max_model_len
+        return self.checkpoint.fingerprint("language_model"), spec
+
+    def _whole_model(self) -> bytes:
+        """For a family that we cannot cut: every weight and every setting counts, so only
+        engines of the very same checkpoint share."""
+        weights = self.checkpoint.fingerprint("language_model")
+        spec = spec_fingerprint(
+            {
+                "whole": self.checkpoint.config,
+                "preprocessor": {**self.checkpoint.preprocessor, **self.processor_kwargs},
+                "dtype": self.dtype,
+            }
+        )
+        return model_identity(weights, weights, spec)

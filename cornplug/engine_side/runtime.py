@@ -1,0 +1,41 @@
+"""What one process of an engine holds once: settings and the store's connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cornplug.config import Config, read_secret
+from cornplug.errors import CornplugError
+from cornplug.metrics import Tally
+from cornplug.store.base import Store
+from cornplug.store.pool import PoolStore
+
+
+class Runtime:
+    """Settings and connections of one process. KV and embedding halves share it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.app = config.engine.app
+        self.secret = read_secret(config.store.secret_file)
+        self.store: Store = PoolStore(config.store)
+
+    @property
+    def deadline_s(self) -> float:
+        """For calls from the engine's own loop."""
+        return self.config.store.deadline_s
+
+    @property
+    def patience_s(self) -> float:
+        """For calls from threads that hold up nobody."""
+        return self.config.store.patience_s
+
+
+@contextmanager
+def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
+    """The one place where a failure of ours becomes a counted miss instead of an exception."""
+    try:
+        yield
+    except CornplugError as e:
+        tally.count("cornplug_misses_total", app, what, e.reason)
