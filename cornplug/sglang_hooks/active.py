@@ -1,0 +1,65 @@
+"""Whether cornplug was asked for in this server, and what one process of it holds once.
+
+SGLang's plugin is loaded in every process of every server, asked for or not. The main process
+decides (`flags.py`) and says so in the environment, which its children inherit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from functools import cache
+
+from cornplug.config import Config
+from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_side.settings import settings
+from cornplug.metrics import Tally
+
+_VARIABLE = "CORNPLUG_SGLANG"
+_lock = threading.Lock()
+
+
+def turn_on(extra: Mapping[str, str]) -> None:
+    """Share in this process and its children, with these settings ({"section.field": value}).
+
+    Raises ConfigError naming the setting that is unknown or wrong.
+    """
+    settings(extra)
+    os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
+
+
+def turn_off() -> None:
+    """The server that this process starts next does not share."""
+    os.environ.pop(_VARIABLE, None)
+
+
+def is_on() -> bool:
+    """Whether this server was started with cornplug."""
+    return _VARIABLE in os.environ
+
+
+def config() -> Config:
+    """The server's settings. Only where `is_on`."""
+    return settings(json.loads(os.environ[_VARIABLE]))
+
+
+@cache
+def _runtime(pid: int) -> Runtime:
+    return Runtime(config())
+
+
+def runtime() -> Runtime:
+    """Settings and the store's connection of this process, made on first use. Only where `is_on`.
+
+    Raises ConfigError where the settings or the store's secret are wrong.
+    """
+    with _lock:
+        return _runtime(os.getpid())
+
+
+@cache
+def tally() -> Tally:
+    """This process's counts."""
+    return Tally()

@@ -1,0 +1,45 @@
+"""Everything that knows a version of SGLang: the tested range, and how its seams are hooked.
+
+SGLang offers entry points and a hook registry for any of its functions. Each module of this
+room lists the hooks that it needs (`HOOKS`); `plugin.py` registers them all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+logger = logging.getLogger("sglang.cornplug")
+
+TESTED = ((0, 5, 23), (0, 5, 24))
+"""Half-open range of versions that the tests run on."""
+
+
+class Hook(NamedTuple):
+    """One seam. `function` as `sglang.srt.plugins.hook_registry.HookType` says:
+
+    before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result
+    or None; around(original, *args, **kwargs) -> result; replace: a function or a class.
+    """
+
+    target: str
+    """Dotted path of a function, method or class of SGLang."""
+    kind: Literal["before", "after", "around", "replace"]
+    function: Callable[..., Any]
+
+
+def sglang_version() -> str | None:
+    """The installed SGLang's version, None where there is none. Imports nothing."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_tested(version: str) -> bool:
+    """Whether `version` lies in the tested range."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return found is not None and TESTED[0] <= tuple(int(n) for n in found.groups()) < TESTED[1]
