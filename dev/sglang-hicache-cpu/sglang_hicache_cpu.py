@@ -1,0 +1,111 @@
+"""SGLang 0.5.23's hierarchical cache on a machine without a GPU, for tests only.
+
+HiCache copies KV between the engine's pool and a host pool with CUDA kernels, and pins the host
+pool. Where there is no CUDA the copies here take their place: the same slots, plain indexing.
+Storage backends, prefetch and write-back above them are SGLang's own.
+
+Host layouts, with the I/O backend that SGLang accepts for each: `layer_first` (direct or
+kernel), `page_first_direct` (direct), `page_first` and `page_head` (kernel). Multi-head and
+multi-head latent attention. Does nothing where CUDA is available.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_POOLS = "sglang.srt.mem_cache.pool_host"
+
+
+def register() -> None:
+    """SGLang's plugin entry point: runs in each of its processes, before anything is built."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import is_cpu
+
+    if torch.cuda.is_available() or not is_cpu():
+        return
+    before, replace = HookType.BEFORE, HookType.REPLACE
+    HookRegistry.register(f"{_POOLS}.base.HostKVCache.__init__", _unpinned, before)
+    HookRegistry.register(f"{_POOLS}.mha.MHATokenToKVPoolHost.load_to_device_per_layer", _load_mha, replace)
+    HookRegistry.register(
+        f"{_POOLS}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer", _save_mha, replace
+    )
+    HookRegistry.register(f"{_POOLS}.mla.MLATokenToKVPoolHost.load_to_device_per_layer", _load_mla, replace)
+    HookRegistry.register(
+        f"{_POOLS}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer", _save_mla, replace
+    )
+
+
+def _unpinned(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "pin_memory": False}
+
+
+def _load_mha(
+    pool: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    if not is_draft and not 0 <= layer_id < pool.target_layer_num:
+        return
+    for host, device in ((pool.k_buffer, pool.device_k_buffers), (pool.v_buffer, pool.device_v_buffers)):
+        slots = _slots(host, pool.layout, layer_id)
+        device[layer_id][device_indices] = slots[_at(slots, host_indices)]
+
+
+def _save_mha(
+    pool: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+) -> None:
+    for host, device in ((pool.k_buffer, pool.device_k_buffers), (pool.v_buffer, pool.device_v_buffers)):
+        for layer in range(pool.layer_num):
+            slots = _slots(host, pool.layout, layer)
+            slots[_at(slots, host_indices)] = device[layer][device_indices]
+
+
+def _load_mla(
+    pool: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    if not is_draft and layer_id not in pool._target_layer_indices:
+        return
+    slots = _slots(pool.kv_buffer, pool.layout, pool._host_layer_by_controller[layer_id])
+    device = pool.device_kv_buffers[pool._buffer_index_by_layer[layer_id]]
+    device[device_indices] = slots[_at(slots, host_indices)]
+
+
+def _save_mla(
+    pool: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+) -> None:
+    for layer, device in enumerate(pool.device_kv_buffers):
+        slots = _slots(pool.kv_buffer, pool.layout, layer)
+        slots[_at(slots, host_indices)] = device[device_indices]
+
+
+def _slots(buffer: torch.Tensor, layout: str, layer: int) -> torch.Tensor:
+    """One layer of a host buffer: a view of (slots, heads, dim) or (pages, page_size, heads, dim)."""
+    match layout:
+        case "layer_first":  # layer, slot, head, dim
+            return buffer[layer]
+        case "page_first" | "page_first_direct":  # slot, layer, head, dim | page, layer, slot, head, dim
+            return buffer[:, layer]
+        case "page_head":  # page, head, slot, layer, dim
+            return buffer[:, :, :, layer].transpose(1, 2)
+    raise ValueError(f"no copies for the host layout {layout} without CUDA")
+
+
+def _at(slots: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if slots.dim() == 3:
+        return (indices,)
+    page_size = slots.shape[1]
+    return indices // page_size, indices % page_size
