@@ -1,0 +1,65 @@
+"""Which placeholder values of this scheduler's token streams stand for media that we named.
+
+SGLang puts four rotating wide values for a medium's placeholder tokens. Those of a medium
+with an identity of ours say what its KV was computed from; any other's come of a 64-bit hash
+of features, of a client's own word, or of nothing that knows model and salt. So KV that has
+such a value before it is shared with nobody, and this is where the two are told apart.
+
+Filled in the scheduler process, from the identities that requests bring; read by whoever
+makes page keys, from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any, Final
+
+from cornplug.identity import placeholder_tokens
+from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks.compat import Hook
+
+FIRST_PLACEHOLDER: Final = 1_000_000
+"""SGLang's placeholder values begin here; no vocabulary reaches so far."""
+_MAX_IDENTITIES: Final = 65_536
+"""What is forgotten is no longer shared, and never taken for something else."""
+
+_lock = threading.Lock()
+_identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
+_values: set[int] = set()
+
+
+def add(identity: bytes) -> None:
+    """Remember a medium's identity (32 bytes, of ours), or that it was seen again."""
+    with _lock:
+        if identity in _identities:
+            _identities.move_to_end(identity)
+            return
+        values = placeholder_tokens(identity)
+        _identities[identity] = values
+        _values.update(values)
+        if len(_identities) > _MAX_IDENTITIES:
+            _values.difference_update(_identities.popitem(last=False)[1])
+
+
+def is_named(token: int) -> bool:
+    """Whether a wide value belongs to a medium with an identity of ours."""
+    return token in _values
+
+
+def is_foreign(token: int) -> bool:
+    """Whether a token is a placeholder of a medium that we did not name."""
+    return token >= FIRST_PLACEHOLDER and token not in _values
+
+
+def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
+    if active.is_on() and result is not None:
+        for item in result.mm_items:
+            if item.identity is not None:
+                add(item.identity)
+
+
+HOOKS: tuple[Hook, ...] = (
+    # Every rank passes here for every request, whoever made its inputs and however they came.
+    Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
+)
