@@ -1,4 +1,7 @@
-"""A real `vllm serve` for tests, benchmarks and the demo, spoken to by its OpenAI API."""
+"""Real engines for tests, benchmarks and the demo, spoken to by their OpenAI API.
+
+`VllmServer` is here; `SglangServer`, with the same face, is in `sglang_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,6 +35,7 @@ from cornplug.testing.processes import (
 __all__ = [
     "Answer",
     "EncoderProcess",
+    "EngineServer",
     "ManagedProcess",
     "Photo",
     "ProcessFailed",
@@ -75,38 +79,22 @@ class Answer:
     total_s: float
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     """A row a token, highest first; empty unless the request asked for `top_logprobs`."""
+    cached_tokens: int | None = None
+    """Of the prompt, found in a cache; None where the engine does not say."""
 
 
-class VllmServer(ManagedProcess):
-    """`vllm serve MODEL`, ready when /health answers 200.
+class EngineServer(ManagedProcess):
+    """An engine's HTTP server on this host; it calls its model `model`."""
 
-    `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. The server's name for the model is `model` for every server, whatever its folder.
-    """
+    _ASKS: ClassVar[Mapping[str, Any]] = {}
+    """Fields by which this engine is asked for the ids of its output tokens."""
 
     def __init__(
-        self,
-        model: str | Path,
-        *args: str,
-        log: Path,
-        port: int | None = None,
-        env: Mapping[str, str] | None = None,
-        ready_s: float = 300,
+        self, command: Sequence[str], *, port: int, log: Path, env: Mapping[str, str], ready_s: float
     ) -> None:
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        given = {arg.partition("=")[0] for arg in args}
-        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--served-model-name", "model", *args]
-        for flag, value in _DEFAULTS.items():
-            if flag not in given:
-                command += [flag] if value is None else [flag, value]
-        # Kernel builds look for ninja on PATH, beside this interpreter.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        super().__init__(
-            command, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
-        )
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(command, log=log, env=env, ready_s=ready_s)
 
     def ready(self) -> bool:
         return answers(f"{self.url}/health")
@@ -137,9 +125,9 @@ class VllmServer(ManagedProcess):
             "max_tokens": max_tokens,
             "temperature": 0,
             "logprobs": True,
-            "return_token_ids": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._ASKS,
             **({} if cache_salt is None else {"cache_salt": cache_salt}),
             **fields,
         }
@@ -171,6 +159,39 @@ class VllmServer(ManagedProcess):
         )
 
 
+class VllmServer(EngineServer):
+    """`vllm serve MODEL`, ready when /health answers 200.
+
+    `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
+    added. The server's name for the model is `model` for every server, whatever its folder.
+    """
+
+    _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
+
+    def __init__(
+        self,
+        model: str | Path,
+        *args: str,
+        log: Path,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        ready_s: float = 300,
+    ) -> None:
+        port = port or free_port()
+        given = {arg.partition("=")[0] for arg in args}
+        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--served-model-name", "model", *args]
+        for flag, value in _DEFAULTS.items():
+            if flag not in given:
+                command += [flag] if value is None else [flag, value]
+        # Kernel builds look for ninja on PATH, beside this interpreter.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        super().__init__(
+            command, port=port, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
+        )
+
+
 @cache
 def has_gpu() -> bool:
     """Whether the NVIDIA driver names a GPU."""
@@ -190,12 +211,12 @@ def _vllm() -> str:
 
 def _user(prompt: str, images: Sequence[bytes]) -> dict[str, Any]:
     content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images
+        {"type": "image_url", "image_url": {"url": data_url(image)}} for image in images
     ]
     return {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
 
 
-def _data_url(image: bytes) -> str:
+def data_url(image: bytes) -> str:
     mime = "png" if image.startswith(b"\x89PNG") else "webp" if image[8:12] == b"WEBP" else "jpeg"
     return f"data:image/{mime};base64,{base64.b64encode(image).decode()}"
 
@@ -216,13 +237,17 @@ def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
     top: list[tuple[float, ...]] = []
     for event in events:
         usage = event.get("usage") or usage
+        # SGLang gives the ids at the end, in an event of their own; vLLM with each choice.
+        for of_choice in (event.get("sglext") or {}).get("output_ids") or []:
+            token_ids += of_choice
         for choice in event["choices"]:
             new = choice.get("token_ids") or []
-            if new and first is None:
+            entries = (choice.get("logprobs") or {}).get("content") or []
+            if (new or entries) and first is None:
                 first = time.perf_counter()
             token_ids += new
             text += choice["delta"].get("content") or ""
-            for entry in (choice.get("logprobs") or {}).get("content") or []:
+            for entry in entries:
                 logprobs.append(entry["logprob"])
                 if entry.get("top_logprobs"):
                     top.append(tuple(sorted((t["logprob"] for t in entry["top_logprobs"]), reverse=True)))
@@ -239,4 +264,5 @@ def _collect(events: Iterator[dict[str, Any]], sent: float) -> Answer:
         ttft_s=first - sent,
         total_s=done - sent,
         top_logprobs=tuple(top),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
     )
