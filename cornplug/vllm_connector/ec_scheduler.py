@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.protocol import Encode, Encoded
 from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.engine_side.backoff import BackOff
 from cornplug.engine_side.model import dtype_name
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import (
@@ -50,7 +51,6 @@ _MAX_WAITING_BYTES = 1 << 30
 """Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
 _REST_S = 0.005
 """Longest that an idle engine notices a new request later than it would without us."""
-_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 @dataclass(slots=True)
@@ -96,8 +96,7 @@ class ECScheduler:
         """Of this step."""
         self._news = threading.Event()
         """The service has answered something."""
-        self._ask_after = 0.0
-        self._failures = 0
+        self._backoff = BackOff()
         self._served: bytes | None = None
         """The identity that a service would list for this model."""
         self._identified = False
@@ -248,13 +247,13 @@ class ECScheduler:
             try:
                 self._take(item, item.answer.result())
             except EncoderError as e:
-                self._back_off(e)
+                self._backoff.failed(e, time.monotonic())
                 self._fail(item, e.reason)
             except CornplugError as e:
                 self._fail(item, e.reason)
         elif now >= item.deadline:
             late = EncoderUnavailable("no embedding inside the deadline", reason="encoder_timeout")
-            self._back_off(late)
+            self._backoff.failed(late, now)
             self._fail(item, late.reason)
 
     def _from_store(self, item: _Item, source: str) -> bool:
@@ -274,7 +273,7 @@ class ECScheduler:
         if self._served is None:
             reason = "not_served" if self._identified else "identifying"
             raise EncoderUnavailable("no service is known to serve this model", reason=reason)
-        if time.monotonic() < self._ask_after:
+        if self._backoff.spares(time.monotonic()):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
         self._preparer.submit(self._send, item, feature, self._served, salt)
 
@@ -301,7 +300,7 @@ class ECScheduler:
         answer.add_done_callback(lambda _: self._news.set())
 
     def _take(self, item: _Item, answer: Encoded) -> None:
-        self._failures, self._ask_after = 0, 0.0
+        self._backoff.answered()
         if answer.key != item.key:
             raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
         source = f"service_{answer.tower}"
@@ -312,14 +311,6 @@ class ECScheduler:
             )
         elif not self._from_store(item, source):
             self._fail(item, "evicted")
-
-    def _back_off(self, error: EncoderError) -> None:
-        """After a failure that is the service's, not the picture's, spare the next ones the wait."""
-        now = time.monotonic()
-        # Those that were under way together fail together: one failure.
-        if error.reason not in ("encoder_down", "bad_input", "no_inputs") and now >= self._ask_after:
-            self._ask_after = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
-            self._failures += 1
 
     def _arrive(self, item: _Item, arrived: Arrived, source: str) -> None:
         wanted = (item.rows, self._hidden)

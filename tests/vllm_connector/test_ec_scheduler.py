@@ -405,7 +405,7 @@ def test_a_silent_service_is_waited_for_once(stage: Callable[..., Stage]) -> Non
     here.asked(3)
     here.answer()
     assert here.half.available(fourth, 0)
-    assert here.half._failures == 0
+    assert here.half._backoff._failures == 0
     # The late answer is nobody's.
     here.answer(0)
     assert here.half.available(first, 0)
@@ -422,7 +422,7 @@ def test_pauses_grow_and_end(stage: Callable[..., Stage]) -> None:
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
         before = here.now()
         assert here.half.available(request, 0)
-        pauses.append(round(here.half._ask_after - before, 1))
+        pauses.append(round(here.half._backoff._ask_after - before, 1))
         here.skew += pauses[-1] + 0.1
     assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
 

@@ -21,11 +21,12 @@ from vllm.multimodal.inputs import (
 )
 
 from cornplug.codec import Kind
+from cornplug.engine_side import publisher
 from cornplug.errors import EncoderRefused
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import ec_connector, ec_worker
+from cornplug.vllm_connector import ec_connector
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.ec_moves import Arrived, ECMoves
 from cornplug.vllm_connector.ec_worker import ECWorker
@@ -38,7 +39,7 @@ NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
 def published(worker: ECWorker) -> list[tuple[str, int]]:
     """Outcomes, once the publisher has nothing to do."""
-    worker._publisher.submit(lambda: None).result(5)
+    worker._publisher._thread.submit(lambda: None).result(5)
     acks = worker.acks()
     return acks.saves if acks is not None else []
 
@@ -96,7 +97,7 @@ def test_a_store_that_fails_is_an_outcome(faulty: FaultyStore) -> None:
 def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with mock.patch.object(entry, "put", side_effect=RuntimeError("device")):
-        for _ in range(3 * ec_worker._MAX_WAITING):
+        for _ in range(3 * publisher._MAX_WAITING):
             worker.save(NAME, torch.ones(2, 2), ECMoves())
             published(worker)
     worker.save(NAME, torch.ones(2, 2), ECMoves())
@@ -106,7 +107,7 @@ def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStor
 def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ec_worker, "_MAX_WAITING", 2)
+    monkeypatch.setattr(publisher, "_MAX_WAITING", 2)
     go = threading.Event()
     with mock.patch.object(entry, "put", side_effect=lambda *a, **k: go.wait(5) and "stored"):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")

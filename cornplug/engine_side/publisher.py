@@ -1,0 +1,77 @@
+"""Embeddings that an engine had to compute, offered to the others by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from cornplug.codec import Kind
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.runtime import Runtime
+from cornplug.errors import CornplugError
+from cornplug.store import entry
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_WAITING: Final = 64
+"""Embeddings kept alive for publishing: with a slow store the engine's memory comes first."""
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddingPublisher:
+    """Nobody waits for it. `report(outcome, bytes)` is called once for each offer, from any thread."""
+
+    def __init__(self, runtime: Runtime, report: Callable[[str, int], None]) -> None:
+        self._run = runtime
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
+        self._room = threading.BoundedSemaphore(_MAX_WAITING)
+
+    def offer(self, key: bytes, embedding: torch.Tensor) -> None:
+        """Publish an embedding, shape (rows, hidden), on whatever device it lies. Returns at once."""
+        import torch
+
+        if not self._room.acquire(blocking=False):
+            self._report("busy", 0)
+            return
+        mark = None
+        if embedding.is_cuda:
+            mark = torch.cuda.Event()
+            mark.record()
+        self._thread.submit(self._publish, key, embedding, mark)
+
+    def close(self) -> None:
+        """Finish what is being published."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:
+        import torch
+
+        outcome, size = "error", 0
+        try:
+            if mark is not None:
+                mark.synchronize()
+            host = embedding.detach().cpu().contiguous()
+            payload = memoryview(host.view(-1).view(torch.uint8).numpy())
+            size = payload.nbytes
+            outcome = entry.put(
+                self._run.store,
+                payload,
+                kind=Kind.EMBEDDING,
+                key=key,
+                dtype=dtype_name(host.dtype),
+                shape=tuple(host.shape),
+                app=self._run.app,
+                deadline_s=self._run.patience_s,
+            )
+        except CornplugError as e:
+            log.debug("embedding not published: %s", e)
+            outcome = e.reason
+        finally:
+            self._room.release()
+            self._report(outcome, size)
