@@ -1,0 +1,87 @@
+"""`sglang serve MODEL --enable-cornplug` and its `--cornplug-*` options.
+
+They stand among SGLang's own: in its help, and in the file that `--config` names. Any of them
+turns cornplug on. From Python, before the engine is made:
+
+    from cornplug.sglang_hooks.flags import share
+
+    share({"engine.app": "chat"})
+    engine = sgl.Engine(model_path="Qwen/Qwen2-VL-2B-Instruct")
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cornplug.engine_side.settings import SETTINGS, dest
+from cornplug.errors import ConfigError
+from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks.compat import Hook
+
+ENABLE: Final = "--enable-cornplug"
+
+
+def share(extra: Mapping[str, str] | None = None) -> None:
+    """Engines that this process makes from now on share, with these settings.
+
+    Args:
+        extra: {"section.field": value}, as `engine.app` or `store.socket`.
+
+    Raises ConfigError for a setting that is unknown or wrong, and for an SGLang that is not
+    in the tested range.
+    """
+    from cornplug.sglang_hooks import plugin
+
+    if why := plugin.untested():
+        raise ConfigError(ENABLE, why, "Or do not ask for it.")
+    active.turn_on(extra or {})
+
+
+def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        title="cornplug", description="Share encoder outputs and KV pages with other engines."
+    )
+    group.add_argument(
+        ENABLE,
+        action="store_true",
+        help="Share, with default settings. Each option below implies it. Sets SGLang's hierarchical "
+        "cache and its storage where they are not given.",
+    )
+    for flag, (setting, text) in SETTINGS.items():
+        metavar = setting.split(".")[1].upper()
+        group.add_argument(flag, dest=dest(flag), type=str, default=None, metavar=metavar, help=text)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    extra = {
+        setting: value
+        for flag, (setting, _) in SETTINGS.items()
+        if (value := getattr(args, dest(flag), None)) is not None
+    }
+    if extra or getattr(args, dest(ENABLE), False):
+        share(extra)
+    else:
+        active.turn_off()
+    return original(cls, args)
+
+
+def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
+    """The last moment before SGLang seals what the operator gave, of command lines and of
+    `Engine(...)` alike, and before any process is started."""
+    if not active.is_on() or getattr(server_args, "_resolution_finished", False):
+        original(server_args)
+        return
+    from cornplug.sglang_hooks import hicache_settings, plugin
+
+    plugin.install()
+    hicache_settings.fill_in(server_args, active.config())
+    original(server_args)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args),
+    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _resolve_once),
+)

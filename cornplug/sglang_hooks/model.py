@@ -1,0 +1,92 @@
+"""What SGLang's settings say about the model that it runs, as identities."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side.model import EngineModel, dtype_name
+from cornplug.errors import CheckpointError
+
+UNVERIFIABLE_FORMATS: Final = frozenset(
+    {
+        "dummy",
+        "expert_pack",
+        "flash_rl",
+        "gguf",
+        "ipc_cache",
+        "npcache",
+        "presharded",
+        "private",
+        "pt",
+        "remote",
+        "remote_instance",
+        "sharded_state",
+    }
+)
+"""What these load formats read is not the checkpoint's safetensors."""
+
+# Settings that change values and that neither the checkpoint nor vLLM knows. A server with one
+# of them shares with its like only.
+_PECULIAR: Final = ("modelopt_quant", "quantization_param_path", "rl_on_policy_target")
+
+
+def engine_model() -> EngineModel:
+    """The model of this process's engine, by the settings that SGLang has published here.
+
+    Raises CheckpointError where nobody can say what runs: "load_format", "overrides", "no_settings"
+    (SGLang has not published them yet), and as `Checkpoint.open`.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        server_args = get_server_args()
+    except ValueError as e:
+        raise CheckpointError(f"SGLang has not said yet what it runs: {e}", reason="no_settings") from e
+    return describe(resolved_view(server_args), model_config_of(server_args))
+
+
+def describe(settings: Any, model: Any) -> EngineModel:
+    """As `engine_model`, of SGLang's resolved settings and its ModelConfig."""
+    if settings.load_format in UNVERIFIABLE_FORMATS or settings.custom_weight_loader:
+        raise CheckpointError(
+            f"load format {settings.load_format!r} does not read the checkpoint's safetensors; "
+            "weights cannot be identified",
+            reason="load_format",
+        )
+    if settings.quantize_and_serve or settings.decrypted_config_file or model.pointer_head is not None:
+        raise CheckpointError(
+            "weights or config are made anew at start; they cannot be identified", reason="load_format"
+        )
+    return EngineModel(
+        checkpoint=Checkpoint.open(model.model_path, model.revision),
+        dtype=dtype_name(model.dtype),
+        max_model_len=model.context_len,
+        processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
+        overrides=_overrides(settings, model),
+    )
+
+
+def _overrides(settings: Any, model: Any) -> dict[str, Any]:
+    """In the form of the vLLM room's, so that what both know as nothing is nothing."""
+    found: dict[str, Any] = {}
+    if overridden := json.loads(settings.json_model_override_args):
+        found["hf_overrides"] = overridden
+    if settings.quantization and not _declares_quantization(model.hf_config):
+        # Weights that an engine quantises as it loads them are its own: scales and rounding differ.
+        found["sglang_quantization"] = str(settings.quantization)
+    for field in _PECULIAR:
+        if (value := getattr(settings, field)) is not None:
+            found[field] = value
+    return found
+
+
+def _declares_quantization(hf_config: Any) -> bool:
+    text = getattr(hf_config, "text_config", hf_config)
+    return any(
+        getattr(part, name, None) is not None
+        for part in (hf_config, text)
+        for name in ("quantization_config", "compression_config")
+    )
