@@ -10,10 +10,11 @@ import os
 import secrets
 import tomllib
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
 
@@ -64,12 +65,31 @@ class EncoderConfig(_Section):
     port: int = Field(default=8750, ge=0, le=65535)
     deadline_s: float = Field(default=10.0, gt=0)
     """Longest wait for an embedding before the engine encodes by itself."""
+    patience_s: float = Field(default=60.0, gt=0)
+    """The same where the engine has no tower of its own: then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Largest picture accepted, in pixels after decoding."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     max_waiting: int = Field(default=256, gt=0)
     """Items in the queue beyond which the service answers 503."""
+    receivers: str = ""
+    """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that are sent embeddings though another
+    host asks for them. A server's own host needs no mention."""
+
+    @field_validator("receivers")
+    @classmethod
+    def _readable(cls, value: str) -> str:
+        _networks(value)
+        return value
+
+    def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """`receivers`, read."""
+        return _networks(self.receivers)
+
+
+def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
 
 
 class EngineConfig(_Section):

@@ -2,6 +2,7 @@
 
     POST /v1/encode   multipart (model, image, salt, inline) or JSON {model, image, salt, inline}
     GET  /v1/models   GET /health   GET /metrics   GET /openapi.json
+    POST /encode ...  SGLang's language-only servers, see `sglang_epd`
 
 Nothing is ever fetched: an image is bytes, base64 or a data URL. A client gives no ids.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import contextlib
 import math
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -24,22 +26,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.pictures import Pictures
+from cornplug.encoder_service import sglang_epd
+from cornplug.encoder_service.pictures import Pictures, picture_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 
 RAW: Final = "application/octet-stream"
-_STATUS: Final = {
-    "unknown_model": 404,
-    "bad_input": 422,
-    "overloaded": 503,
-    "too_late": 504,
-    "internal": 500,
-    "too_large": 413,
-    "too_many_pixels": 413,
-    "remote_url": 422,
-}
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 
 
@@ -89,10 +83,18 @@ class ModelList(pydantic.BaseModel):
 
 def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> FastAPI:
     """The ASGI application over an encoder. Limits are `config`'s."""
-    app = FastAPI(title="cornplug encoder", version=__version__)
     # Decoding and preprocessing are Python and C on bytes: two threads keep the towers fed.
     pictures = Pictures(encoder.registry, secret=secret, max_pixels=config.max_pixels)
     threads = ThreadPoolExecutor(2, "cornplug-pictures")
+    parts = sglang_epd.SglangParts(encoder, pictures, threads, config, secret=secret)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with parts.running():
+            yield
+
+    app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
+    app.include_router(sglang_epd.router(parts, encoder))
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     body_schema = EncodeBody.model_json_schema()
     file_schema = {"type": "string", "format": "binary"}
@@ -147,6 +149,7 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
         )
 
     @app.get("/health")
+    @app.get("/sglang/{model:path}/health", include_in_schema=False)
     async def health() -> Response:
         up = encoder.healthy()
         return JSONResponse({"status": "ok" if up else "down"}, status_code=200 if up else 503)
@@ -202,7 +205,7 @@ async def _read(request: Request) -> tuple[EncodeBody, bytes]:
             raise EncoderRefused(f"form: {e.detail}", reason="bad_input") from e
     if kind == "application/json":
         body = _validate(await request.body())
-        return body, _image_bytes(body.image)
+        return body, picture_bytes(body.image)
     raise EncoderRefused(
         f"content-type {kind!r}: send multipart/form-data or application/json", reason="bad_input"
     )
@@ -217,19 +220,6 @@ def _validate(value: bytes | dict[str, Any]) -> EncodeBody:
         first = e.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise EncoderRefused(f"{where}: {first['msg']}", reason="bad_input") from None
-
-
-def _image_bytes(image: str) -> bytes:
-    if image.startswith("data:"):
-        header, _, image = image.partition(",")
-        if not header.endswith(";base64"):
-            raise EncoderRefused("image: a data URL must be base64", reason="bad_input")
-    elif "://" in image[:32]:
-        raise EncoderRefused("image: remote URLs are not fetched; send the bytes", reason="remote_url")
-    try:
-        return base64.b64decode(image, validate=True)
-    except (binascii.Error, ValueError) as e:
-        raise EncoderRefused(f"image: not base64: {e}", reason="bad_input") from None
 
 
 def _answer(answer: Encoded, accept: str, dtype: str) -> Response:
@@ -257,4 +247,4 @@ def _error(reason: str, message: str, retry_after_s: float | None = None) -> JSO
     content: dict[str, Any] = {"error": {"reason": reason, "message": message}}
     if retry_after_s is not None:
         content["error"]["retry_after_s"] = round(retry_after_s, 3)
-    return JSONResponse(content, status_code=_STATUS.get(reason, 422), headers=headers)
+    return JSONResponse(content, status_code=status_of(reason), headers=headers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +27,8 @@ class Prepared:
     request: Encode
     dtype: str
     """Of the embedding, as torch names it."""
+    media: bytes
+    """The picture's media digest."""
 
 
 class Pictures:
@@ -39,8 +43,10 @@ class Pictures:
         self._max_pixels = max_pixels
         self._processors = {loaded.served.name: _processor(loaded) for loaded in registry.loaded()}
 
-    def prepare(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
-        """A request for the picture in `data`, as this model's engine would make it.
+    def prepare(
+        self, model: str, data: bytes, *, salt: str | None, deadline_s: float, app: str = APP
+    ) -> Prepared:
+        """A request for the picture in `data`, as this model's engine would make it, in `app`'s name.
 
         Raises EncoderRefused("unknown_model"), MediaError as `media.decode`, and
         MediaError("unprocessable") where the model's processor takes no such picture.
@@ -50,7 +56,8 @@ class Pictures:
             served = ", ".join(self._processors)
             raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
         image = media.as_received(media.decode(data, self._max_pixels))
-        key = identity.embedding_key(self._secret, loaded.served.identity, media.digest_image(image), salt)
+        digest = media.digest_image(image)
+        key = identity.embedding_key(self._secret, loaded.served.identity, digest, salt)
         try:
             made: Mapping[str, torch.Tensor] = self._processors[model](images=image, return_tensors="pt")
         except ValueError as e:
@@ -64,10 +71,27 @@ class Pictures:
             key=key,
             salt=salt,
             inputs={name: _to_wire(tensor) for name, tensor in made.items()},
-            app=APP,
+            app=app,
             deadline_s=deadline_s,
         )
-        return Prepared(request=request, dtype=loaded.served.dtype)
+        return Prepared(request=request, dtype=loaded.served.dtype, media=digest)
+
+
+def picture_bytes(image: str) -> bytes:
+    """A picture out of a JSON text: base64, or a data URL with base64. Nothing is fetched.
+
+    Raises EncoderRefused("bad_input") or ("remote_url").
+    """
+    if image.startswith("data:"):
+        header, _, image = image.partition(",")
+        if not header.endswith(";base64"):
+            raise EncoderRefused("image: a data URL must be base64", reason="bad_input")
+    elif "://" in image[:32]:
+        raise EncoderRefused("image: remote URLs are not fetched; send the bytes", reason="remote_url")
+    try:
+        return base64.b64decode(image, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise EncoderRefused(f"image: not base64: {e}", reason="bad_input") from None
 
 
 def _processor(loaded: Loaded) -> Any:

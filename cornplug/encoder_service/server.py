@@ -25,6 +25,7 @@ from cornplug.config import Config, load, read_secret
 from cornplug.encoder_service.endpoint import Endpoint, claim
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
@@ -136,6 +137,8 @@ def main(argv: Sequence[str]) -> int:
         )
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
+        for url in _sglang_urls(registry, port):
+            console.print(f"for SGLang: --language-only --encoder-urls {url}")
         try:
             asyncio.run(serve(encoder, config, listeners, secret=secret))
         finally:
@@ -148,18 +151,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _sglang_urls(registry: Registry, port: int) -> list[str]:
+    """What `--encoder-urls` of SGLang takes, for each family that its protocol serves."""
+    served = [model for model in registry.served() if model.family in SGLANG_FAMILIES]
+    if len(served) == len(registry.served()) == 1:
+        return [f"http://HOST:{port}"]
+    return [f"http://HOST:{port}/sglang/{url_name(model.name)}" for model in served]
+
+
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "encoder.socket": args.socket,
         "encoder.host": args.host,
         "encoder.port": args.port,
+        "encoder.receivers": args.receivers,
         "store.socket": args.store_socket,
     }
     return {field: value for field, value in given.items() if value is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cornplug encoder", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="cornplug encoder",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="SGLang: `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` is served on "
+        "the HTTP port as it is, with --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
+        "With several models the URL ends in /sglang/NAME.",
+    )
     parser.add_argument(
         "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
     )
@@ -168,6 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", type=Path, help="unix socket for engines")
     parser.add_argument("--host", help="HTTP address")
     parser.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
+    parser.add_argument(
+        "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
+    )
     parser.add_argument("--store-socket", type=Path, help="the host's store")
     parser.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
     parser.add_argument("--threads", type=int, help="torch's threads")

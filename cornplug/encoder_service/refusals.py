@@ -1,0 +1,26 @@
+"""Reasons of refusals as HTTP statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_STATUS: Final[Mapping[str, int]] = {
+    "unknown_model": 404,
+    "bad_input": 422,
+    "overloaded": 503,
+    "too_late": 504,
+    "internal": 500,
+    "too_large": 413,
+    "too_many_pixels": 413,
+    "remote_url": 422,
+    "forbidden_receiver": 403,
+    "undeliverable": 502,
+    "no_receiver": 504,
+    "transfer": 501,
+}
+
+
+def status_of(reason: str) -> int:
+    """422 for whatever is wrong with a medium."""
+    return _STATUS.get(reason, 422)

@@ -1,0 +1,240 @@
+"""SGLang's `--language-only` servers are served on the same HTTP port; nothing is to be switched on.
+
+    cornplug encoder --model MODEL --port 8750
+    python -m sglang.launch_server --model-path MODEL --language-only \\
+        --encoder-urls http://HOST:8750 --encoder-transfer-backend zmq_to_scheduler
+
+Where the service has several models, the URL names one: http://HOST:8750/sglang/NAME, NAME being
+the hub id, or the last part of a folder. Both ZMQ backends of SGLang work; mooncake does not.
+
+    server ── POST encode {mm_items, req_id, part ...} ──> decode, tower or store, one part
+           ── POST scheduler_receive_url {host:port} ──>   (zmq_to_scheduler: where to send)
+           <── ZMQ: header, rows ──                        then the answer to `encode`
+
+Pictures come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
+refusal is a status with {"message"}, which SGLang hands to its client.
+
+SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt; a stock
+server's embeddings are kept in the deployment's shared domain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from pathlib import PurePath
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service import sglang_wire as wire
+from cornplug.encoder_service.pictures import Pictures, Prepared, picture_bytes
+from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.refusals import status_of
+from cornplug.encoder_service.registry import Loaded, Registry
+from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
+from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import EncoderRefused, MediaError
+
+APP: Final = "sglang"
+"""In whose name these embeddings are stored and counted."""
+SGLANG_FAMILIES: Final = ("qwen2_vl",)
+"""Families of ours that SGLang 0.5.23 runs without a tower."""
+_GRID: Final = "image_grid_thw"
+
+
+class SglangParts:
+    """Encodes parts of requests and sends them to who waits. For one event loop."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        pictures: Pictures,
+        threads: Executor,
+        config: EncoderConfig,
+        *,
+        secret: bytes,
+    ) -> None:
+        self._encoder = encoder
+        self._pictures = pictures
+        self._threads = threads
+        self._patience_s = config.patience_s
+        self._secret = secret
+        self._guard = Guard(config.networks())
+        self._rendezvous = Rendezvous(forget_s=2 * config.patience_s)
+        self._sender: Sender | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Sockets live as long as this."""
+        self._sender = Sender()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._sender.close)
+
+    async def encode(self, model: Loaded, part: wire.EncodePart, *, asked_by: str | None) -> None:
+        """Encode a part's pictures and send their rows; back when they are sent.
+
+        Raises EncoderRefused and MediaError, nothing sent.
+        """
+        end = time.monotonic() + self._patience_s
+        known = None
+        if part.prefill_host is not None and part.embedding_port is not None:
+            known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)
+        frames = await self._frames(model, part)
+        left = max(end - time.monotonic(), 0.0)
+        endpoints = (
+            [known] if known is not None else await self._rendezvous.receivers(part.req_id, deadline_s=left)
+        )
+        left = max(end - time.monotonic(), 0.1)
+        if self._sender is None:
+            raise EncoderRefused("the service is not running", reason="internal")
+        await asyncio.gather(*(self._sender.send(e, frames, deadline_s=left) for e in endpoints))
+
+    async def receive_at(
+        self, receiver: wire.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
+    ) -> None:
+        """Send a part to this address too, once it is there. Raises EncoderRefused."""
+        endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
+        self._rendezvous.register(receiver.req_id, receiver.receive_count, endpoint)
+
+    async def _frames(self, model: Loaded, part: wire.EncodePart) -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        prepared = await asyncio.gather(
+            *(loop.run_in_executor(self._threads, self._prepare, model, item) for item in wire.items_of(part))
+        )
+        grid = [_grid(model, one) for one in prepared]
+        tensors = await self._embeddings(prepared)
+        return await loop.run_in_executor(self._threads, self._pack, model, part, prepared, grid, tensors)
+
+    def _prepare(self, model: Loaded, item: wire.MediaItem) -> Prepared:
+        return self._pictures.prepare(
+            model.served.name,
+            picture_bytes(item.url),
+            salt=item.cornplug_salt,
+            deadline_s=self._patience_s,
+            app=APP,
+        )
+
+    async def _embeddings(self, prepared: Sequence[Prepared]) -> list[Tensor]:
+        futures = [self._encoder.submit(one.request, inline=True) for one in prepared]
+        try:
+            answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        finally:
+            for future in futures:
+                future.cancel()
+        return [_tensor(answer) for answer in answers]
+
+    def _pack(
+        self,
+        model: Loaded,
+        part: wire.EncodePart,
+        prepared: Sequence[Prepared],
+        grid: Sequence[Sequence[int]],
+        tensors: Sequence[Tensor],
+    ) -> list[bytes]:
+        payload = b"".join(tensor.data for tensor in tensors)
+        shape = sum(tensor.shape[0] for tensor in tensors), model.served.hidden_size
+        statement = Statement.sign(
+            self._secret,
+            identity=model.served.identity,
+            media=[one.media for one in prepared],
+            dtype=model.served.dtype,
+            shape=shape,
+            payload=payload,
+        )
+        head = wire.header(part, dtype=model.served.dtype, shape=shape, grid=grid, statement=statement)
+        return [head, payload]
+
+
+def router(parts: SglangParts, encoder: Encoder) -> APIRouter:
+    """The routes, at the root and below /sglang/NAME. Left out of the OpenAPI page: they are SGLang's."""
+    routes = APIRouter(include_in_schema=False)
+
+    async def encode(request: Request, model: str | None = None) -> Response:
+        try:
+            part = wire.read_part(await request.body())
+            await parts.encode(model_named(encoder.registry, model), part, asked_by=_peer(request))
+        except (EncoderRefused, MediaError) as e:
+            return _refusal(encoder, e)
+        return JSONResponse(None)
+
+    async def receive_at(request: Request) -> Response:
+        try:
+            receiver, address = wire.read_receiver(await request.body())
+            await parts.receive_at(receiver, address, asked_by=_peer(request))
+        except EncoderRefused as e:
+            return _refusal(encoder, e)
+        return JSONResponse(None)
+
+    async def mooncake() -> Response:
+        problem = "sent by ZMQ only: give --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer"
+        return _refusal(encoder, EncoderRefused(problem, reason="transfer"))
+
+    for prefix in ("", "/sglang/{model:path}"):
+        routes.add_api_route(f"{prefix}/encode", encode, methods=["POST"])
+        routes.add_api_route(f"{prefix}/scheduler_receive_url", receive_at, methods=["POST"])
+        for path in ("scheduler_receive_meta_data", "send"):
+            routes.add_api_route(f"{prefix}/{path}", mooncake, methods=["POST"])
+    return routes
+
+
+def model_named(registry: Registry, name: str | None) -> Loaded:
+    """The model that a URL means; None is the only one that is served.
+
+    Raises EncoderRefused("unknown_model") that lists what could be meant.
+    """
+    fitting = {
+        loaded.served.identity: loaded
+        for loaded in registry.loaded()
+        if name is None or name.strip("/") in (loaded.served.name.strip("/"), url_name(loaded.served.name))
+    }
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    names = ", ".join(url_name(model.name) for model in registry.served())
+    problem = "several models are served" if name is None else f"{name!r} names {len(fitting)} models"
+    raise EncoderRefused(
+        f"{problem}; write /sglang/NAME after the encoder's URL, NAME one of: {names}", reason="unknown_model"
+    )
+
+
+def url_name(name: str) -> str:
+    """How a URL names a model: a hub id as it is, a folder by its last part."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() or name.startswith(".") else name
+
+
+def _grid(model: Loaded, prepared: Prepared) -> list[int]:
+    tensor = prepared.request.inputs.get(_GRID)
+    if tensor is None or tensor.dtype != "int64":
+        raise EncoderRefused(
+            f"SGLang's encoder protocol does not serve the family {model.served.family}", reason="bad_input"
+        )
+    return list(memoryview(tensor.data).cast("q"))
+
+
+def _tensor(answer: Encoded | Refused) -> Tensor:
+    if isinstance(answer, Refused):
+        raise EncoderRefused(answer.message, reason=answer.reason)
+    if answer.tensor is None:
+        raise EncoderRefused("an embedding came without its rows", reason="internal")
+    return answer.tensor
+
+
+def _peer(request: Request) -> str | None:
+    return request.client.host if request.client is not None else None
+
+
+def _refusal(encoder: Encoder, error: EncoderRefused | MediaError) -> JSONResponse:
+    encoder.meters.refusals.labels(error.reason).inc()
+    return JSONResponse(
+        {"status": "error", "reason": error.reason, "message": str(error)},
+        status_code=status_of(error.reason),
+    )

@@ -1,0 +1,155 @@
+"""SGLang's encoder protocol as bytes: what its language-only servers ask, and what they take.
+
+Requests are JSON, read strictly. An embedding goes to the server's ZMQ socket as two frames:
+
+    header    a pickle, the only form that SGLang 0.5.23 reads there
+    payload   the rows, C-contiguous, little-endian
+
+Nothing here reads a pickle, and Python's pickle module is not needed to write this one. It is
+a fixed sequence of opcodes of protocol 2 that makes one `EmbeddingData` with a dictionary of
+strings, integers and lists. It names three globals, all on SGLang's own short list of what it
+lets into the process (`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and
+the dtype. The dictionary may hold more than SGLang knows: it keeps that and ignores it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from cornplug.encoder_service.statement import Statement
+from cornplug.errors import EncoderRefused
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+_MODALITY: Final = "sglang.srt.multimodal.modality"
+_IMAGE: Final = 1
+DTYPES: Final = ("float32", "float16", "bfloat16")
+
+_RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture with what its request said about it."""
+
+    url: str
+    detail: str | None = None
+    """OpenAI's hint. The families that we encode have one resolution: it changes nothing."""
+    content_hash: str | None = None
+    """A client's word on the content; ours is a digest of the pixels."""
+    cornplug_salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    """The request's tenant, where the server has our plugin (`sglang_hooks/epd.py`)."""
+
+
+class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /encode: encode these pictures and send their rows as one part."""
+
+    req_id: _RequestId
+    modality: Literal["IMAGE", "VIDEO", "AUDIO"]
+    mm_items: Annotated[list[str | MediaItem], msgspec.Meta(min_length=1, max_length=256)]
+    num_parts: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    part_idx: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+    prefill_host: _Host | None = None
+    embedding_port: _Port | None = None
+    """Where to send. None: receivers register themselves (`ReceiveAt`)."""
+    encoder_idx: int = 0
+    encoder_url: str = ""
+    time_stats_json: Any = None
+
+
+class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /scheduler_receive_url: one of `receive_count` schedulers that want a part."""
+
+    req_id: _RequestId
+    receive_url: Annotated[str, msgspec.Meta(min_length=3, max_length=260)]
+    """host:port, an IPv6 host in brackets."""
+    receive_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    modality: str = "IMAGE"
+
+
+def read_part(body: bytes) -> EncodePart:
+    """Raises EncoderRefused("bad_input") for anything that is no such request."""
+    try:
+        part = msgspec.json.decode(body, type=EncodePart)
+    except msgspec.DecodeError as e:
+        raise EncoderRefused(str(e), reason="bad_input") from None
+    if part.part_idx >= part.num_parts:
+        raise EncoderRefused(f"part_idx: {part.part_idx} of {part.num_parts} parts", reason="bad_input")
+    if (part.prefill_host is None) and part.embedding_port is not None:
+        raise EncoderRefused("prefill_host: missing beside embedding_port", reason="bad_input")
+    if part.modality != "IMAGE":
+        raise EncoderRefused(f"modality: {part.modality} is not encoded here, only IMAGE", reason="bad_input")
+    return part
+
+
+def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
+    """The request and its (host, port). Raises EncoderRefused("bad_input")."""
+    try:
+        receiver = msgspec.json.decode(body, type=ReceiveAt)
+    except msgspec.DecodeError as e:
+        raise EncoderRefused(str(e), reason="bad_input") from None
+    host, _, port = receiver.receive_url.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise EncoderRefused(f"receive_url: {receiver.receive_url!r} is no host:port", reason="bad_input")
+    return receiver, (host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def items_of(part: EncodePart) -> list[MediaItem]:
+    """Its pictures, all in the long form."""
+    return [MediaItem(url=item) if isinstance(item, str) else item for item in part.mm_items]
+
+
+def header(
+    part: EncodePart,
+    *,
+    dtype: str,
+    shape: tuple[int, int],
+    grid: Sequence[Sequence[int]],
+    statement: Statement,
+) -> bytes:
+    """The first frame of an embedding.
+
+    Args:
+        shape: (rows, hidden_size) of the second frame.
+        grid: A picture's (frames, height, width) in patches, a row a picture.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    fields: Mapping[str, bytes] = {
+        "req_id": _text(part.req_id),
+        "num_parts": _integer(part.num_parts),
+        "part_idx": _integer(part.part_idx),
+        "grid_dim": _list(_list(_integer(n) for n in row) for row in grid),
+        "modality": _global(_MODALITY, "Modality") + _integer(_IMAGE) + b"\x85R",
+        "embedding": b"N",
+        "send_time": b"N",
+        "dtype": _global("torch", dtype),
+        "shape": _list(_integer(n) for n in shape),
+        "error_msg": b"N",
+        "error_code": b"N",
+        **{name: _text(value) for name, value in statement.fields().items()},
+    }
+    # PROTO 2; class, (), NEWOBJ; {} filled between MARK and SETITEMS; BUILD; STOP.
+    body = b"".join(_text(name) + value for name, value in fields.items())
+    return b"\x80\x02" + _global(_RECEIVER, "EmbeddingData") + b")\x81}(" + body + b"ub."
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode("ascii")
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _integer(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def _list(values: Any) -> bytes:
+    return b"](" + b"".join(values) + b"e"

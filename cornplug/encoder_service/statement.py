@@ -1,0 +1,95 @@
+"""What an encoder says of an embedding that it sends to a socket which takes bytes from anybody.
+
+Which model made it, of which media. Signed with the store's secret over the very bytes, so that
+a receiver who has the secret may name what it computes from them, and share that under the name.
+Without a statement that holds, an embedding is used as SGLang uses it, and shared with nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from cornplug.errors import CodecError
+from cornplug.identity import DIGEST_BYTES, keyed
+
+_IDENTITY: Final = "cornplug_identity"
+_MEDIA: Final = "cornplug_media"
+_PROOF: Final = "cornplug_proof"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """Signed: this model made these rows of these media, in this order."""
+
+    identity: bytes
+    """`identity.model_identity` of the encoder's model."""
+    media: tuple[bytes, ...]
+    """Media digests, one a picture."""
+    proof: bytes
+
+    @classmethod
+    def sign(
+        cls,
+        secret: bytes,
+        *,
+        identity: bytes,
+        media: Sequence[bytes],
+        dtype: str,
+        shape: tuple[int, int],
+        payload: bytes | memoryview,
+    ) -> Self:
+        """A statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
+        proof = _proof(secret, identity, media, dtype, shape, payload)
+        return cls(identity=identity, media=tuple(media), proof=proof)
+
+    def holds(
+        self, secret: bytes, *, dtype: str, shape: tuple[int, int], payload: bytes | memoryview
+    ) -> bool:
+        """Whether somebody with the secret said this of these bytes."""
+        return hmac.compare_digest(
+            self.proof, _proof(secret, self.identity, self.media, dtype, shape, payload)
+        )
+
+    def fields(self) -> Mapping[str, str]:
+        """As text, for a message with named fields."""
+        return {
+            _IDENTITY: self.identity.hex(),
+            _MEDIA: ",".join(digest.hex() for digest in self.media),
+            _PROOF: self.proof.hex(),
+        }
+
+    @classmethod
+    def read(cls, fields: Mapping[str, object]) -> Self | None:
+        """The statement in a message's fields; None where there is none.
+
+        Raises CodecError for one that is no statement.
+        """
+        texts = [fields.get(name) for name in (_IDENTITY, _MEDIA, _PROOF)]
+        if all(text is None for text in texts):
+            return None
+        try:
+            identity, media, proof = (text for text in texts if isinstance(text, str))
+            digests = (bytes.fromhex(identity), *map(bytes.fromhex, media.split(",")), bytes.fromhex(proof))
+        except ValueError:
+            raise CodecError("the embedding's statement cannot be read", reason="statement") from None
+        if any(len(digest) != DIGEST_BYTES for digest in digests):
+            raise CodecError("the embedding's statement has digests of a wrong size", reason="statement")
+        return cls(identity=digests[0], media=digests[1:-1], proof=digests[-1])
+
+
+def _proof(
+    secret: bytes,
+    identity: bytes,
+    media: Sequence[bytes],
+    dtype: str,
+    shape: tuple[int, int],
+    payload: bytes | memoryview,
+) -> bytes:
+    packed = struct.pack(">QQ", *shape)
+    content = hashlib.sha256(payload).digest()
+    return keyed(secret, "cornplug-statement-v1", identity, dtype.encode(), packed, content, *media)
