@@ -10,18 +10,20 @@ special and unprintable tokens are zero, so that others always win.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from cornplug.testing import tokenizers
-
-if TYPE_CHECKING:
-    import torch
+from cornplug.testing.checkpoint_parts import (
+    QWEN2_CHAT,
+    QWEN2_SPECIAL,
+    Text,
+    make_folder,
+    token_ids,
+    write_json,
+    write_weights,
+)
 
 TINY_CLIP: Final[Mapping[str, Any]] = {
     "hidden_size": 64,
@@ -62,42 +64,6 @@ _LLAVA_CHAT: Final = (
     "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %} "
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-_QWEN2_CHAT: Final = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_QWEN2_SPECIAL: Final = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int | None
-    intermediate_size: int | None
-    max_positions: int
-
-    def config(self, model_type: str, ids: Mapping[str, int]) -> dict[str, Any]:
-        return {
-            "model_type": model_type,
-            "vocab_size": math.ceil(len(ids) / 64) * 64,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size or 2 * self.hidden_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads or self.heads,
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        }
 
 
 def llava(
@@ -121,7 +87,7 @@ def llava(
     The projector has `llm_seed` unless it is given one of its own. Rows a picture:
     (image_size / patch_size) squared.
     """
-    folder = _folder(path)
+    folder = make_folder(path)
     ids = tokenizers.write(
         folder,
         special=("<s>", "</s>", "<pad>", "<image>"),
@@ -129,7 +95,7 @@ def llava(
         pad="<pad>",
         chat_template=_LLAVA_CHAT,
     )
-    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("llama", ids)
+    text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("llama", ids)
     config = {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -141,7 +107,7 @@ def llava(
         "tie_word_embeddings": False,
         "vision_config": {"model_type": "clip_vision_model", **vision},
         "text_config": text,
-        **_token_ids(ids, "<s>", "</s>", "<pad>"),
+        **token_ids(ids, "<s>", "</s>", "<pad>"),
         "torch_dtype": dtype,
     }
     edge = vision["image_size"]
@@ -159,13 +125,13 @@ def llava(
         "image_token": "<image>",
         "num_additional_image_tokens": 1,
     }
-    _write_json(folder, config=config, preprocessor_config=pixels, processor_config=processor)
+    write_json(folder, config=config, preprocessor_config=pixels, processor_config=processor)
     seeds = {
         "vision_tower.": tower_seed,
         "multi_modal_projector.": llm_seed if projector_seed is None else projector_seed,
         "": llm_seed,
     }
-    _write_weights(folder, "LlavaForConditionalGeneration", _llava_name, seeds, ids, dtype)
+    write_weights(folder, "LlavaForConditionalGeneration", _llava_name, seeds, ids, dtype)
     return folder
 
 
@@ -185,11 +151,11 @@ def qwen2_vl(
     dtype: str = "float32",
 ) -> Path:
     """A Qwen2-VL. Returns `path`. Rows a picture: its pixels after resizing / 28 squared."""
-    folder = _folder(path)
+    folder = make_folder(path)
     ids = tokenizers.write(
-        folder, special=_QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=_QWEN2_CHAT
+        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
     )
-    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config(
+    text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config(
         "qwen2_vl", ids
     )
     half = hidden_size // heads // 2
@@ -209,7 +175,7 @@ def qwen2_vl(
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
         "vision_token_id": ids["<|vision_pad|>"],
-        **_token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+        **token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
         "torch_dtype": dtype,
     }
     pixels = {
@@ -219,9 +185,9 @@ def qwen2_vl(
         **{"min_pixels": 56 * 56, "max_pixels": max_pixels},
         **{"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
     }
-    _write_json(folder, config=config, preprocessor_config=pixels)
+    write_json(folder, config=config, preprocessor_config=pixels)
     seeds = {"visual.merger.": llm_seed, "visual.": tower_seed, "": llm_seed}
-    _write_weights(folder, "Qwen2VLForConditionalGeneration", _qwen2_vl_name, seeds, ids, dtype)
+    write_weights(folder, "Qwen2VLForConditionalGeneration", _qwen2_vl_name, seeds, ids, dtype)
     return folder
 
 
@@ -238,37 +204,65 @@ def qwen2_text(
     dtype: str = "float32",
 ) -> Path:
     """A Qwen2 without a tower. Returns `path`."""
-    folder = _folder(path)
+    folder = make_folder(path)
     ids = tokenizers.write(
-        folder, special=_QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=_QWEN2_CHAT
+        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
     )
-    text = _Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("qwen2", ids)
+    text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("qwen2", ids)
     config = {
         **text,
         "architectures": ["Qwen2ForCausalLM"],
         "rope_theta": 1e6,
-        **_token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+        **token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
         "torch_dtype": dtype,
     }
-    _write_json(folder, config=config)
-    _write_weights(folder, "Qwen2ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
+    write_json(folder, config=config)
+    write_weights(folder, "Qwen2ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
     return folder
 
 
-def _folder(path: Path | str) -> Path:
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+def deepseek_v2(
+    path: Path | str,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    kv_lora_rank: int = 64,
+    rope_dim: int = 32,
+    head_dim: int = 32,
+    llm_seed: int = 1,
+    max_positions: int = 4096,
+    dtype: str = "float32",
+) -> Path:
+    """A DeepSeek-V2 of dense layers: multi-head latent attention (MLA). Returns `path`.
+
+    An engine caches `kv_lora_rank + rope_dim` numbers a token and layer, whatever `heads`.
+    """
+    folder = make_folder(path)
+    ids = tokenizers.write(
+        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
+    )
+    text = Text(hidden_size, layers, heads, None, None, max_positions).config("deepseek_v2", ids)
+    # SGLang's CPU path takes no other rope than the published one.
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": max_positions // 4}
+    config = {
+        **text,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **{"q_lora_rank": None, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": rope_dim},
+        **{"qk_nope_head_dim": head_dim, "v_head_dim": head_dim},
+        # Experts are declared, as the config class wants, and start after the last layer.
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        **{"first_k_dense_replace": layers, "moe_layer_freq": 1, "moe_intermediate_size": hidden_size},
+        **{"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "attention_bias": False},
+        "rope_theta": 1e4,
+        "rope_scaling": {**rope, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        **token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+        "torch_dtype": dtype,
+    }
+    write_json(folder, config=config)
+    write_weights(folder, "DeepseekV2ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
     return folder
-
-
-def _token_ids(ids: Mapping[str, int], bos: str, eos: str, pad: str) -> dict[str, int]:
-    return {"bos_token_id": ids[bos], "eos_token_id": ids[eos], "pad_token_id": ids[pad]}
-
-
-def _write_json(folder: Path, **files: Mapping[str, Any]) -> None:
-    token_ids = {k: files["config"][k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    for name, content in {**files, "generation_config": token_ids}.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
 
 
 def _llava_name(name: str) -> str:
@@ -286,52 +280,3 @@ def _qwen2_vl_name(name: str) -> str:
     if name.startswith("model.visual."):
         return name.removeprefix("model.")
     return name.replace("model.language_model.", "model.", 1)
-
-
-def _write_weights(
-    folder: Path,
-    architecture: str,
-    published: Callable[[str], str],
-    seeds: Mapping[str, int],
-    ids: Mapping[str, int],
-    dtype: str,
-) -> None:
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):  # names and shapes only
-        model = getattr(transformers, architecture)(config)
-    tensors = {}
-    for memory_name, meta in model.state_dict().items():
-        name = published(memory_name)
-        seed = next(seed for prefix, seed in seeds.items() if name.startswith(prefix))
-        tensors[name] = _draw(name, tuple(meta.shape), seed).to(getattr(torch, dtype))
-        if name.endswith("lm_head.weight"):
-            tensors[name] *= _speakable(ids, meta.shape[0])[:, None]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _draw(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """A float32 tensor that depends on seed and name only, at a scale that keeps activations near 1."""
-    import torch
-
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    noise = torch.randn(shape, generator=generator)
-    if len(shape) < 2:
-        return 1 + 0.1 * noise if "norm" in name.lower() and name.endswith("weight") else 0.1 * noise
-    embedding = "embed" in name and "patch" not in name
-    # A gain above 1 makes attention peaked and greedy outputs depend on the whole prompt.
-    return noise if embedding else 1.5 * noise / math.sqrt(math.prod(shape[1:]))
-
-
-def _speakable(ids: Mapping[str, int], rows: int) -> torch.Tensor:
-    import torch
-
-    mask = torch.zeros(rows)
-    mask[list(tokenizers.PRINTABLE)] = 1
-    letters = [i for token, i in ids.items() if 256 <= i < len(tokenizers.vocabulary()) and token.isalpha()]
-    mask[letters] = 1
-    return mask

@@ -7,6 +7,7 @@ whatever they do, and a Ctrl-C in the terminal reaches only us, who then end the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +20,10 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+
+from cornplug.config import load
+from cornplug.store.base import StoreStat
+from cornplug.store.pool import PoolStore
 
 _running: set[ManagedProcess] = set()
 
@@ -178,6 +183,28 @@ class StoreProcess(ManagedProcess):
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(1)
             return s.connect_ex(str(self.socket)) == 0
+
+    def stat(self) -> StoreStat:
+        """What the store holds. Raises StoreUnavailable when it does not answer."""
+        client = PoolStore(load({"store.socket": self.socket}).store, autostart=False, connect_timeout_s=5)
+        with contextlib.closing(client):
+            return client.stat(deadline_s=5)
+
+    def settle(self, *, quiet_s: float = 0.5, deadline_s: float = 30) -> None:
+        """Wait until whatever engines have computed is there: for `quiet_s` nobody wrote.
+
+        Raises TimeoutError as `wait_until`.
+        """
+        seen: list[tuple[float, int]] = []
+
+        def quiet() -> bool:
+            stat, now = self.stat(), time.monotonic()
+            if stat.reservations or (seen and seen[-1][1] != stat.entries):
+                seen.clear()
+            seen.append((now, stat.entries))
+            return not stat.reservations and now - seen[0][0] >= quiet_s
+
+        wait_until(quiet, deadline_s=deadline_s, what="a store that nobody writes to")
 
 
 class EncoderProcess(ManagedProcess):

@@ -55,7 +55,7 @@ class Generation:
     prompt_tokens: int
     cached_tokens: int
     cached: Mapping[str, int]
-    """`cached_tokens` by tier: `device`, `host`, `storage`. All 0 without HiCache."""
+    """`cached_tokens` by where they were found: `device`, `host`, `storage`."""
     finish_reason: str
     total_s: float
     meta_info: Mapping[str, Any]

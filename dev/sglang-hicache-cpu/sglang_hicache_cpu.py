@@ -6,16 +6,23 @@ Storage backends, prefetch and write-back above them are SGLang's own.
 
 Host layouts, with the I/O backend that SGLang accepts for each: `layer_first` (direct or
 kernel), `page_first_direct` (direct), `page_first` and `page_head` (kernel). Multi-head and
-multi-head latent attention. Does nothing where CUDA is available.
+multi-head latent attention (MLA). Does nothing where CUDA is available.
+
+MLA needs one thing more. For a prompt without a cached prefix SGLang computes plain K and V and
+hands them to the attention backend; `torch_native` ignores them and reads the latent cache in
+their stead, which is wrong, and silently so where the widths agree. So that backend is told to
+attend to the latents always, as it does rightly with a cached prefix and in decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _POOLS = "sglang.srt.mem_cache.pool_host"
+_MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
 def register() -> None:
@@ -26,6 +33,7 @@ def register() -> None:
     if torch.cuda.is_available() or not is_cpu():
         return
     before, replace = HookType.BEFORE, HookType.REPLACE
+    HookRegistry.register(f"{_MLA}.AttentionBackendRegistry.get_handler", _latent_handler, HookType.AROUND)
     HookRegistry.register(f"{_POOLS}.base.HostKVCache.__init__", _unpinned, before)
     HookRegistry.register(f"{_POOLS}.mha.MHATokenToKVPoolHost.load_to_device_per_layer", _load_mha, replace)
     HookRegistry.register(
@@ -35,6 +43,12 @@ def register() -> None:
     HookRegistry.register(
         f"{_POOLS}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer", _save_mla, replace
     )
+
+
+def _latent_handler(original: Callable[..., Any], *args: Any) -> Any:
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    return handlers._dispatch_mla_subtype if args[-1] == "torch_native" else original(*args)
 
 
 def _unpinned(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

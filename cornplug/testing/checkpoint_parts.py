@@ -1,0 +1,128 @@
+"""What the checkpoints of `checkpoints` are made of: text config, chat template, JSON files, weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cornplug.testing import tokenizers
+
+if TYPE_CHECKING:
+    import torch
+
+QWEN2_CHAT: Final = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN2_SPECIAL: Final = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A language model's size; `None` stands for as many KV heads as heads, and twice the width."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    intermediate_size: int | None
+    max_positions: int
+
+    def config(self, model_type: str, ids: Mapping[str, int]) -> dict[str, Any]:
+        """config.json's fields that all families have, for a vocabulary of `ids` rounded up to 64."""
+        return {
+            "model_type": model_type,
+            "vocab_size": math.ceil(len(ids) / 64) * 64,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size or 2 * self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        }
+
+
+def make_folder(path: Path | str) -> Path:
+    """`path`, made if need be."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def token_ids(ids: Mapping[str, int], bos: str, eos: str, pad: str) -> dict[str, int]:
+    """config.json's ids of three special tokens."""
+    return {"bos_token_id": ids[bos], "eos_token_id": ids[eos], "pad_token_id": ids[pad]}
+
+
+def write_json(folder: Path, **files: Mapping[str, Any]) -> None:
+    """`config` and other `files`, and a generation_config.json with the special tokens of `config`."""
+    special = {k: files["config"][k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, content in {**files, "generation_config": special}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
+
+
+def write_weights(
+    folder: Path,
+    architecture: str,
+    published: Callable[[str], str],
+    seeds: Mapping[str, int],
+    ids: Mapping[str, int],
+    dtype: str,
+) -> None:
+    """model.safetensors with the tensors of transformers' `architecture` for the folder's config.
+
+    `published` turns a name in memory into the one on the hub. `seeds`: the first prefix that fits counts.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):  # names and shapes only
+        model = getattr(transformers, architecture)(config)
+    tensors = {}
+    for memory_name, meta in model.state_dict().items():
+        name = published(memory_name)
+        seed = next(seed for prefix, seed in seeds.items() if name.startswith(prefix))
+        tensors[name] = _draw(name, tuple(meta.shape), seed).to(getattr(torch, dtype))
+        if name.endswith("lm_head.weight"):
+            tensors[name] *= _speakable(ids, meta.shape[0])[:, None]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _draw(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """A float32 tensor that depends on seed and name only, at a scale that keeps activations near 1."""
+    import torch
+
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) < 2:
+        return 1 + 0.1 * noise if "norm" in name.lower() and name.endswith("weight") else 0.1 * noise
+    embedding = "embed" in name and "patch" not in name
+    # A gain above 1 makes attention peaked and greedy outputs depend on the whole prompt.
+    return noise if embedding else 1.5 * noise / math.sqrt(math.prod(shape[1:]))
+
+
+def _speakable(ids: Mapping[str, int], rows: int) -> torch.Tensor:
+    import torch
+
+    mask = torch.zeros(rows)
+    mask[list(tokenizers.PRINTABLE)] = 1
+    letters = [i for token, i in ids.items() if 256 <= i < len(tokenizers.vocabulary()) and token.isalpha()]
+    mask[letters] = 1
+    return mask
