@@ -1,0 +1,259 @@
+"""SGLang's hierarchical cache on the host's store: the storage backend "cornplug".
+
+SGLang asks from threads of its own, in batches of at most 128 pages, and computes what it does
+not get. Nothing here raises for want of the store, and every answer has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from cornplug.engine_side.runtime import miss
+from cornplug.errors import ConfigError, CornplugError, LayoutError
+from cornplug.sglang_hooks import active, kv_names, weights
+from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pages import RankPages
+from cornplug.sglang_hooks.kv_ranks import Ranks
+from cornplug.sglang_hooks.kv_reader import WHAT, Reader
+from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.sglang_hooks.kv_writer import Writer
+
+
+class CornplugStorage(HiCacheStorage):
+    """One a rank. What excludes sharing is logged once; SGLang then runs with its host pool alone."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
+        if not active.is_on():
+            raise ConfigError(
+                "--hicache-storage-backend-extra-config",
+                "names cornplug's storage in a server without cornplug",
+                "Add --enable-cornplug.",
+            )
+        self._config = storage_config
+        self._run = active.runtime()
+        self._tally = active.tally()
+        self._off = "starting"
+        self._reader: Reader | None = None
+        self._writer: Writer | None = None
+        self._extra_pools: set[str] = set()
+        self._controller = kv_names.attaching()
+        self._excluded = _excluded(storage_config)
+        # Latent pages are written by rank 0 alone.
+        together = storage_config.tp_size if not (self._excluded or storage_config.is_mla_model) else 1
+        self._ranks = Ranks(together, storage_config.tp_rank)
+
+    # -- start ------------------------------------------------------------------------------
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:
+            self._extra_pools.add(str(host_pool_name))
+            if self._reader is not None:
+                self._stop("attention_kind", f"a pool {host_pool_name} came later")
+
+    def on_host_pools_registered(self) -> None:
+        try:
+            self._open()
+            self._off = ""
+        except CornplugError as e:
+            self._stop(e.reason, str(e))
+        if not self._excluded and not self._config.is_mla_model:
+            with miss(self._tally, self._run.app, WHAT):
+                if not self._ranks.agree(not self._off) and not self._off:
+                    self._stop("ranks", "another rank cannot share")
+
+    def _open(self) -> None:
+        if self._excluded:
+            raise LayoutError(self._excluded, reason="parallelism")
+        if self._extra_pools:
+            raise LayoutError(
+                f"state besides KV of full attention: {', '.join(sorted(self._extra_pools))}",
+                reason="attention_kind",
+            )
+        if self._controller is None:
+            raise LayoutError("SGLang's cache controller was not seen", reason="layout")
+        from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.runtime_context import get_server_args
+
+        model = model_config_of(get_server_args())
+        tokens = self._run.config.engine.page_tokens
+        pages = host_pages(self.mem_pool_host)
+        page = page_geometry(
+            pages, page_tokens=tokens, heads=model.get_total_num_kv_heads(), layers=model.num_hidden_layers
+        )
+        heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
+        verify(pages, self._controller)
+        try:
+            book = kv_names.open_book(pages.page_size, tokens)
+        except ValueError as e:
+            raise LayoutError(str(e), reason="page_size") from e
+        roots = Roots(self._run.secret, page, _identify)
+        mine = RankPages(page, heads, writes, self._run.store)
+        self._reader = Reader(self._run, roots, book, mine, pages, self._tally)
+        self._writer = Writer(self._run, self._reader, book, mine, pages, self._ranks, self._tally)
+        logger.info(
+            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
+            " %d, verified by writing",
+            pages.page_size,
+            self.mem_pool_host.layout,
+            tokens,
+            heads.start,
+            heads.stop - 1,
+            page.heads,
+        )
+
+    def _stop(self, reason: str, why: str) -> None:
+        self._off = reason
+        kv_names.close_book()
+        logger.warning("cornplug: KV of this engine is not shared: %s", why)
+
+    def close(self) -> None:
+        """End sharing; the process keeps its connection to the store for what else shares."""
+        self._off = "closed"
+        kv_names.close_book()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many of these pages, from the first, the store has."""
+        found = 0
+        if self._may_share() and self._reader is not None:
+            with miss(self._tally, self._run.app, WHAT):
+                found = self._reader.present(keys)
+        return found
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Fill host pages; True for those that hold verified KV now."""
+        done = 0
+        if self._may_share() and self._reader is not None:
+            began = time.monotonic()
+            done = self._reader.load(keys, self._slots(host_indices))
+            self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, WHAT)
+        return [True] * done + [False] * (len(keys) - done)
+
+    def _may_share(self) -> bool:
+        reason = self._off or ("weights_updated" if weights.replaced() else "")
+        if reason:
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+        return not reason
+
+    def _slots(self, host_indices: torch.Tensor) -> list[int]:
+        size: int = self.mem_pool_host.page_size
+        return [int(slot) for slot in host_indices[::size].tolist()]
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Offer pages to the store.
+
+        Always True: SGLang would log each page that a full or absent store did not take, for
+        ever, and does nothing else with the answer. What became of them is in our metrics.
+        """
+        if self._writer is not None and self._off not in ("closed", "ranks"):
+            willing = not self._off and not weights.replaced()
+            self._writer.save(keys, self._slots(host_indices), willing=willing)
+        return [True] * len(keys)
+
+    # -- the parts of SGLang's interface that our pages have no use for -----------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """With further pools nothing is shared; without, as `batch_exists`."""
+        if pool_transfers:
+            return PoolTransferResult.empty()
+        return PoolTransferResult(self.batch_exists(keys, extra_info), {})
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Nothing of further pools is stored."""
+        return {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Nothing of further pools is stored."""
+        return self.batch_get_v2(transfers, extra_info)
+
+    def exists(self, key: str) -> bool:
+        """Whether the store has this page."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """None: pages move by `batch_get_v1` only."""
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None] | int:
+        """None of them, as `get`."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """False: pages move by `batch_set_v1` only."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """False, as `set`."""
+        return False
+
+    def clear(self) -> bool:
+        """False: the store is also others', and is not this engine's to empty."""
+        logger.warning("cornplug: the host's store is shared and stays as it is")
+        return False
+
+
+def _identify() -> tuple[bytes, dict[str, Any]]:
+    from cornplug.sglang_hooks.model import engine_model
+
+    return engine_model().kv_identity()
+
+
+def _excluded(config: HiCacheStorageConfig) -> str:
+    """What of the parallelism excludes sharing; "" for tensor parallelism alone."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+
+    for name, size in (
+        ("pipeline parallelism", config.pp_size),
+        ("context parallelism", config.attn_cp_size),
+        ("decode context parallelism", config.dcp_size),
+    ):
+        if size > 1:
+            return f"{name} over {size} ranks"
+    if is_dp_attention_enabled():
+        return "data parallel attention"
+    if config.tp_size > 1 and torch.distributed.get_world_size() != config.tp_size:
+        return "ranks that are not of one tensor parallel group"
+    return ""

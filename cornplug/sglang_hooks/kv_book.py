@@ -1,0 +1,175 @@
+"""SGLang's page hashes as names of ours.
+
+SGLang hands a storage backend its own hash of each page and nothing else. This book knows, for
+the pages that went by lately, where each ends in its sequence and our chain's value there, so
+that a hash becomes the store's pages that it is made of, or the one that it is a part of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from cornplug.identity import LINK_TOKENS, chain
+
+_MAX_PAGES: Final = 1 << 17
+"""Some 60 MB of names. What is forgotten is not shared until its prompt is seen again."""
+_MAX_CONTINUATIONS: Final = 4
+
+
+class Space(NamedTuple):
+    """SGLang's namespace of a sequence; `extra_key` with the LoRA's id at its end."""
+
+    extra_key: str | None
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of SGLang's, named."""
+
+    space: Space
+    prior: str | None
+    """SGLang's hash of the page before it; None at the start of a sequence."""
+    end: int
+    """Tokens of the sequence up to and with this page."""
+    link: bytes
+    """Our chain's value there."""
+    ends: tuple[bytes, ...]
+    """Chain values at the ends of store pages: of those inside this page, in order; or, where
+    pages are smaller than the store's, of the store pages that contain it, one for each
+    continuation seen (the newest last). Empty while no continuation is long enough."""
+
+
+class Part(NamedTuple):
+    """A run of tokens that a page of SGLang's and one of the store have in common."""
+
+    links: tuple[bytes, ...]
+    """The store page's last chain value; any of several where continuations differ."""
+    inside: slice
+    """Tokens of the store page."""
+    page: slice
+    """Tokens of SGLang's page."""
+
+
+class Book:
+    """Bounded; safe to use from several threads.
+
+    Args:
+        page_size: tokens of SGLang's page. page_tokens: of the store's. One divides the
+            other and both are multiples of 16, else ValueError.
+        is_foreign: whether a token stands for something that nobody has named; pages from
+            it on are not entered.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        page_tokens: int,
+        *,
+        is_foreign: Callable[[int], bool] = lambda token: False,
+        max_pages: int = _MAX_PAGES,
+    ) -> None:
+        if page_size % LINK_TOKENS or page_tokens % LINK_TOKENS:
+            raise ValueError(f"pages of {page_size} and {page_tokens} tokens are not multiples of 16")
+        if page_size % page_tokens and page_tokens % page_size:
+            raise ValueError(f"of pages of {page_size} and {page_tokens} tokens neither divides the other")
+        self.page_size, self.page_tokens = page_size, page_tokens
+        self._is_foreign = is_foreign
+        self._max_pages = max_pages
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[str, Page] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def find(self, hashes: Sequence[str]) -> list[Page | None]:
+        """The pages of these hashes, None for those that are not known."""
+        with self._lock:
+            return [self._pages.get(name) for name in hashes]
+
+    def record(self, prior: str | None, hashes: Sequence[str], tokens: Sequence[int], space: Space) -> None:
+        """Enter the pages of `tokens`, whose SGLang hashes are `hashes`, after the page `prior`
+        (None: at the start). Where `prior` is not known, or of another namespace, nothing is."""
+        size = self.page_size
+        with self._lock:
+            known = 0
+            while known < len(hashes) and hashes[known] in self._pages:
+                self._pages.move_to_end(hashes[known])
+                known += 1
+            if known:
+                prior = hashes[known - 1]
+            new = self._named(tokens[known * size : len(hashes) * size])
+            if not new:
+                return
+            end, link = 0, b""
+            if prior is not None:
+                before = self._pages.get(prior)
+                if before is None or before.space != space:
+                    return
+                end, link = before.end, before.link
+            links = chain(link, new)
+            for i in range(len(new) // size):
+                end += size
+                inside = links[i * size // LINK_TOKENS : (i + 1) * size // LINK_TOKENS]
+                prior = self._enter(hashes[known + i], Page(space, prior, end, inside[-1], ()), inside)
+            while len(self._pages) > self._max_pages:
+                self._pages.popitem(last=False)
+
+    def parts(self, page: Page) -> list[Part]:
+        """What a page is made of in the store; [] while that cannot be said."""
+        size, stored = self.page_size, self.page_tokens
+        if size >= stored:
+            return [
+                Part((link,), slice(0, stored), slice(i * stored, (i + 1) * stored))
+                for i, link in enumerate(page.ends)
+            ]
+        first = (page.end - size) % stored
+        return [Part(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
+
+    def is_closing(self, page: Page) -> bool:
+        """Whether a store page ends where this page ends."""
+        return page.end % self.page_tokens == 0
+
+    def siblings(self, name: str) -> list[tuple[str, Page]]:
+        """The pages (hash, page), in order, that with the closing page `name` as their last make
+        up one store page; fewer where some are forgotten."""
+        with self._lock:
+            return self._siblings(name)
+
+    def _siblings(self, name: str) -> list[tuple[str, Page]]:
+        found: list[tuple[str, Page]] = []
+        at: str | None = name
+        while at is not None and len(found) < self.page_tokens // self.page_size:
+            page = self._pages.get(at)
+            if page is None:
+                break
+            found.append((at, page))
+            at = page.prior
+        return found[::-1]
+
+    def _named(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Whole pages of `tokens` before the first that stands for something unnamed."""
+        whole = len(tokens)
+        for i, token in enumerate(tokens):
+            if self._is_foreign(token):
+                whole = i
+                break
+        return tokens[: whole // self.page_size * self.page_size]
+
+    def _enter(self, name: str, page: Page, links: list[bytes]) -> str:
+        if self.page_size >= self.page_tokens:
+            step = self.page_tokens // LINK_TOKENS
+            self._pages[name] = Page(
+                page.space, page.prior, page.end, page.link, tuple(links[step - 1 :: step])
+            )
+            return name
+        self._pages[name] = page
+        if self.is_closing(page):
+            for sibling, part in self._siblings(name):
+                ends = (*(end for end in part.ends if end != page.link), page.link)[-_MAX_CONTINUATIONS:]
+                self._pages[sibling] = Page(part.space, part.prior, part.end, part.link, ends)
+        return name

@@ -1,0 +1,202 @@
+"""SGLang's host pools as pages of [kv_head][layer][K,V][token][dim], whatever their layout.
+
+A page is a strided view, so that one copy moves it. Which view is right is not left to shapes:
+`verify` writes a pattern with SGLang's own cache-write, has SGLang back it up, and reads it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cornplug.engine_side.model import dtype_name
+from cornplug.errors import LayoutError
+from cornplug.kv_page import PageGeometry, tensor_parallel_heads
+
+_MHA: Final = {
+    # Where (plane, head, layer, token) lie among a page's dimensions; dim is the last.
+    "layer_first": (0, 3, 1, 2),
+    "page_first": (0, 3, 2, 1),
+    "page_first_direct": (0, 3, 1, 2),
+    "page_head": (0, 1, 3, 2),
+}
+_MLA: Final = ("layer_first", "page_first", "page_first_direct")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """A host pool of SGLang's (`MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`)."""
+
+    pool: Any
+    latent: bool
+    """MLA: one plane, no heads."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return int(self.pool.page_size)
+
+    def page(self, slot: int) -> torch.Tensor:
+        """The page that begins at a slot, as a view: (heads of this rank, layers, planes, tokens, dim)."""
+        size, layout, buffer = self.page_size, self.pool.layout, self.pool.kv_buffer
+        if self.latent:
+            # One head in every layout, between tokens and dim: put planes in its place.
+            match layout:
+                case "layer_first":
+                    found = buffer[:, slot : slot + size]
+                case "page_first":
+                    found = buffer[slot : slot + size].transpose(0, 1)
+                case _:
+                    found = buffer[slot // size]
+            return found.permute(2, 0, 1, 3).unsqueeze(2)
+        match layout:
+            case "layer_first":
+                found = buffer[:, :, slot : slot + size]
+            case "page_first":
+                found = buffer[:, slot : slot + size]
+            case _:
+                found = buffer[:, slot // size]
+        plane, head, layer, token = _MHA[layout]
+        return found.permute(head, layer, plane, token, 4)
+
+
+def host_pages(pool: Any) -> HostPages:
+    """Raises LayoutError for a pool that has no pages of ours."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    # Their subclasses keep something else: asymmetric heads, block scales, sparse slots.
+    kind = type(pool)
+    if kind is not MHATokenToKVPoolHost and kind is not MLATokenToKVPoolHost:
+        raise LayoutError(f"a host pool of kind {kind.__name__} has no pages", reason="attention_kind")
+    latent = kind is MLATokenToKVPoolHost
+    if pool.layout not in (_MLA if latent else _MHA):
+        raise LayoutError(f"{kind.__name__} with layout {pool.layout!r} has no pages", reason="layout")
+    if not isinstance(pool.kv_buffer, torch.Tensor) or pool.kv_buffer.device.type != "cpu":
+        raise LayoutError("the host pool is not one tensor in host memory", reason="layout")
+    if pool.layer_num != pool.target_layer_num:
+        raise LayoutError("the host pool also holds a draft model's layers", reason="speculative")
+    return HostPages(pool, latent=latent)
+
+
+def page_geometry(pages: HostPages, *, page_tokens: int, heads: int, layers: int) -> PageGeometry:
+    """The model's page, `heads` and `layers` being the whole model's. Raises LayoutError."""
+    pool = pages.pool
+    if pool.layer_num != layers:
+        raise LayoutError(
+            f"the host pool holds {pool.layer_num} of {layers} layers: shared, windowed or state layers",
+            reason="attention_kind",
+        )
+    return PageGeometry(
+        page_tokens=page_tokens,
+        heads=1 if pages.latent else heads,
+        layers=layers,
+        dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
+        dtype=dtype_name(pool.dtype),
+        planes=1 if pages.latent else 2,
+    )
+
+
+def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:
+    """The KV heads of this rank, and whether it writes them. Raises LayoutError."""
+    if pages.latent:
+        return range(1), tp_rank == 0
+    heads, writes = tensor_parallel_heads(page.heads, tp_size, tp_rank)
+    if len(heads) != pages.pool.head_num:
+        raise LayoutError(
+            f"rank {tp_rank} of {tp_size} holds {pages.pool.head_num} of {page.heads} KV heads,"
+            f" not {len(heads)}",
+            reason="layout",
+        )
+    return heads, writes
+
+
+def verify(pages: HostPages, controller: Any) -> None:
+    """Check that `pages` sees what SGLang's cache-write puts into the device pool, and that what
+    is written here comes back to it. Uses one free host page and the device's page of padding,
+    and leaves both as they were.
+
+    Raises LayoutError("layout") where it is not so, or where nothing is free to check it with.
+    """
+    host, device, size = pages.pool, controller.mem_pool_device, pages.page_size
+    slots = host.alloc(size)
+    if slots is None:
+        raise LayoutError("no free page in the host pool to verify the layout with", reason="layout")
+    here = pages.page(int(slots[0]))
+    before = here.clone()
+    # Slots of the first page take what padding computes: no sequence ever has them.
+    padding = torch.arange(size, dtype=torch.int64, device=device.device)
+    at = controller.move_indices(slots, padding)
+    # As SGLang's controller has it: the staged kernel takes the host's slots from host memory.
+    staged = controller.io_backend == "kernel" and host.layout == "page_first" and host.can_use_write_back_jit
+    to_host = (slots, padding) if staged else at
+    try:
+        _back_up(host, device, to_host, controller.io_backend)
+        padded = here.clone()
+        pattern = _pattern(here, seed=1)
+        _cache_write(device, padding, pattern, latent=pages.latent)
+        _back_up(host, device, to_host, controller.io_backend)
+        _expect(here, pattern, "does not back up")
+
+        pattern = _pattern(here, seed=2)
+        here.copy_(pattern)
+        _load(host, device, at, controller.io_backend)
+        here.zero_()
+        _back_up(host, device, to_host, controller.io_backend)
+        _expect(here, pattern, "does not load")
+
+        here.copy_(padded)
+        _load(host, device, at, controller.io_backend)
+    finally:
+        here.copy_(before)
+        host.free(slots)
+
+
+def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Values of which hardly two are equal, so that no other order of them is the same."""
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(like.dtype)
+
+
+def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
+    """As the engine's attention writes; `pattern` is (heads, layers, planes, tokens, dim)."""
+    values = pattern.to(device.device)
+    for i in range(pattern.shape[1]):
+        layer = device.start_layer + i
+        planes = [plane.transpose(0, 1).contiguous() for plane in values[:, i].unbind(1)]
+        if not latent:
+            device.set_kv_buffer(None, slots, *planes, layer_id_override=layer)
+        elif slots.device.type == "cpu":
+            device.set_kv_buffer(None, slots, planes[0], planes[0], layer_id_override=layer)
+        else:
+            parts = [part.contiguous() for part in planes[0].split_with_sizes(_latent_widths(device), dim=-1)]
+            device.set_mla_kv_buffer(None, slots, *parts, layer_id_override=layer)
+
+
+def _latent_widths(device: Any) -> list[int]:
+    return [device.kv_lora_rank, device.qk_rope_head_dim]
+
+
+def _back_up(host: Any, device: Any, at: tuple[torch.Tensor, torch.Tensor], io_backend: str) -> None:
+    host.backup_from_device_all_layer(device, *at, io_backend)
+    _finish(device)
+
+
+def _load(host: Any, device: Any, at: tuple[torch.Tensor, torch.Tensor], io_backend: str) -> None:
+    for layer in range(host.layer_num):
+        host.load_to_device_per_layer(device, *at, layer, io_backend)
+    _finish(device)
+
+
+def _finish(device: Any) -> None:
+    if torch.device(device.device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _expect(found: torch.Tensor, pattern: torch.Tensor, what: str) -> None:
+    if not torch.equal(found, pattern):
+        raise LayoutError(
+            f"SGLang {what} KV in the layout that this release knows: KV is not shared", reason="layout"
+        )

@@ -1,0 +1,164 @@
+"""Pages from the store into SGLang's host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from cornplug.engine_side.runtime import Runtime
+from cornplug.errors import CodecError, CornplugError, StoreUnavailable
+from cornplug.identity import page_key
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv_book import Book, Page, Part
+from cornplug.sglang_hooks.kv_layout import HostPages
+from cornplug.sglang_hooks.kv_pages import RankPages
+from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.store.base import Lease
+
+WHAT = "kv_page"
+
+
+class Reader:
+    """One a rank. Called from SGLang's storage threads; no call raises for want of the store."""
+
+    def __init__(
+        self, runtime: Runtime, roots: Roots, book: Book, mine: RankPages, host: HostPages, tally: Tally
+    ) -> None:
+        self._run, self._roots, self._book = runtime, roots, book
+        self._mine, self._host, self._tally = mine, host, tally
+
+    def keys(self, page: Page, part: Part) -> list[bytes]:
+        """The store's keys of a part, newest continuation first. Raises CheckpointError."""
+        root = self._roots.root(page.space)
+        return [
+            page_key(self._run.secret, root, self._book.page_tokens, link) for link in reversed(part.links)
+        ]
+
+    def present(self, hashes: Sequence[str]) -> int:
+        """How many pages, from the first, the store has whole. Raises CornplugError."""
+        wanted: list[list[list[bytes]]] = []
+        for page in self._book.find(hashes):
+            parts = self._book.parts(page) if page is not None else []
+            if page is None or not parts:
+                break
+            wanted.append([self.keys(page, part) for part in parts])
+        keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
+        if not keys:
+            return 0
+        mask = self._run.store.contains(keys, deadline_s=self._run.deadline_s)
+        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+        count = 0
+        for whole in wanted:
+            if not all(there.intersection(part) for part in whole):
+                break
+            count += 1
+        return count
+
+    def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
+        """Copy pages into the host pool, each verified first; how many were, from the first.
+
+        `slots` are the first slots of the pages.
+        """
+        done, reason = 0, ""
+        pages = self._book.find(hashes)
+        try:
+            plan = list(self._plan(pages))
+            with self._leased([key for parts in plan for _, keys in parts for key in keys]) as leases:
+                copies = _Copies(self._mine, leases)
+                for parts, slot in zip(plan, slots, strict=False):
+                    target = self._host.page(slot)
+                    for part, keys in parts:
+                        source = copies.of(keys)
+                        if source is None:
+                            reason = "evicted"
+                            return done
+                        target[..., part.page, :].copy_(source[..., part.inside, :])
+                    done += 1
+            if len(plan) < len(hashes):
+                reason = "unnamed"
+        except CodecError as e:
+            reason = e.reason
+            self._discard([key for parts in plan[done:] for _, keys in parts for key in keys])
+        except CornplugError as e:
+            reason = e.reason
+        finally:
+            self._count(done, reason)
+        return done
+
+    def borrow(self, page: Page) -> torch.Tensor | None:
+        """A page of SGLang's, (heads, layers, planes, tokens, dim), out of a larger one of the
+        store; None where the store has none. Raises CornplugError."""
+        parts = self._book.parts(page)
+        if not parts:
+            return None
+        keys = self.keys(page, parts[0])
+        with self._leased(keys) as leases:
+            source = _Copies(self._mine, leases).of(keys)
+        return None if source is None else source[..., parts[0].inside, :]
+
+    def _plan(self, pages: Sequence[Page | None]) -> Iterator[list[tuple[Part, list[bytes]]]]:
+        for page in pages:
+            parts = self._book.parts(page) if page is not None else []
+            if page is None or not parts:
+                return
+            yield [(part, self.keys(page, part)) for part in parts]
+
+    @contextmanager
+    def _leased(self, keys: Sequence[bytes]) -> Iterator[dict[bytes, Lease]]:
+        store, deadline_s = self._run.store, self._run.deadline_s
+        unique = list(dict.fromkeys(keys))
+        if not unique:
+            yield {}
+            return
+        found = store.lease(unique, ttl_s=self._run.config.store.lease_s, deadline_s=deadline_s)
+        leases = [lease for lease in found if lease is not None]
+        try:
+            yield {lease.key: lease for lease in leases}
+        finally:
+            # A store that is gone has ended the leases by itself.
+            with suppress(StoreUnavailable):
+                if leases:
+                    store.release([lease.token for lease in leases], deadline_s=deadline_s)
+
+    def _discard(self, keys: Sequence[bytes]) -> None:
+        """Drop a damaged page and what follows it: whole prefixes then heal at once."""
+        with suppress(StoreUnavailable):
+            self._run.store.delete(list(dict.fromkeys(keys)), deadline_s=self._run.patience_s)
+
+    def _count(self, done: int, reason: str) -> None:
+        app, tokens = self._run.app, done * self._book.page_size
+        if done:
+            # Of the store's pages: what any other engine would have counted.
+            pages = max(1, tokens // self._book.page_tokens)
+            self._tally.count("cornplug_hits_total", app, WHAT, "store", by=pages)
+            self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
+            share = len(self._mine.heads) / self._mine.page.heads
+            moved = tokens * self._mine.page.page_bytes / self._book.page_tokens * share
+            self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=moved)
+        if reason:
+            self._tally.count("cornplug_misses_total", app, WHAT, reason)
+
+
+class _Copies:
+    """Verified copies of leased pages, the last one kept: neighbours often lie in one page."""
+
+    def __init__(self, mine: RankPages, leases: dict[bytes, Lease]) -> None:
+        self._mine, self._leases = mine, leases
+        self._memory = mine.memory()
+        self._holds: bytes | None = None
+
+    def of(self, keys: Sequence[bytes]) -> torch.Tensor | None:
+        """A copy of the first of these pages that is leased. Raises CodecError, StoreUnavailable."""
+        for key in keys:
+            if key == self._holds:
+                return self._memory
+        for key in keys:
+            lease = self._leases.get(key)
+            if lease is not None:
+                self._holds = None
+                self._mine.read(lease, self._memory)
+                self._holds = key
+                return self._memory
+        return None
