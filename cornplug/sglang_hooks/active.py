@@ -16,9 +16,11 @@ from cornplug.config import Config
 from cornplug.engine_side.runtime import Runtime
 from cornplug.engine_side.settings import settings
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks.stats import ServerTally
 
 _VARIABLE = "CORNPLUG_SGLANG"
 _lock = threading.Lock()
+_tally = ServerTally()
 
 
 def turn_on(extra: Mapping[str, str]) -> None:
@@ -59,7 +61,6 @@ def runtime() -> Runtime:
         return _runtime(os.getpid())
 
 
-@cache
 def tally() -> Tally:
-    """This process's counts."""
-    return Tally()
+    """This process's counts, shown at the server's `/metrics`."""
+    return _tally

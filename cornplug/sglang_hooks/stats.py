@@ -1,0 +1,89 @@
+"""Our tallies in SGLang's own `/metrics`, under `--enable-metrics`.
+
+SGLang's processes write their metrics into files of one folder (PROMETHEUS_MULTIPROC_DIR), and
+the one that is asked adds them up. Ours do the same. What ranks of one tensor-parallel group
+count together is shown once, by its first rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Final
+
+from cornplug.metrics import METRICS, WAIT_BUCKETS_S, Tally
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Histogram
+
+_MAX_SAMPLES: Final = 4096
+"""Kept of each histogram until somebody drains it, which no part of SGLang does."""
+
+_lock = threading.Lock()
+_counters: dict[str, Counter] = {}
+_histograms: dict[str, Histogram] = {}
+
+
+class ServerTally(Tally):
+    """A `Tally` of a process of SGLang, which shows what it counts at the server's `/metrics`."""
+
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        """As `Tally.count`."""
+        super().count(name, *labels, by=by)
+        if is_shown():
+            _counter(name).labels(*labels).inc(by)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """As `Tally.observe`; the tally itself keeps the first `_MAX_SAMPLES` since the last drain."""
+        self._check(name, labels, "histogram")
+        with self._lock:
+            samples = self._samples.setdefault((name, labels), [])
+            if len(samples) < _MAX_SAMPLES:
+                samples.append(value)
+        if is_shown():
+            _histogram(name).labels(*labels).observe(value)
+
+
+def is_shown() -> bool:
+    """Whether this process is one whose counts the server's `/metrics` shows.
+
+    False until SGLang has told the process its settings and rank.
+    """
+    from sglang.srt.runtime_context import publish_role
+
+    role = publish_role()
+    return role is not None and _shown(role)
+
+
+@functools.cache
+def _shown(role: str) -> bool:
+    from sglang.srt.runtime_context import get_observability, get_parallel
+
+    if not get_observability().enable_metrics:
+        return False
+    if role != "scheduler":
+        return True
+    rank = get_parallel()
+    return rank.pp_rank == 0 and rank.attn_tp_rank == 0 and rank.attn_cp_rank == 0
+
+
+def _counter(name: str) -> Counter:
+    with _lock:
+        if name not in _counters:
+            # prometheus_client decides at its import whether it writes to files: it must not be
+            # imported before SGLang has named the folder, which is after our hooks are in place.
+            from prometheus_client import Counter
+
+            _counters[name] = Counter(name, METRICS[name].help, METRICS[name].labels)
+        return _counters[name]
+
+
+def _histogram(name: str) -> Histogram:
+    with _lock:
+        if name not in _histograms:
+            from prometheus_client import Histogram
+
+            _histograms[name] = Histogram(
+                name, METRICS[name].help, METRICS[name].labels, buckets=WAIT_BUCKETS_S
+            )
+        return _histograms[name]
