@@ -1,0 +1,221 @@
+"""SGLang's own pools on a CPU, and our reader and writer over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sglang_hicache_cpu
+import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_parallel
+
+from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_side.settings import settings
+from cornplug.kv_page import PageGeometry
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv_book import Book, Space
+from cornplug.sglang_hooks.kv_layout import HostPages, host_pages, page_geometry, rank_heads
+from cornplug.sglang_hooks.kv_pages import RankPages
+from cornplug.sglang_hooks.kv_ranks import Ranks, Sums
+from cornplug.sglang_hooks.kv_reader import Reader
+from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.sglang_hooks.kv_writer import Writer
+from cornplug.store.base import Store
+from cornplug.testing import FaultyStore
+
+# The copies between device and host that SGLang has for GPUs only.
+sglang_hicache_cpu.register()
+HookRegistry.apply_hooks()
+get_parallel().override_permanently(dcp_enabled=False)
+
+SECRET = bytes(range(32))
+HEADS, LAYERS, DIM = 4, 3, 8
+LATENT, ROTARY = 12, 4
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+PLAIN = Space(None, None)
+HOST_TOKENS = 1024
+
+
+def device_pool(page_size: int, *, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return MHATokenToKVPool(
+        size=256,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def latent_pool(page_size: int) -> Any:
+    return MLATokenToKVPool(
+        size=256,
+        page_size=page_size,
+        dtype=torch.float32,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROTARY,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def host_pool(device: Any, layout: str) -> Any:
+    kind = MLATokenToKVPoolHost if isinstance(device, MLATokenToKVPool) else MHATokenToKVPoolHost
+    more: dict[str, Any] = {"target_layer_num": LAYERS} if kind is MLATokenToKVPoolHost else {}
+    return kind(
+        device.get_device_pool_infos()[0].buffer_info,
+        HOST_TOKENS / 256,
+        0,
+        device.page_size,
+        layout,
+        device_capacity_tokens=256,
+        start_layer=0,
+        end_layer=LAYERS - 1,
+        **more,
+    )
+
+
+class Controller:
+    """What `verify` needs of SGLang's cache controller, with SGLang's own index moves."""
+
+    move_indices = HiCacheController.move_indices
+
+    def __init__(self, device: Any, host: Any) -> None:
+        self.mem_pool_device, self.mem_pool_host = device, host
+        self.io_backend = "kernel" if host.layout in ("page_first", "page_head") else "direct"
+        self.device = torch.device("cpu")
+
+
+class RigRuntime(Runtime):
+    def __init__(self, store: Store) -> None:
+        self.config = settings({"engine.app": "test"})
+        self.app, self.secret, self.store = "test", SECRET, store
+
+
+class LocalRanks(Ranks):
+    """Ranks that are threads of this process."""
+
+    def __init__(self, size: int, rank: int, shared: dict[str, Any]) -> None:
+        super().__init__(1, rank)
+        self.size = size
+        self._shared = shared
+        self._barrier: threading.Barrier = shared.setdefault("barrier", threading.Barrier(size, timeout=20))
+
+    def announce(self, message: bytes) -> bytes:
+        if self.rank == 0:
+            self._shared["message"] = message
+        self._barrier.wait()
+        found: bytes = self._shared["message"]
+        self._barrier.wait()
+        return found
+
+    def gather(self, mine: Sums) -> list[Sums]:
+        self._shared[f"row {self.rank}"] = mine
+        self._barrier.wait()
+        found = [self._shared[f"row {rank}"] for rank in range(self.size)]
+        self._barrier.wait()
+        return found
+
+
+def hashes_of(tokens: Sequence[int], page_size: int, space: Space = PLAIN) -> list[str]:
+    """SGLang's own page hashes."""
+    key = RadixKey(array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt)
+    found = get_storage_hash_str(key.page_aligned(page_size), None, page_size=page_size)
+    assert isinstance(found, list)
+    return found
+
+
+def page_of(geometry: PageGeometry, seed: int) -> torch.Tensor:
+    """KV of a page: (heads, layers, planes, tokens, dim)."""
+    values = torch.randn(geometry.shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(getattr(torch, geometry.dtype))
+
+
+def sequence(geometry: PageGeometry, tokens: int, seed: int = 7) -> torch.Tensor:
+    """KV of a whole sequence: (heads, layers, planes, tokens, dim)."""
+    shape = (*geometry.shape[:3], tokens, geometry.dim)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(getattr(torch, geometry.dtype))
+
+
+@dataclass
+class Engine:
+    """One rank of an engine: a host pool, and what moves its pages."""
+
+    store: Store
+    page_size: int = 64
+    page_tokens: int = 64
+    layout: str = "layer_first"
+    tp: tuple[int, int] = (1, 0)
+    latent: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
+    identity: bytes = b"model"
+
+    def __post_init__(self) -> None:
+        size, rank = self.tp
+        per_rank = max(1, HEADS // size)
+        device = latent_pool(self.page_size) if self.latent else device_pool(self.page_size, heads=per_rank)
+        self.host = host_pool(device, self.layout)
+        self.pages: HostPages = host_pages(self.host)
+        self.geometry = page_geometry(self.pages, page_tokens=self.page_tokens, heads=HEADS, layers=LAYERS)
+        self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
+        self.faulty = FaultyStore(self.store)
+        self.tally = Tally()
+        self.book = Book(self.page_size, self.page_tokens)
+        self.run = RigRuntime(self.faulty)
+        self.roots = Roots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
+        mine = RankPages(self.geometry, self.heads, writes, self.faulty)
+        ranks = LocalRanks(size, rank, self.shared) if size > 1 and not self.latent else Ranks(1, rank)
+        self.reader = Reader(self.run, self.roots, self.book, mine, self.pages, self.tally)
+        self.writer = Writer(self.run, self.reader, self.book, mine, self.pages, ranks, self.tally)
+
+    def knows(self, tokens: Sequence[int], space: Space = PLAIN) -> list[str]:
+        hashes = hashes_of(tokens, self.page_size, space)
+        self.book.record(None, hashes, tokens, space)
+        return hashes
+
+    def put(self, kv: torch.Tensor, first: int, count: int) -> list[int]:
+        """Place pages first, first+1, ... of a sequence's KV into the host pool; their slots."""
+        slots = self.host.alloc(count * self.page_size)[:: self.page_size].tolist()
+        for i, slot in enumerate(slots):
+            start = (first + i) * self.page_size
+            mine = kv[self.heads.start : self.heads.stop, ..., start : start + self.page_size, :]
+            self.pages.page(slot).copy_(mine)
+        return [int(slot) for slot in slots]
+
+    def save(self, tokens: Sequence[int], kv: torch.Tensor, *, first: int = 0, space: Space = PLAIN) -> None:
+        """As SGLang backs up the pages from `first` on."""
+        hashes = self.knows(tokens, space)
+        self.writer.save(hashes[first:], self.put(kv, first, len(hashes) - first))
+
+    def load(self, tokens: Sequence[int], *, space: Space = PLAIN) -> torch.Tensor:
+        """As SGLang prefetches; the KV of this rank's heads that was found."""
+        hashes = self.knows(tokens, space)
+        present = self.reader.present(hashes)
+        slots = self.host.alloc(len(hashes) * self.page_size)[:: self.page_size].tolist()
+        done = self.reader.load(hashes[:present], slots)
+        found = [self.pages.page(slot).clone() for slot in slots[:done]]
+        empty = self.pages.page(0)[..., :0, :]
+        self.host.free(torch.cat([torch.arange(slot, slot + self.page_size) for slot in slots]))
+        return torch.cat(found, dim=3) if found else empty
+
+    def counts(self) -> dict[tuple[str, ...], float]:
+        """metric and labels without the app and "kv_page" -> count."""
+        found: dict[tuple[str, ...], float] = {}
+        for name, rows in self.tally.drain().items():
+            for labels, values in rows:
+                found[name, *labels[2:]] = found.get((name, *labels[2:]), 0) + sum(values)
+        return found

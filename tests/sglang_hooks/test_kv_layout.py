@@ -1,0 +1,138 @@
+"""Host pools as pages: against naive indexing, and against SGLang's own writes and copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cornplug.errors import LayoutError
+from cornplug.sglang_hooks import kv_layout
+from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
+
+from .kv_rig import DIM, HEADS, LAYERS, LAYOUTS, Controller, device_pool, host_pool, latent_pool
+
+
+def naive(layout: str, size: int, slot: int, h: int, layer: int, plane: int, t: int) -> tuple[int, ...]:
+    match layout:
+        case "layer_first":
+            return plane, layer, slot + t, h
+        case "page_first":
+            return plane, slot + t, layer, h
+        case "page_first_direct":
+            return plane, slot // size, layer, t, h
+        case _:
+            return plane, slot // size, h, t, layer
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.sampled_from([16, 64]), st.data())
+def test_a_page_is_what_naive_indexing_says(layout: str, size: int, data: st.DataObject) -> None:
+    host = host_pool(device_pool(size), layout)
+    host.kv_buffer.copy_(torch.arange(host.kv_buffer.numel()).view(host.kv_buffer.shape) % 251)
+    slot = size * data.draw(st.integers(0, host.page_num - 1))
+    page = host_pages(host).page(slot)
+    assert page.shape == (HEADS, LAYERS, 2, size, DIM)
+    at = tuple(data.draw(st.integers(0, n - 1)) for n in page.shape[:4])
+    assert torch.equal(page[at], host.kv_buffer[naive(layout, size, slot, *at)])
+    page[at] = -1.0
+    assert (host.kv_buffer[naive(layout, size, slot, *at)] == -1).all()
+    assert (host.kv_buffer == -1).sum() == DIM
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sglangs_own_write_is_what_a_page_shows(layout: str) -> None:
+    device = device_pool(16)
+    host = host_pool(device, layout)
+    host.kv_buffer.normal_()
+    before, free = host.kv_buffer.clone(), host.available_size()
+    device_before = [buffer.clone() for buffer in (*device.k_buffer, *device.v_buffer)]
+    verify(host_pages(host), Controller(device, host))
+    assert torch.equal(host.kv_buffer, before)
+    assert host.available_size() == free
+    after = (*device.k_buffer, *device.v_buffer)
+    assert all(torch.equal(a, b) for a, b in zip(after, device_before, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_latent_pages_too(layout: str) -> None:
+    device = latent_pool(16)
+    host = host_pool(device, layout)
+    verify(host_pages(host), Controller(device, host))
+    page = host_pages(host).page(32)
+    page[0, 1, 0, 5] = 3.0
+    row = {"layer_first": (1, 37, 0), "page_first": (37, 1, 0), "page_first_direct": (2, 1, 5, 0)}[layout]
+    assert (host.kv_buffer[row] == 3).all()
+
+
+@pytest.mark.parametrize("swap", [(1, 3, 0, 2), (0, 1, 3, 2)])
+def test_another_order_than_believed_is_refused(
+    swap: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = device_pool(16, heads=3)
+    host = host_pool(device, "layer_first")
+    monkeypatch.setitem(kv_layout._MHA, "layer_first", swap)
+    with pytest.raises(LayoutError) as refused:
+        verify(host_pages(host), Controller(device, host))
+    assert refused.value.reason == "layout"
+    assert host.available_size() == host.size
+
+
+def test_a_copy_that_swaps_keys_and_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_pool(16)
+    host = host_pool(device, "page_first")
+    write = type(device).set_kv_buffer
+
+    def swapped(pool: object, layer: object, at: object, k: torch.Tensor, v: torch.Tensor, **more: int) -> None:
+        write(pool, layer, at, v, k, **more)
+
+    monkeypatch.setattr(type(device), "set_kv_buffer", swapped)
+    with pytest.raises(LayoutError, match="back up"):
+        verify(host_pages(host), Controller(device, host))
+
+
+def test_a_load_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_pool(16)
+    host = host_pool(device, "page_first")
+    monkeypatch.setattr(type(host), "load_to_device_per_layer", lambda *args, **kwargs: None)
+    with pytest.raises(LayoutError, match="load"):
+        verify(host_pages(host), Controller(device, host))
+
+
+def test_what_has_no_pages_is_refused() -> None:
+    class Other(type(host_pool(device_pool(16), "page_first"))):  # type: ignore[misc]
+        pass
+
+    host = host_pool(device_pool(16), "page_first")
+    host.__class__ = Other
+    with pytest.raises(LayoutError) as refused:
+        host_pages(host)
+    assert refused.value.reason == "attention_kind"
+    host = host_pool(device_pool(16), "page_first")
+    host.layout = "page_unified"
+    with pytest.raises(LayoutError):
+        host_pages(host)
+    host.layout, host.target_layer_num = "page_first", LAYERS - 1
+    with pytest.raises(LayoutError) as refused:
+        host_pages(host)
+    assert refused.value.reason == "speculative"
+
+
+def test_a_pool_of_some_layers_is_refused() -> None:
+    pages = host_pages(host_pool(device_pool(16), "page_first"))
+    with pytest.raises(LayoutError):
+        page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS + 1)
+
+
+def test_heads_of_a_rank() -> None:
+    pages = host_pages(host_pool(device_pool(16, heads=2), "page_first"))
+    page = page_geometry(pages, page_tokens=64, heads=4, layers=LAYERS)
+    assert rank_heads(pages, page, 2, 1) == (range(2, 4), True)
+    with pytest.raises(LayoutError):
+        rank_heads(pages, page, 1, 0)
+    latent = host_pages(host_pool(latent_pool(16), "page_first"))
+    page = page_geometry(latent, page_tokens=64, heads=16, layers=LAYERS)
+    assert page.shape == (1, LAYERS, 1, 64, 16)
+    assert rank_heads(latent, page, 2, 0) == (range(1), True)
+    assert rank_heads(latent, page, 2, 1) == (range(1), False)
