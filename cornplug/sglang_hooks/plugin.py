@@ -90,11 +90,12 @@ def is_applied(hook: Hook) -> bool:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from cornplug.sglang_hooks import hicache_settings, named, weights
+    from cornplug.sglang_hooks import hicache_settings, kv_names, named, weights
 
     return (
         *hicache_settings.HOOKS,
         *named.HOOKS,
+        *kv_names.HOOKS,
         *weights.HOOKS,
         # The first thing that each process does once its plugins are loaded.
         Hook("sglang.srt.runtime_context.publish", "before", verify),
