@@ -1,0 +1,152 @@
+"""A picture's embedding on its way to the store, before the request goes to the scheduler.
+
+    in the store ──────────────────────────────> the scheduler takes it from there
+    else: ask the encoder service ──stored─────> the same
+                └─ absent, refused, late ──────> a counted miss: the engine encodes
+
+In the tokenizer process: only this request waits, inside the deadline. How the embedding came
+to be in the store travels with the item, and the scheduler counts the hit when it takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.protocol import Encode, Tensor
+from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.engine_side.backoff import BackOff
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.runtime import Runtime
+from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import weights
+from cornplug.store import entry
+
+WHAT: Final = "embedding"
+_SOURCE: Final = "cornplug_source"
+_FIELDS: Final = ("image_grid_thw",)
+"""What a tower needs besides `pixel_values`."""
+
+
+def source_of(item: Any) -> str | None:
+    """How the embedding of an item came to be in the store; None where it is not known to be."""
+    found: str | None = item.model_specific_data.get(_SOURCE)
+    return found
+
+
+class Asker:
+    """One for each tokenizer process. Called on its event loop, which is never blocked."""
+
+    def __init__(self, runtime: Runtime, tally: Tally) -> None:
+        self._run = runtime
+        self._tally = tally
+        self._backoff = BackOff()
+        self._encoder = SocketEncoder(runtime.config.encoder.socket)
+        # Not asyncio's own: those may all be busy decoding pictures.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
+
+    async def prepare(self, items: list[Any], served: bytes | None, salt: str | None) -> None:
+        """See to it that the store has the embeddings of named items. Never raises.
+
+        `served` is the identity that a service would list for this model, None where none could.
+        """
+        if weights.replaced():
+            return
+        unlike = {item.identity: item for item in items}
+        sources = await asyncio.gather(*(self._one(item, served, salt) for item in unlike.values()))
+        found = dict(zip(unlike, sources, strict=True))
+        for item in items:
+            if found[item.identity]:
+                item.model_specific_data[_SOURCE] = found[item.identity]
+
+    def close(self) -> None:
+        """End the connection to the service."""
+        self._encoder.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _one(self, item: Any, served: bytes | None, salt: str | None) -> str:
+        """The source of an item's embedding, "" after a counted miss."""
+        began = time.monotonic()
+        try:
+            if await self._in_thread(self._stored, item.identity):
+                return "store"
+            return await self._encoded(item, served, salt, began)
+        except CornplugError as e:
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
+            return ""
+        finally:
+            waited = time.monotonic() - began
+            self._tally.observe("cornplug_wait_seconds", waited, self._run.app, WHAT)
+
+    async def _encoded(self, item: Any, served: bytes | None, salt: str | None, began: float) -> str:
+        if served is None:
+            raise EncoderUnavailable("no service is known to serve this model", reason="not_served")
+        if self._backoff.spares(began):
+            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
+        inputs = await self._in_thread(_inputs, item)
+        deadline_s = self._run.config.encoder.deadline_s - (time.monotonic() - began)
+        request = Encode(
+            id=0,
+            identity=served,
+            key=item.identity,
+            salt=salt,
+            inputs=inputs,
+            app=self._run.app,
+            deadline_s=max(0.0, deadline_s),
+        )
+        try:
+            answer = await asyncio.wrap_future(self._encoder.submit(request))
+        except EncoderError as e:
+            self._backoff.failed(e, time.monotonic())
+            raise
+        self._backoff.answered()
+        if answer.key != item.identity:
+            raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
+        if answer.tensor is not None:
+            await self._in_thread(self._put, answer.key, answer.tensor)
+        return f"service_{answer.tower}"
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _stored(self, key: bytes) -> bool:
+        return self._run.store.contains([key], deadline_s=self._run.deadline_s) == b"\x01"
+
+    def _put(self, key: bytes, tensor: Tensor) -> None:
+        """Store what the service itself could not."""
+        outcome = entry.put(
+            self._run.store,
+            tensor.data,
+            kind=Kind.EMBEDDING,
+            key=key,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            app=self._run.app,
+            deadline_s=self._run.patience_s,
+        )
+        if outcome not in ("stored", "present"):
+            raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")
+
+
+def _inputs(item: Any) -> dict[str, Tensor]:
+    """Name -> tensor of one item, as its tower gets them. Raises EncoderRefused("no_inputs")."""
+    values = {"pixel_values": item.feature}
+    values |= {name: item.model_specific_data[name] for name in _FIELDS if name in item.model_specific_data}
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if not isinstance(value, torch.Tensor):
+            # For instance a handle to another process's GPU memory.
+            raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
+        value = value.detach().cpu().contiguous()
+        data = value.view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = Tensor(dtype_name(value.dtype), tuple(value.shape), data)
+    return found

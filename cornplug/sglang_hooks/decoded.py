@@ -1,0 +1,179 @@
+"""What each picture of a request is, caught where SGLang's processors have it decoded.
+
+    picture ──decoded by SGLang──> processor ──> item      (tokenizer process)
+                    └─ media digest ────────────┘
+
+The digest is over the pixels that the processor receives, by the rule of
+`encoder_service.media`, with what SGLang 0.5.23 does otherwise left as it does it: it applies
+no EXIF orientation and drops transparency instead of laying the picture on white. Such a
+picture has other pixels here than in vLLM, and so another digest.
+
+The digest waits at the item, outside of what is sent to the scheduler, until the request's
+salt is known (`media.py`). What nobody could digest has none, and is shared with nobody:
+video, audio, a client's own tensors or embeddings, processors that we do not know.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from PIL import Image
+
+from cornplug.identity import array_digest, medium_with_options, pixels_digest
+from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks.compat import Hook
+
+_DIGEST: Final = "_cornplug_media"
+_MAX_ARTIFACTS: Final = 16_384
+"""More than SGLang's own preprocessing cache can hold."""
+
+_lock = threading.Lock()
+_artifacts: OrderedDict[str, bytes | None] = OrderedDict()
+"""SGLang's key of a preprocessed picture (content and settings) -> media digest."""
+_llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
+"""Of the request under way: id of its image_data element -> media digest."""
+
+
+def set_digest(item: Any, media: bytes | None) -> None:
+    """Note an item's media digest (32 bytes); None takes it away."""
+    item.__dict__[_DIGEST] = media
+
+
+def digest_of(item: Any) -> bytes | None:
+    """The media digest of an item that we know, None for all others."""
+    found: bytes | None = item.__dict__.get(_DIGEST)
+    return found
+
+
+def picture_digest(picture: object, *, converts: bool = True) -> bytes | None:
+    """Media digest of a decoded picture, None for what is none.
+
+    `converts` says that the processor turns any mode into RGB by Pillow's `convert`.
+    """
+    if isinstance(picture, Image.Image):
+        if picture.mode != "RGB":
+            if not converts:
+                return None
+            picture = picture.convert("RGB")
+        return pixels_digest("RGB", picture.width, picture.height, picture.tobytes())
+    if isinstance(picture, torch.Tensor) and picture.dtype == torch.uint8:
+        # Decoded on the GPU: other pixels than Pillow's, and another way through the processor.
+        array = picture.detach().cpu().contiguous().numpy()
+        return array_digest("uint8", array.shape, array.tobytes())
+    return None
+
+
+def converts_to_rgb(processor: Any) -> bool:
+    """Whether a Hugging Face processor does."""
+    return bool(getattr(getattr(processor, "image_processor", None), "do_convert_rgb", False))
+
+
+# -- most processors: pictures in, items out -------------------------------------------------
+
+
+def _finalize_mm_items(
+    original: Callable[..., list[Any]], this: Any, mm_items: list[Any], *, images: Sequence[Any] | None
+) -> list[Any]:
+    items = original(this, mm_items, images=images)
+    if active.is_on() and images:
+        pictures = [item for item in items if item.is_image()]
+        # Otherwise nobody can say which is whose: one item of several pictures, or tensors of a client's.
+        if len(pictures) == len(images) and not any(isinstance(image, Mapping) for image in images):
+            converts = converts_to_rgb(this._processor)
+            for item, image in zip(pictures, images, strict=True):
+                set_digest(item, picture_digest(image, converts=converts))
+    return items
+
+
+# -- processors that keep preprocessed pictures (Qwen3-VL, or with --mm-preprocess-cache-size-mb) --
+
+
+async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
+    made: list[Any] = await original(this, entries)
+    if active.is_on():
+        converts = converts_to_rgb(this._processor)
+        digests = [picture_digest(entry.media, converts=converts) for entry in entries]
+        with _lock:
+            for artifact, media in zip(made, digests, strict=True):
+                _artifacts[artifact.artifact_key] = media
+                _artifacts.move_to_end(artifact.artifact_key)
+            while len(_artifacts) > _MAX_ARTIFACTS:
+                _artifacts.popitem(last=False)
+    return made
+
+
+def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Sequence[Any]) -> None:
+    if active.is_on() and result is not None and len(result.mm_items) == len(artifacts):
+        for item, artifact in zip(result.mm_items, artifacts, strict=True):
+            with _lock:
+                media = _artifacts.get(artifact.artifact_key)
+            set_digest(item, media)
+
+
+# -- LLaVA: decodes in processes of its own, and hashes URLs ---------------------------------
+
+
+def _llava_task(
+    original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In a worker process. The hash comes back to nobody's use: our digest travels in its place."""
+    pixels, _, size = original(image_input, image_hash, *args, **kwargs)
+    if not active.is_on():
+        return pixels, image_hash, size
+    from sglang.srt.utils import load_image
+
+    picture, frames = load_image(image_input, False)
+    processor = kwargs.get("processor", args[2] if len(args) > 2 else None)
+    media = None if frames is not None else picture_digest(picture, converts=converts_to_rgb(processor))
+    return pixels, media, size
+
+
+async def _llava_picture(
+    original: Callable[..., Any], this: Any, image_data: Any, aspect_ratio: Any, grid_pinpoints: Any
+) -> Any:
+    result = await original(this, image_data, aspect_ratio, grid_pinpoints)
+    found = _llava.get()
+    if found is not None and isinstance(media := result[1], bytes):
+        usual = getattr(this.hf_config, "image_aspect_ratio", None)
+        options = {} if aspect_ratio == usual else {"sglang": {"aspect_ratio": aspect_ratio}}
+        found[id(image_data)] = medium_with_options(media, options)
+    return result
+
+
+async def _llava_request(
+    original: Callable[..., Any], this: Any, image_data: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not active.is_on():
+        return await original(this, image_data, *args, **kwargs)
+    found: dict[int, bytes | None] = {}
+    token = _llava.set(found)
+    try:
+        output = await original(this, image_data, *args, **kwargs)
+    finally:
+        _llava.reset(token)
+    # One item a picture, in order; of a plain request SGLang takes the first picture only.
+    for source, item in zip(image_data, output.mm_items, strict=False):
+        if item.is_image():
+            set_digest(item, found.get(id(source)))
+    return output
+
+
+_BASE: Final = "sglang.srt.multimodal.processors"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_BASE}.base_processor.BaseMultimodalProcessor._finalize_mm_items", "around", _finalize_mm_items),
+    Hook(
+        "sglang.srt.multimodal.media_artifacts.base.MediaArtifactCacheMixin"
+        "._run_preprocess_and_build_artifact_batch",
+        "around",
+        _build_artifacts,
+    ),
+    Hook(f"{_BASE}.qwen_vl.QwenVLImageProcessor.compose_image_artifacts", "after", _compose_artifacts),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _llava_task),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_picture),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _llava_request),
+)

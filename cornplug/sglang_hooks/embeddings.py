@@ -1,0 +1,210 @@
+"""Embeddings of named pictures: out of the store instead of the tower, and into it after the
+tower (scheduler processes).
+
+SGLang decides which pictures of a batch its own embedding cache lacks, and calls the model's
+`get_image_feature` for these. That call is what we stand in for: what the store has is taken,
+verified; the tower computes the rest; both go into SGLang's cache by its own code.
+
+    miss items ──> Encoding ──in the store──> verified, on the device ─┐
+                      └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
+
+A tower may run collectives over the tensor-parallel ranks, so they all must run it for the same
+pictures: each rank reads for itself, then they agree on what every one of them has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.publisher import EmbeddingPublisher
+from cornplug.engine_side.runtime import Runtime
+from cornplug.errors import CodecError, CornplugError
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import active, compat, weights
+from cornplug.sglang_hooks.asking import WHAT, source_of
+from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.model import engine_model
+from cornplug.store import entry
+
+EmbedItems = Callable[[list[Any]], Any]
+
+
+def rows_of(item: Any) -> int:
+    """Placeholder tokens of an item, which is rows of its embedding."""
+    return sum(end - start + 1 for start, end in item.offsets)
+
+
+class Embeddings:
+    """One for each scheduler process; all calls come from the thread that runs the model."""
+
+    def __init__(self, runtime: Runtime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
+        """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's.
+        Of several ranks that do the same, only the `first` publishes and counts."""
+        self._run = runtime
+        self._tally = tally
+        self._dtype = dtype
+        self._width = width
+        self._made_width: int | None = None
+        self._first = first
+        self._publisher = EmbeddingPublisher(runtime, self._report)
+
+    def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
+        """Each item's embedding as `model` consumes it, (rows, width) on `device`, where the store
+        has it and is expected to."""
+        width = self._made_width if getattr(model, "use_deepstack", None) else self._width
+        return [self._take(item, width, device) for item in items]
+
+    def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
+        """Count what was taken and is used."""
+        app = self._run.app
+        for item, tensor in zip(items, taken, strict=True):
+            if tensor is not None and self._first:
+                self._tally.count("cornplug_hits_total", app, WHAT, source_of(item) or "store")
+                self._tally.count("cornplug_saved_tower_passes_total", app)
+                self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=tensor.nbytes)
+
+    def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
+        """What this engine's own tower made, for the others. Returns at once."""
+        for item, tensor in zip(items, made, strict=True):
+            # Where a tower also feeds deeper layers (Qwen3-VL), only it can tell the width.
+            self._made_width = tensor.shape[-1]
+            wanted = publish and self._first and item.identity is not None
+            if wanted and dtype_name(tensor.dtype) == self._dtype:
+                self._publisher.offer(item.identity, tensor)
+
+    def close(self) -> None:
+        """Finish what is being published."""
+        self._publisher.close()
+
+    def _take(self, item: Any, width: int | None, device: torch.device) -> torch.Tensor | None:
+        # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
+        if item.identity is None or source_of(item) is None or width is None:
+            return None
+        try:
+            found = entry.get(self._run.store, item.identity, deadline_s=self._run.deadline_s)
+            if found is None:
+                raise CodecError("it was there a moment ago", reason="evicted")
+            header, payload = found
+            if header.shape != (rows_of(item), width) or header.dtype != self._dtype:
+                raise CodecError(f"{header.dtype} {header.shape}", reason="wrong_shape")
+        except CornplugError as e:
+            self._miss(e.reason)
+            return None
+        dtype = getattr(torch, header.dtype)
+        return torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
+
+    def _miss(self, reason: str) -> None:
+        if self._first:
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+
+    def _report(self, outcome: str, size: int) -> None:
+        self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
+        if outcome == "stored":
+            self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "save", by=size)
+
+
+class Encoding:
+    """Stands in for a model's `get_image_feature`, of one call of SGLang's."""
+
+    def __init__(self, original: EmbedItems, here: Embeddings | None, device: torch.device) -> None:
+        """`here` is None on a rank that cannot share; it still takes part in what the ranks agree on."""
+        self._original = original
+        self._here = here
+        self._device = device
+        # By these SGLang recognises encoders that move features to the device by themselves.
+        self.__self__ = getattr(original, "__self__", None)
+        self.__name__ = getattr(original, "__name__", "")
+
+    def __call__(self, items: list[Any]) -> Any:
+        """What the original gives for `items`, or a list of (rows, width) tensors, one for each.
+
+        Raises what the original raises, and nothing else.
+        """
+        if not any(item.identity is not None for item in items):
+            return self._original(items)
+        here = None if weights.replaced() else self._here
+        taken: list[torch.Tensor | None] = [None] * len(items)
+        if here is not None:
+            taken = here.take(items, self.__self__, self._device)
+        taken = _agreed(taken)
+        rest = [item for item, tensor in zip(items, taken, strict=True) if tensor is None]
+        made = self._original(rest) if rest else []
+        split = _split(made, rest)
+        if split is None:
+            # Not one run of rows for each item: nothing to cut, so everything is the engine's.
+            return made if len(rest) == len(items) else self._original(items)
+        if here is not None:
+            here.used(items, taken)
+            here.computed(rest, split, publish=not weights.replaced())
+        mine = iter(split)
+        return [next(mine) if tensor is None else tensor for tensor in taken]
+
+
+def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The tower's output, one (rows, width) tensor for each item; None where it does not divide so."""
+    rows = [rows_of(item) for item in items]
+    if isinstance(made, list):
+        flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in made]
+        return flat if [len(tensor) for tensor in flat] == rows else None
+    if not isinstance(made, torch.Tensor):
+        return None
+    made = made.reshape(-1, made.shape[-1])
+    return list(torch.split(made, rows)) if len(made) == sum(rows) else None
+
+
+def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Of what this rank has, what every rank of its group has. Called by all of them, or by none."""
+    from sglang.srt.layers.dp_attention import get_dp_tp_group
+
+    group = get_dp_tp_group()
+    if group.world_size == 1:
+        return taken
+    mask = torch.tensor([tensor is not None for tensor in taken], dtype=torch.int32)
+    torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return [tensor if has else None for tensor, has in zip(taken, mask.tolist(), strict=True)]
+
+
+# -- SGLang's scheduler process --------------------------------------------------------------
+
+
+@functools.cache
+def _embeddings() -> Embeddings | None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.layers.dp_attention import get_dp_tp_group
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        return Embeddings(
+            active.runtime(),
+            active.tally(),
+            dtype=engine_model().dtype,
+            width=model_config_of(get_server_args()).hidden_size,
+            first=get_dp_tp_group().rank_in_group == 0,
+        )
+    except CornplugError as e:
+        # The tokenizer process gives no names then, and says why.
+        compat.logger.debug("cornplug: embeddings are not shared: %s", e)
+        return None
+
+
+def _get_chunked_prefill_embedding(
+    original: Callable[..., Any], data_embedding_func: EmbedItems, *args: Any, **kwargs: Any
+) -> Any:
+    if active.is_on() and active.config().engine.share_embeddings:
+        input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[-1]
+        data_embedding_func = Encoding(data_embedding_func, _embeddings(), input_ids.device)
+    return original(data_embedding_func, *args, **kwargs)
+
+
+HOOKS: Final[tuple[Hook, ...]] = (
+    Hook(
+        "sglang.srt.managers.mm_schedule._get_chunked_prefill_embedding",
+        "around",
+        _get_chunked_prefill_embedding,
+    ),
+)

@@ -1,0 +1,171 @@
+"""Pictures get their names: identities of content, model and salt (tokenizer process).
+
+SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`,
+or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
+pages, and the key of its embedding cache. Here every picture whose digest we have gets
+
+    item.set_identity(embedding key)
+
+the same 32 bytes as in vLLM, so that both engines see one token stream. Whatever else was
+there before, a client's included, gives way. What has no digest keeps SGLang's name and has no
+identity, so that nobody takes it for ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cornplug.engine_side.model import TowerIdentity
+from cornplug.errors import CheckpointError
+from cornplug.identity import embedding_key, medium_with_options, overridden
+from cornplug.sglang_hooks import active, compat, decoded, preprocessing
+from cornplug.sglang_hooks.asking import Asker
+from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.model import engine_model
+from cornplug.sglang_hooks.salts import salt_of
+
+_FIRST_READ_S: Final = 2.0
+"""How long the first request may wait for a checkpoint that was never read before."""
+_USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
+
+
+class Names:
+    """Identity of this tokenizer process's model, and the names that it gives to pictures."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor` is SGLang's BaseMultimodalProcessor."""
+        self._tower: TowerIdentity | None = None
+        self._ready = threading.Event()
+        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
+        threading.Thread(
+            target=self._identify, args=(processor,), name="cornplug-identify", daemon=True
+        ).start()
+
+    def _identify(self, processor: Any) -> None:
+        try:
+            self._tower = _tower_identity(processor)
+        except CheckpointError as e:
+            compat.logger.warning("cornplug: embeddings of this engine are not shared: %s", e)
+        finally:
+            self._ready.set()
+
+    async def tower(self) -> TowerIdentity | None:
+        """None where nobody can say what computes, or not yet."""
+        if not self._ready.is_set():
+            await asyncio.to_thread(self._ready.wait, _FIRST_READ_S)
+        return self._tower
+
+
+def _tower_identity(processor: Any) -> TowerIdentity:
+    model = engine_model()
+    tower = model.tower_identity()
+    differs = preprocessing.peculiarity(processor, model)
+    if differs is None:
+        return tower
+    compat.logger.info(
+        "cornplug: SGLang preprocesses pictures of this model in its own way; their embeddings and KV "
+        "are shared among SGLang servers only"
+    )
+    return TowerIdentity(overridden(tower.identity, {"sglang_preprocessing": differs}), tower.served_identity)
+
+
+def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
+    """Give identities to the pictures of a request, and take them from everything else.
+
+    `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
+    EmbeddingReqInput. Returns the items that have a name.
+    """
+    items = mm_inputs.mm_items
+    options = _options(obj, [item for item in items if item.is_image()])
+    salt = salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
+    named = []
+    for item in items:
+        media = decoded.digest_of(item)
+        key = None
+        if media is not None and tower is not None and options is not None:
+            key = _key(tower.identity, media, options.get(id(item), {}), salt)
+        if key is None:
+            item.identity = None
+            continue
+        item.set_identity(key)
+        named.append(item)
+    padded = mm_inputs.padded_input_ids
+    if padded is not None:
+        for item in named:
+            for start, end in item.offsets or ():
+                padded[start : end + 1] = item.padding_sequence(end - start + 1)
+    return named
+
+
+def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | None) -> bytes | None:
+    try:
+        return embedding_key(active.runtime().secret, tower, medium_with_options(media, options), salt)
+    except (TypeError, ValueError):
+        return None  # Options of a client's that have no encoding.
+
+
+def _options(obj: Any, pictures: list[Any]) -> dict[int, dict[str, Any]] | None:
+    """id of an item -> this request's own processor arguments for it; None where nobody can say.
+
+    Under a name of SGLang's own: what an argument does, only SGLang's processor knows.
+    """
+    from sglang.srt.multimodal.cache import media_preprocess_kwargs
+
+    sources = getattr(obj, "image_data", None) or []
+    own = [media_preprocess_kwargs(source, defaults=_USUAL) for source in sources]
+    whole = getattr(obj, "mm_processor_kwargs", None) or {}
+    if not whole and not any(own):
+        return {}
+    if len(own) != len(pictures):
+        return None
+    return {
+        id(item): {"sglang": {"request": whole, "picture": kwargs}}
+        for item, kwargs in zip(pictures, own, strict=True)
+    }
+
+
+# -- SGLang's tokenizer process --------------------------------------------------------------
+
+
+class _Tokenizer:
+    """What the tokenizer process needs, once."""
+
+    def __init__(self, processor: Any) -> None:
+        self.names = Names(processor)
+        self.asker = Asker(active.runtime(), active.tally())
+
+
+@functools.cache
+def _tokenizer(processor: Any) -> _Tokenizer:
+    return _Tokenizer(processor)
+
+
+def _initialised(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+    if active.is_on() and manager.mm_processor is not None:
+        _tokenizer(manager.mm_processor)
+
+
+async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    tokenized = await original(manager, obj)
+    mm_inputs = tokenized.mm_inputs if active.is_on() else None
+    if mm_inputs is not None and mm_inputs.mm_items:
+        here = _tokenizer(manager.mm_processor)
+        tower = await here.names.tower()
+        items = name(mm_inputs, tower, obj)
+        if items and tower is not None and active.config().engine.share_embeddings:
+            salt = salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
+            wanted = [item for item in items if item.precomputed_embeddings is None]
+            await here.asker.prepare(wanted, tower.served_identity, salt)
+    return tokenized
+
+
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS: tuple[Hook, ...] = (
+    *decoded.HOOKS,
+    Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _initialised),
+    Hook(f"{_MANAGER}._tokenize_one_request", "around", _tokenize_one_request),
+)

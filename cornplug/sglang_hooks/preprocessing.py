@@ -1,0 +1,159 @@
+"""Whether SGLang's processor makes of a picture what everybody else makes of it.
+
+An embedding's key names the preprocessor's settings, and takes for granted that they are
+carried out as transformers does, which is what vLLM and our encoder service use. SGLang has
+processors of its own for some families (LLaVA's rounds its pixels to float16), may preprocess
+on the GPU, and has settings of its own. So we let it process pictures that we made, and
+compare: what differs by more than the last bits of a float32 is another preprocessing, and
+becomes part of the identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cornplug.engine_side.model import EngineModel, dtype_name
+from cornplug.errors import CheckpointError
+from cornplug.identity import array_digest, digest
+
+_SIZES: Final = ((97, 61), (342, 255), (640, 427))
+"""Width and height: odd, smaller and larger than most towers' input."""
+_ROUNDING: Final = 1e-5
+"""Of normalised pixels, whose smallest step (one of 255 levels) is about 1e-2."""
+
+# A processor of a family that we never saw may fail in any way; then it is not compared.
+_ITS_WORDS: Final = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def probes() -> list[Image.Image]:
+    """Pictures with smooth and sharp parts, the same ones everywhere and always."""
+    made = []
+    for width, height in _SIZES:
+        y, x = np.mgrid[0:height, 0:width].astype(np.int64)
+        planes = (x * 255 // width, (x * y) % 251, ((x // 7 + y // 5) % 2) * 255)
+        made.append(Image.fromarray(np.stack(planes, axis=-1).astype(np.uint8), "RGB"))
+    return made
+
+
+def peculiarity(processor: Any, model: EngineModel) -> str | None:
+    """None where SGLang's `processor` (a BaseMultimodalProcessor) agrees with transformers,
+    else a digest in hex of what it does instead.
+
+    Processes pictures: takes tens of milliseconds, not for an event loop. Raises
+    CheckpointError("preprocessing") where this processor cannot be tried out.
+    """
+    processor = getattr(processor, "inner", processor)
+    try:
+        ours = [_tensors(processor, picture) for picture in probes()]
+        theirs = _reference(model, ours)
+    except _ITS_WORDS as e:
+        raise CheckpointError(
+            f"{type(processor).__name__} cannot be compared with transformers: {type(e).__name__}: {e}",
+            reason="preprocessing",
+        ) from e
+    if all(map(_agree, ours, theirs)):
+        return None
+    parts = [
+        digest("tensor", name.encode(), array_digest(dtype_name(value.dtype), value.shape, _bytes(value)))
+        for tensors in ours
+        for name, value in sorted(tensors.items())
+    ]
+    return digest("cornplug-preprocessing-v1", *parts).hex()
+
+
+def _tensors(processor: Any, picture: Image.Image) -> Tensors:
+    """What SGLang sends to its tower for one picture."""
+    from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
+    from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
+
+    if isinstance(processor, LlavaImageProcessor):
+        return _llava(processor, picture)
+    found = _called(processor, picture)
+    if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
+        artifact = _artifact(processor, picture)
+        if not _agree(artifact, found):
+            # Requests take either way: a key could not say which.
+            raise ValueError("it processes a picture in two ways")
+    return found
+
+
+def _called(processor: Any, picture: Image.Image) -> Tensors:
+    # A clone: other threads use the processor meanwhile.
+    clone = copy.deepcopy(processor._processor)
+    made = processor.process_mm_data(processor.mm_tokens.image_token, images=[picture], processor=clone)
+    return {name: made[name].cpu() for name in ("pixel_values", "image_grid_thw") if name in made}
+
+
+def _keeps_artifacts(processor: Any) -> bool:
+    return processor.mm_preprocess_cache.enabled or processor.uses_media_artifacts_without_cache
+
+
+def _artifact(processor: Any, picture: Image.Image) -> Tensors:
+    from sglang.srt.managers.schedule_batch import Modality
+    from sglang.srt.multimodal.media_artifacts import MediaArtifactInput
+
+    name = "sha256:" + "0" * 64
+    entry = MediaArtifactInput(name, name, Modality.IMAGE, picture)
+    (made,) = processor.prepare_artifact_batch([entry], processor=copy.deepcopy(processor._processor))
+    values = {"pixel_values": made.feature, **made.model_specific_data}
+    return {name: value.cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _llava(processor: Any, picture: Image.Image) -> Tensors:
+    encoded = io.BytesIO()
+    picture.save(encoded, "PNG")
+    usual = getattr(processor.hf_config, "image_aspect_ratio", None)
+    grid = getattr(processor.hf_config, "image_grid_pinpoints", None) if "anyres" in (usual or "") else None
+    pixels, _, _ = processor._preprocess_image_task(
+        encoded.getvalue(), None, usual, grid, copy.deepcopy(processor._processor)
+    )
+    return {"pixel_values": torch.as_tensor(np.asarray(pixels))}
+
+
+def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
+    """What transformers makes of the probes, as vLLM and the encoder service have it."""
+    from transformers import AutoImageProcessor
+
+    image_processor = AutoImageProcessor.from_pretrained(
+        model.checkpoint.path, local_files_only=True, trust_remote_code=False
+    )
+    made: list[Tensors] = []
+    for picture, found in zip(probes(), ours, strict=True):
+        values = image_processor(images=picture, return_tensors="pt", **model.processor_kwargs)
+        made.append({name: values[name] for name in found if name in values})
+    return made
+
+
+def _agree(a: Tensors, b: Tensors) -> bool:
+    if a.keys() != b.keys() or not a:
+        return False
+    return all(_equal(_flat(a[name]), _flat(b[name])) for name in a)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a.float(), b.float(), rtol=0, atol=_ROUNDING)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Without a batch of one: some ways have it, some do not."""
+    return tensor.squeeze(0) if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
