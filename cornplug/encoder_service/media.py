@@ -47,8 +47,8 @@ _BROKEN: Final = (
 )
 
 
-def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode one still picture, whole, with its EXIF orientation applied.
+def decode(data: bytes, max_pixels: int, *, upright: bool = True) -> Image.Image:
+    """Decode one still picture, whole, with its EXIF orientation applied unless `upright` is False.
 
     Nothing is decoded before width times height has been checked, so a decompression bomb
     costs its header only.
@@ -82,7 +82,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         raise MediaError(str(e), reason="too_many_pixels") from e
     except _BROKEN as e:
         raise MediaError(f"the {image.format} picture is truncated or damaged: {e}", reason="damaged") from e
-    return _upright(image)
+    return _upright(image) if upright else image
 
 
 def as_received(image: Image.Image) -> Image.Image:
@@ -98,9 +98,23 @@ def as_received(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def as_sglang_receives(data: bytes, max_pixels: int) -> Image.Image:
+    """The RGB picture that SGLang 0.5.23 hands to its processor: another one than the rule's.
+
+    It applies no EXIF orientation, and drops transparency instead of laying the picture on white.
+    For a picture that has neither, both are the same. Raises MediaError as `decode`.
+    """
+    image = decode(data, max_pixels, upright=False)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
 def digest_image(image: Image.Image) -> bytes:
-    """Media digest (32 bytes) of a picture as the processor receives it."""
-    rgb = as_received(image)
+    """Media digest (32 bytes) of a picture as the processor receives it by the rule."""
+    return digest_rgb(as_received(image))
+
+
+def digest_rgb(rgb: Image.Image) -> bytes:
+    """Media digest (32 bytes) of RGB pixels."""
     return pixels_digest("RGB", rgb.width, rgb.height, rgb.tobytes())
 
 

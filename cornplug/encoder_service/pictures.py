@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug import identity
@@ -20,6 +21,8 @@ from cornplug.errors import CheckpointError, EncoderRefused, MediaError
 
 APP: Final = "http"
 """In whose name pictures that came by HTTP are stored."""
+SGLANG: Final = "sglang"
+"""And those of SGLang's servers, by its own protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +46,28 @@ class Pictures:
         self._max_pixels = max_pixels
         self._processors = {loaded.served.name: _processor(loaded) for loaded in registry.loaded()}
 
-    def prepare(
-        self, model: str, data: bytes, *, salt: str | None, deadline_s: float, app: str = APP
-    ) -> Prepared:
-        """A request for the picture in `data`, as this model's engine would make it, in `app`'s name.
+    def prepare(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
+        """A request for the picture in `data`, as this model's engine would make it.
 
         Raises EncoderRefused("unknown_model"), MediaError as `media.decode`, and
         MediaError("unprocessable") where the model's processor takes no such picture.
         """
+        image = media.as_received(media.decode(data, self._max_pixels))
+        return self._prepare(model, image, salt, deadline_s, APP)
+
+    def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
+        """The same as an SGLang server of this model would make it. Raises as `prepare`."""
+        image = media.as_sglang_receives(data, self._max_pixels)
+        return self._prepare(model, image, salt, deadline_s, SGLANG)
+
+    def _prepare(
+        self, model: str, image: Image.Image, salt: str | None, deadline_s: float, app: str
+    ) -> Prepared:
         loaded = self._registry.by_name(model)
         if loaded is None:
             served = ", ".join(self._processors)
             raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
-        image = media.as_received(media.decode(data, self._max_pixels))
-        digest = media.digest_image(image)
+        digest = media.digest_rgb(image)
         key = identity.embedding_key(self._secret, loaded.served.identity, digest, salt)
         try:
             made: Mapping[str, torch.Tensor] = self._processors[model](images=image, return_tensors="pt")

@@ -42,8 +42,6 @@ from cornplug.encoder_service.statement import Statement
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 
-APP: Final = "sglang"
-"""In whose name these embeddings are stored and counted."""
 SGLANG_FAMILIES: Final = ("qwen2_vl",)
 """Families of ours that SGLang 0.5.23 runs without a tower."""
 _GRID: Final = "image_grid_thw"
@@ -115,12 +113,9 @@ class SglangParts:
         return await loop.run_in_executor(self._threads, self._pack, model, part, prepared, grid, tensors)
 
     def _prepare(self, model: Loaded, item: wire.MediaItem) -> Prepared:
-        return self._pictures.prepare(
-            model.served.name,
-            picture_bytes(item.url),
-            salt=item.cornplug_salt,
-            deadline_s=self._patience_s,
-            app=APP,
+        data = picture_bytes(item.url)
+        return self._pictures.prepare_for_sglang(
+            model.served.name, data, salt=item.cornplug_salt, deadline_s=self._patience_s
         )
 
     async def _embeddings(self, prepared: Sequence[Prepared]) -> list[Tensor]:

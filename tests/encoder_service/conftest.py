@@ -70,6 +70,12 @@ def registry(llava_pair: tuple[Path, Path], qwen: Path) -> Registry:
     return Registry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="cpu")
 
 
+@pytest.fixture(scope="session")
+def qwen_registry(qwen: Path) -> Registry:
+    """One model only."""
+    return Registry.open([str(qwen)], dtype="float32", device="cpu")
+
+
 class Requests:
     """Makes `Encode`s as an engine would."""
 

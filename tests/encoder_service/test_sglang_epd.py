@@ -1,0 +1,296 @@
+"""SGLang's protocol over ASGI and ZMQ: an engine's receivers are played by PULL sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from PIL import Image
+
+from cornplug import identity
+from cornplug.config import Config, load
+from cornplug.encoder_service import media
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
+from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.store.memory import MemoryStore
+
+from .conftest import SECRET, MakeEncoder, picture, png
+
+
+class Service:
+    """A service, an HTTP client of an address, and a PULL socket that receives."""
+
+    def __init__(self, encoder: Encoder, config: Config, address: str = "127.0.0.1") -> None:
+        self.encoder = encoder
+        self.app = create_app(encoder, config.encoder, secret=SECRET)
+        transport = httpx.ASGITransport(self.app, client=(address, 1))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://e", timeout=60)
+        self.context = zmq.asyncio.Context()
+        self.pull = self.context.socket(zmq.PULL)
+        self.port = self.pull.bind_to_random_port("tcp://127.0.0.1")
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Service]:
+        async with self.app.router.lifespan_context(self.app), self.client:
+            yield self
+            self.pull.close(linger=0)
+            self.context.term()
+
+    async def encode(self, images: list[Any], path: str = "/encode", **changes: Any) -> httpx.Response:
+        ask = {
+            "mm_items": images,
+            "req_id": "r_local_part_0",
+            "num_parts": 1,
+            "part_idx": 0,
+            "modality": "IMAGE",
+            "prefill_host": "127.0.0.1",
+            "embedding_port": self.port,
+        }
+        return await self.client.post(path, json={**ask, **changes})
+
+    async def received(self) -> list[bytes]:
+        frames: list[bytes] = await asyncio.wait_for(self.pull.recv_multipart(), 20)
+        return frames
+
+    async def silence(self) -> None:
+        assert not await self.pull.poll(100), "something was sent"
+
+
+def url(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
+Scenario = Callable[[Service], Awaitable[None]]
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(make_encoder: MakeEncoder, qwen_registry: Any, config: Config) -> Run:
+    def go(scenario: Scenario, *, store: Any = None, address: str = "127.0.0.1", **changes: Any) -> None:
+        async def whole() -> None:
+            encoder = make_encoder(store, registry=changes.pop("registry", qwen_registry))
+            small = config.encoder.model_copy(update=changes)
+            service = Service(encoder, config.model_copy(update={"encoder": small}), address)
+            async with service.running():
+                await scenario(service)
+
+        asyncio.run(whole())
+
+    return go
+
+
+def rows(frames: list[bytes]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(frames[1], dtype=np.float32)
+
+
+def test_two_pictures_arrive_as_one_part(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        pictures = [picture(1), picture(2, 90, 40)]
+        answer = await service.encode([url(p) for p in pictures])
+        assert (answer.status_code, answer.json()) == (200, None), answer.text
+        frames = await service.received()
+        (loaded,) = service.encoder.registry.loaded()
+        alone = []
+        for one in pictures:
+            body = {"model": loaded.served.name, "image": url(one)}
+            made = (await service.client.post("/v1/encode", json=body)).json()
+            alone.append(np.frombuffer(base64.b64decode(made["data"]), dtype=np.float32))
+        np.testing.assert_allclose(rows(frames), np.concatenate(alone), atol=1e-5)
+        width = loaded.served.hidden_size
+        said = Statement.sign(
+            SECRET,
+            identity=loaded.served.identity,
+            media=[media.digest_image(p) for p in pictures],
+            dtype="float32",
+            shape=(rows(frames).size // width, width),
+            payload=frames[1],
+        )
+        assert all(text.encode() in frames[0] for text in said.fields().values())
+        assert b"r_local_part_0" in frames[0]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("registers_first", [True, False])
+def test_schedulers_register_before_or_after(run: Run, registers_first: bool) -> None:
+    async def scenario(service: Service) -> None:
+        async def register() -> None:
+            for port in (service.port, second_port):
+                ask = {"req_id": "r_local_part_0", "receive_count": 2, "receive_url": f"127.0.0.1:{port}"}
+                answer = await service.client.post("/scheduler_receive_url", json=ask)
+                assert answer.status_code == 200, answer.text
+
+        second = service.context.socket(zmq.PULL)
+        second_port = second.bind_to_random_port("tcp://127.0.0.1")
+        if registers_first:
+            await register()
+        encoding = asyncio.create_task(service.encode([url(picture(1))], embedding_port=None))
+        if not registers_first:
+            await asyncio.sleep(0.2)
+            await register()
+        assert (await encoding).status_code == 200
+        assert await service.received() == await asyncio.wait_for(second.recv_multipart(), 20)
+        second.close(linger=0)
+
+    run(scenario)
+
+
+def test_what_the_store_has_costs_no_tower_pass(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        same = {"url": url(picture(3)), "detail": "low"}
+        salted = {"url": url(picture(3)), "cornplug_salt": "tenant"}
+        answers = [await service.encode([item]) for item in (url(picture(3)), same, salted)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        sent = [await service.received() for _ in range(3)]
+        assert sent[0][1] == sent[1][1]
+        assert b"cornplug_encoder_tower_passes_total 2.0" in service.encoder.meters.text()
+        (loaded,) = service.encoder.registry.loaded()
+        digest = media.digest_image(picture(3))
+        for salt in (None, "tenant"):
+            key = identity.embedding_key(SECRET, loaded.served.identity, digest, salt)
+            assert store.contains([key], deadline_s=1) == b"\x01"
+
+    store = MemoryStore(capacity_bytes=16 << 20).connect()
+    run(scenario, store=store)
+
+
+def test_refusals_have_a_status_and_send_nothing(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        good = url(picture(1))
+        for items, status, reason in (
+            (["http://example.org/a.png"], 422, "remote_url"),
+            (["file:///etc/passwd"], 422, "remote_url"),
+            (["/etc/passwd"], 422, None),
+            ([good, "data:image/png;base64,AAAA"], 422, "unknown_format"),
+            (["data:image/png,AAAA"], 422, "bad_input"),
+            ([good[:400]], 422, None),
+            ([url(picture(1, 500, 400))], 413, "too_many_pixels"),
+        ):
+            answer = await service.encode(items)
+            assert answer.status_code == status, answer.text
+            assert answer.json()["message"]
+            assert reason is None or answer.json()["reason"] == reason
+        huge = await service.encode(["A" * 300_000])
+        assert huge.status_code == 413
+        pickled = await service.client.post("/encode", content=b"\x80\x04N.")
+        assert pickled.status_code == 422
+        for path in ("/send", "/scheduler_receive_meta_data"):
+            assert (await service.client.post(path, json={"req_id": "r"})).status_code == 501
+        await service.silence()
+        assert (await service.encode([good])).status_code == 200
+        await service.received()
+
+    run(scenario, max_body_bytes=200_000, max_pixels=100_000)
+
+
+def test_nobody_else_is_sent_to(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        for host in ("127.0.0.1", "localhost", "0.0.0.0", "no-such-host.invalid"):
+            answer = await service.encode([url(picture(1))], prefill_host=host)
+            assert (answer.status_code, answer.json()["reason"]) == (403, "forbidden_receiver")
+        ask = {"req_id": "r", "receive_count": 1, "receive_url": f"127.0.0.1:{service.port}"}
+        assert (await service.client.post("/scheduler_receive_url", json=ask)).status_code == 403
+        await service.silence()
+
+    run(scenario, address="203.0.113.9")
+
+
+def test_networks_of_the_deployment_are_sent_to(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        assert (await service.encode([url(picture(1))])).status_code == 200
+        await service.received()
+
+    run(scenario, address="203.0.113.9", receivers="10.0.0.0/8, 127.0.0.0/8")
+    with pytest.raises(ConfigError, match="receivers"):
+        load({"encoder.receivers": "everywhere"}, environ={})
+
+
+def test_no_receiver_in_time(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        answer = await service.encode([url(picture(1))], embedding_port=None)
+        assert (answer.status_code, answer.json()["reason"]) == (504, "no_receiver")
+        service.pull.close(linger=0)
+        answer = await service.encode([url(picture(1))])
+        assert (answer.status_code, answer.json()["reason"]) == (502, "undeliverable")
+
+    run(scenario, patience_s=1.0)
+
+
+def test_several_models_are_told_apart_by_url(run: Run, registry: Any, qwen: Path, llava_pair: Any) -> None:
+    async def scenario(service: Service) -> None:
+        unnamed = await service.encode([url(picture(1))])
+        assert unnamed.status_code == 404
+        assert "/sglang/NAME" in unnamed.json()["message"]
+        for name in (qwen.name, str(qwen)):
+            assert (await service.encode([url(picture(1))], f"/sglang/{name}/encode")).status_code == 200
+            await service.received()
+        assert (await service.encode([url(picture(1))], "/sglang/other/encode")).status_code == 404
+        llava = await service.encode([url(picture(1))], f"/sglang/{llava_pair[0]}/encode")
+        assert llava.status_code == 422
+        assert "llava" in llava.json()["message"]
+        assert (await service.client.get(f"/sglang/{qwen.name}/health")).status_code == 200
+
+    run(scenario, registry=registry)
+
+
+def test_pixels_are_those_that_sglang_sees(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        glass = picture(4).convert("RGBA")
+        glass.putalpha(90)
+        assert (await service.encode([url(glass)])).status_code == 200
+        frames = await service.received()
+        assert media.digest_rgb(glass.convert("RGB")).hex().encode() in frames[0]
+
+    run(scenario)
+
+
+def test_rendezvous_forgets_and_insists_on_one_count() -> None:
+    async def scenario() -> None:
+        meeting = Rendezvous(forget_s=0.05)
+        meeting.register("a", 2, "tcp://h:1")
+        with pytest.raises(EncoderRefused, match="receive_count"):
+            meeting.register("a", 3, "tcp://h:2")
+        await asyncio.sleep(0.1)
+        meeting.register("b", 1, "tcp://h:3")
+        with pytest.raises(EncoderRefused, match="0 of unknown") as caught:
+            await meeting.receivers("a", deadline_s=0.01)
+        assert caught.value.reason == "no_receiver"
+        assert await meeting.receivers("b", deadline_s=0.01) == ["tcp://h:3"]
+
+    asyncio.run(scenario())
+
+
+def test_guard_knows_this_host_by_any_name() -> None:
+    async def scenario() -> None:
+        guard = Guard()
+        assert await guard.endpoint("127.0.0.1", 5, asked_by="::ffff:127.0.0.1") == "tcp://127.0.0.1:5"
+        assert await guard.endpoint("198.51.100.7", 5, asked_by="198.51.100.7") == "tcp://198.51.100.7:5"
+        for host, asker in (("198.51.100.8", "198.51.100.7"), ("127.0.0.1", "198.51.100.7"), ("::", "::1")):
+            with pytest.raises(EncoderRefused):
+                await guard.endpoint(host, 5, asked_by=asker)
+        with pytest.raises(EncoderRefused):
+            await guard.endpoint("127.0.0.1", 5, asked_by=None)
+
+    asyncio.run(scenario())
+
+
+def test_sender_that_was_closed_keeps_nothing_open() -> None:
+    async def scenario() -> None:
+        sender = Sender()
+        with pytest.raises(EncoderRefused, match="no connection"):
+            await sender.send("tcp://127.0.0.1:9", [b"x"], deadline_s=0.1)
+        sender.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,163 @@
+"""SGLang's encoder protocol: requests read strictly, one pickle written byte for byte."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.encoder_service import sglang_wire as wire
+from cornplug.encoder_service.statement import Statement
+from cornplug.errors import CodecError, EncoderRefused
+
+SECRET = b"s" * 32
+GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_embedding_header.hex"
+PAYLOAD = bytes(range(24))
+ASK: dict[str, Any] = {
+    "encoder_idx": 0,
+    "encoder_url": "http://e:1",
+    "mm_items": ["data:image/png;base64,AA=="],
+    "num_parts": 2,
+    "part_idx": 1,
+    "req_id": "0a1b_local_part_1",
+    "modality": "IMAGE",
+    "prefill_host": "127.0.0.1",
+    "embedding_port": 5555,
+    "time_stats_json": None,
+}
+
+
+def statement() -> Statement:
+    return Statement.sign(
+        SECRET,
+        identity=b"i" * 32,
+        media=[b"m" * 32, b"n" * 32],
+        dtype="bfloat16",
+        shape=(3, 4),
+        payload=PAYLOAD,
+    )
+
+
+def header() -> bytes:
+    part = wire.read_part(json.dumps(ASK).encode())
+    return wire.header(
+        part, dtype="bfloat16", shape=(3, 4), grid=[[1, 2, 2], [1, 4, 400]], statement=statement()
+    )
+
+
+def test_what_sglang_sends_is_read() -> None:
+    part = wire.read_part(json.dumps(ASK).encode())
+    assert (part.req_id, part.prefill_host, part.embedding_port) == ("0a1b_local_part_1", "127.0.0.1", 5555)
+    assert wire.items_of(part) == [wire.MediaItem(url="data:image/png;base64,AA==")]
+    waits = {**ASK, "embedding_port": None, "mm_items": [{"url": "AA==", "detail": "high"}]}
+    assert wire.items_of(wire.read_part(json.dumps(waits).encode()))[0].detail == "high"
+    ask = {"req_id": "r", "receive_count": 2, "receive_url": "[::1]:77", "modality": "IMAGE"}
+    receiver, address = wire.read_receiver(json.dumps(ask).encode())
+    assert (receiver.receive_count, address) == (2, ("::1", 77))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"modality": "VIDEO"}, "VIDEO"),
+        ({"modality": "SMELL"}, "modality"),
+        ({"mm_items": []}, "mm_items"),
+        ({"mm_items": ["a"] * 300}, "mm_items"),
+        ({"mm_items": [3]}, "mm_items"),
+        ({"mm_items": [{"url": "x", "max_dynamic_patch": 3}]}, "max_dynamic_patch"),
+        ({"mm_items": [{"detail": "low"}]}, "url"),
+        ({"part_idx": 2}, "part_idx"),
+        ({"part_idx": -1}, "part_idx"),
+        ({"num_parts": 0}, "num_parts"),
+        ({"num_parts": "2"}, "num_parts"),
+        ({"req_id": ""}, "req_id"),
+        ({"req_id": "r" * 300}, "req_id"),
+        ({"req_id": None}, "req_id"),
+        ({"embedding_port": 70000}, "embedding_port"),
+        ({"prefill_host": None}, "prefill_host"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_anything_else_is_refused_by_field(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(EncoderRefused, match=says) as caught:
+        wire.read_part(json.dumps({**ASK, **change}).encode())
+    assert caught.value.reason == "bad_input"
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\x80\x04N.", b'"x"', b"\xff" * 9])
+def test_no_json_is_refused(body: bytes) -> None:
+    for read in (wire.read_part, wire.read_receiver):
+        with pytest.raises(EncoderRefused):
+            read(body)
+
+
+@pytest.mark.parametrize("url", ["host", ":5", "h:", "h:0", "h:65536", "h:five", "h:٣", "h:-1"])
+def test_receivers_have_a_host_and_a_port(url: str) -> None:
+    with pytest.raises(EncoderRefused):
+        wire.read_receiver(json.dumps({"req_id": "r", "receive_count": 1, "receive_url": url}).encode())
+
+
+def test_header_is_golden() -> None:
+    """The bytes that `tests/sglang_hooks/test_epd.py` has SGLang itself read."""
+    assert header().hex() == GOLDEN.read_text().strip()
+
+
+def test_header_names_three_globals_and_calls_nothing_else() -> None:
+    names, calls = [], []
+    for opcode, argument, _ in pickletools.genops(header()):
+        if opcode.name == "GLOBAL":
+            names.append(argument)
+        elif opcode.name in ("REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "STACK_GLOBAL"):
+            calls.append(opcode.name)
+    assert names == [
+        "sglang.srt.disaggregation.encoder.receiver EmbeddingData",
+        "sglang.srt.multimodal.modality Modality",
+        "torch bfloat16",
+    ]
+    assert calls == ["NEWOBJ", "REDUCE", "BUILD"]
+
+
+def test_a_request_cannot_write_opcodes() -> None:
+    """Text is length-prefixed: what looks like opcodes in it stays text."""
+    hostile = {**ASK, "req_id": "cos\nsystem\n(X\x01\x00\x00\x00aR."}
+    part = wire.read_part(json.dumps(hostile).encode())
+    data = wire.header(part, dtype="float32", shape=(1, 1), grid=[[1, 2, 2]], statement=statement())
+    names = [argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
+    assert len(names) == 3
+    assert not any("system" in name for name in names)
+    with pytest.raises(ValueError, match="dtype"):
+        wire.header(part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], statement=statement())
+
+
+def test_statements_hold_for_these_bytes_only() -> None:
+    said = statement()
+    read = Statement.read(dict(said.fields()))
+    assert read == said
+    assert read.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+    assert not read.holds(b"t" * 32, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+    assert not read.holds(SECRET, dtype="float16", shape=(3, 4), payload=PAYLOAD)
+    assert not read.holds(SECRET, dtype="bfloat16", shape=(4, 3), payload=PAYLOAD)
+    assert not read.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD[::-1])
+    swapped = Statement(identity=said.identity, media=said.media[::-1], proof=said.proof)
+    assert not swapped.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+    other = Statement(identity=b"j" * 32, media=said.media, proof=said.proof)
+    assert not other.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cornplug_identity": "00" * 32},
+        {"cornplug_identity": "00" * 32, "cornplug_media": "", "cornplug_proof": "00" * 32},
+        {"cornplug_identity": "zz" * 32, "cornplug_media": "00" * 32, "cornplug_proof": "00" * 32},
+        {"cornplug_identity": "00" * 31, "cornplug_media": "00" * 32, "cornplug_proof": "00" * 32},
+        {"cornplug_identity": b"00" * 32, "cornplug_media": "00" * 32, "cornplug_proof": "00" * 32},
+    ],
+)
+def test_no_statement_is_told_from_a_broken_one(fields: dict[str, object]) -> None:
+    assert Statement.read({"req_id": "r"}) is None
+    with pytest.raises(CodecError):
+        Statement.read(fields)
