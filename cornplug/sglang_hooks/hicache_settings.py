@@ -87,6 +87,7 @@ def fill_in(server_args: Any, config: Config) -> None:
         _check_chunk(server_args, page)
     _check_page(server_args.page_size, page)
     given = _given_extra(server_args)
+    _compile_hash()
     server_args.enable_hierarchical_cache = True
     server_args.hicache_storage_backend = "dynamic"
     server_args.hicache_storage_backend_extra_config = json.dumps(
@@ -176,6 +177,21 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(flag, "not a JSON object", "Correct it, or drop it.")
     return given
+
+
+def _compile_hash() -> None:
+    """SGLang compiles its page hash when it is first called: left to itself, in the thread that
+    answers lookups, so that for half a minute every request would wait for its timeout."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0] * LINK_TOKENS, page_size=LINK_TOKENS)
+    except RuntimeError as e:
+        raise ConfigError(
+            "--enable-cornplug",
+            f"SGLang cannot compile its page hash: {e.__cause__ or e}",
+            f"Install a C++ compiler and OpenSSL's headers (libssl-dev), {_EMBEDDINGS_ONLY}.",
+        ) from e
 
 
 def _check_page(page_size: int, page_tokens: int) -> None:

@@ -90,12 +90,21 @@ def is_applied(hook: Hook) -> bool:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from cornplug.sglang_hooks import hicache_settings, kv_names, named, weights
+    from cornplug.sglang_hooks import (
+        embeddings,
+        hicache_settings,
+        kv_names,
+        media,
+        named,
+        weights,
+    )
 
     return (
         *hicache_settings.HOOKS,
         *named.HOOKS,
         *kv_names.HOOKS,
+        *media.HOOKS,
+        *embeddings.HOOKS,
         *weights.HOOKS,
         # The first thing that each process does once its plugins are loaded.
         Hook("sglang.srt.runtime_context.publish", "before", verify),
