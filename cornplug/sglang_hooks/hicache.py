@@ -85,6 +85,7 @@ class CornplugStorage(HiCacheStorage):
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.mem_cache.utils import get_hash_str
         from sglang.srt.runtime_context import get_server_args
 
         model = model_config_of(get_server_args())
@@ -99,6 +100,8 @@ class CornplugStorage(HiCacheStorage):
             book = kv_names.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
+        # SGLang compiles it on first use. Then a thread that it may want to stop would be busy.
+        get_hash_str([0] * pages.page_size, None, pages.page_size)
         roots = Roots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
         self._reader = Reader(self._run, roots, book, mine, pages, self._tally)
