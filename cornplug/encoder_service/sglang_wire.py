@@ -41,7 +41,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """OpenAI's hint. The families that we encode have one resolution: it changes nothing."""
     content_hash: str | None = None
     """A client's word on the content; ours is a digest of the pixels."""
-    cornplug_salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    cornplug_salt: str | None = None
     """The request's tenant, where the server has our plugin (`sglang_hooks/epd.py`)."""
 
 

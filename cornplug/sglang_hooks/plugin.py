@@ -92,6 +92,8 @@ def is_applied(hook: Hook) -> bool:
 def _hooks() -> tuple[Hook, ...]:
     from cornplug.sglang_hooks import (
         embeddings,
+        epd,
+        epd_fallback,
         hicache_settings,
         kv_names,
         media,
@@ -105,6 +107,8 @@ def _hooks() -> tuple[Hook, ...]:
         *kv_names.HOOKS,
         *media.HOOKS,
         *embeddings.HOOKS,
+        *epd.HOOKS,
+        *epd_fallback.HOOKS,
         *weights.HOOKS,
         # The first thing that each process does once its plugins are loaded.
         Hook("sglang.srt.runtime_context.publish", "before", verify),

@@ -1,0 +1,217 @@
+"""Embeddings that come by SGLang's encoder disaggregation get the names of every other way.
+
+    cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
+                          └ statement: model, media digests, signed      └ set_identity(embedding key)
+
+A statement is believed where the store's secret signed it over these very rows. The key is never
+taken from the wire: it is made here, of this engine's own model identity, the media digests and the
+request's salt. An encoder that says it encodes with another model, dtype or preprocessing than
+this engine's checkpoint names is refused: the request fails, or is encoded here. Embeddings
+without a statement (a stock encoder's) are used as SGLang uses them, and have no identity.
+
+With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
+hooks name items before that. With `zmq_to_scheduler` each rank names its own items, and all must
+do the same: the model's identity is read before the server is up, and the ranks compare it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cornplug.encoder_service.statement import Statement
+from cornplug.engine_side.model import dtype_name
+from cornplug.errors import CheckpointError, CodecError, EncoderRefused
+from cornplug.identity import embedding_key
+from cornplug.sglang_hooks import active, weights
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.model import engine_model
+from cornplug.sglang_hooks.salts import salt_of
+
+_WHAT: Final = "embedding"
+_KEY: Final = "_cornplug_epd_key"
+_PARTS: Final = "_cornplug_epd_parts"
+
+Media = Sequence[bytes] | None
+"""Digests of a part's pictures, None where nothing believable was said."""
+
+
+@dataclass(slots=True)
+class _Here:
+    """What this process knows of its own model."""
+
+    identity: bytes | None = None
+    """What an encoder must have to be believed; None: nobody is."""
+
+
+_here = _Here()
+_receiving: ContextVar[dict[int, Media] | None] = ContextVar("cornplug_epd", default=None)
+"""Of the request under way in the tokenizer: part -> media."""
+
+
+def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
+    """The media that a received EmbeddingData was made of, by a statement that holds.
+
+    Raises CodecError ("no_statement", "statement", "not_identified") where nothing can be believed,
+    EncoderRefused("other_model") for an embedding of another model than `identity`.
+    """
+    statement = Statement.read(vars(data))
+    if statement is None or data.embedding is None:
+        raise CodecError("the encoder says nothing of its embeddings", reason="no_statement")
+    if identity is None:
+        raise CodecError("nobody knows this engine's model", reason="not_identified")
+    rows: torch.Tensor = data.embedding.contiguous()
+    payload = memoryview(rows.view(-1).view(torch.uint8).numpy())
+    shape = (rows.shape[0], rows.shape[1])
+    if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, payload=payload):
+        raise CodecError("the embedding's statement is not signed by the store's secret", reason="statement")
+    if statement.identity != identity:
+        raise EncoderRefused(
+            "the encoder encodes with another model, dtype or preprocessing than this server's: "
+            f"{statement.identity.hex()[:12]}, not {identity.hex()[:12]}. Start it with this server's "
+            "--model-path and --dtype, or name the model in --encoder-urls",
+            reason="other_model",
+        )
+    return statement.media
+
+
+def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
+    """The embedding keys of a request's picture items, in order; None where one is not known."""
+    media: list[bytes] = []
+    for index in sorted(parts):
+        said = parts[index]
+        if said is None:
+            return None
+        media += said
+    if _here.identity is None or weights.replaced() or len(media) != len(pictures):
+        return None
+    secret = active.runtime().secret
+    return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
+
+
+def _pictures(mm_inputs: Any) -> list[Any]:
+    return [item for item in mm_inputs.mm_items if item.is_image()]
+
+
+def _count(pictures: Sequence[Any]) -> None:
+    tally, app = active.tally(), active.runtime().app
+    tally.count("cornplug_hits_total", app, _WHAT, "service_epd", by=len(pictures))
+    tally.count("cornplug_saved_tower_passes_total", app, by=len(pictures))
+    size = sum(item.precomputed_embeddings.nbytes for item in pictures)
+    tally.count("cornplug_bytes_total", app, _WHAT, "load", by=size)
+
+
+# -- both processes --------------------------------------------------------------------------
+
+
+def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
+    """A receiver was made. Reads the checkpoint's tower, once a machine: its digests are kept on disk."""
+    if not active.is_on():
+        return
+    identity = None
+    try:
+        identity = engine_model().tower_identity().served_identity
+    except CheckpointError as e:
+        logger.warning("cornplug: embeddings of encoders are not named: %s", e)
+    group = receiver.tp_group
+    if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
+        logger.warning(
+            "cornplug: the ranks do not agree on their model; embeddings of encoders are not named"
+        )
+        identity = None
+    _here.identity = identity
+
+
+def _part_came(original: Callable[..., Any], current: Any, data: Any, model_type: Any) -> Any:
+    """Runs where a part's rows are there. What it raises ends the request, and no other."""
+    if not active.is_on():
+        return original(current, data, model_type)
+    media: Media = None
+    try:
+        media = believed(data, _here.identity, active.runtime().secret)
+    except CodecError as e:
+        active.tally().count("cornplug_misses_total", active.runtime().app, _WHAT, e.reason)
+    whole = original(current, data, model_type)
+    # Of pictures only: SGLang puts each modality into parts of its own.
+    if data.modality.name == "IMAGE":
+        vars(whole).setdefault(_PARTS, {})[data.part_idx] = media
+        parts = _receiving.get()
+        if parts is not None:
+            parts[data.part_idx] = media
+    return whole
+
+
+# -- tokenizer -------------------------------------------------------------------------------
+
+
+def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, obj: Any) -> None:
+    """So that the service keeps the embedding in the request's own domain."""
+    salt = _salt(obj)
+    if active.is_on() and salt is not None and _here.identity is not None:
+        for entry in entries:
+            if entry["modality"].name == "IMAGE":
+                entry["cornplug_salt"] = salt
+
+
+async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
+    """SGLang's `recv_mm_data` with names: all parts of a request as items (zmq_to_tokenizer).
+
+    Called by `epd_fallback`, as SGLang wants one hook around a function.
+    """
+    parts: dict[int, Media] = {}
+    token = _receiving.set(parts)
+    try:
+        mm_inputs = await original(receiver, request_obj=request_obj, **kwargs)
+    finally:
+        _receiving.reset(token)
+    if mm_inputs is not None:
+        pictures = _pictures(mm_inputs)
+        keys = keys_of(pictures, parts, _salt(request_obj))
+        for item, key in zip(pictures, keys or (), strict=bool(keys)):
+            item.__dict__[_KEY] = key
+        _count(pictures)
+    return mm_inputs
+
+
+def _sent(_manager: Any, tokenized: Any) -> None:
+    """Before a request goes to the scheduler, after everybody else's hooks on its items."""
+    mm_inputs = getattr(tokenized, "mm_inputs", None)
+    if active.is_on() and mm_inputs is not None:
+        for item in mm_inputs.mm_items:
+            key = item.__dict__.get(_KEY)
+            if key is not None:
+                item.set_identity(key)
+
+
+def _salt(obj: Any) -> str | None:
+    return salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
+
+
+# -- scheduler -------------------------------------------------------------------------------
+
+
+def _assembled(_result: None, waiting: Any, *_args: Any) -> None:
+    """zmq_to_scheduler: a request's items were made, on this rank."""
+    if not active.is_on():
+        return
+    mm_inputs = waiting.recv_req.mm_inputs
+    pictures = _pictures(mm_inputs)
+    parts = vars(waiting.recv_embedding_data).get(_PARTS, {})
+    keys = keys_of(pictures, parts, _salt(waiting.recv_req))
+    for item, key in zip(pictures, keys or (), strict=bool(keys)):
+        item.set_identity(key)
+    _count(pictures)
+
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
+    Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _tell_salt),
+    Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _part_came),
+    Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _assembled),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", "before", _sent),
+)

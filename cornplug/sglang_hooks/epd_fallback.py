@@ -1,0 +1,197 @@
+"""A dead, slow or refusing encoder costs a language-only server its deadline, and no request.
+
+SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer
+with 503) and waits up to 180 s for an encoder that is silent. But several families load their
+tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do.
+There the request is encoded by the server itself, a counted miss:
+
+    zmq_to_tokenizer   nothing came ──> SGLang's own path for pictures, at once
+    zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
+                       sent again ──> every rank: it takes the place of the one that waits
+
+After a failure that is the service's, the next requests do not wait for it for a while. Where
+there is no tower the error stays SGLang's, within `encoder.patience_s` instead of 180 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cornplug.engine_side.backoff import BackOff
+from cornplug.errors import EncoderUnavailable
+from cornplug.sglang_hooks import active, epd
+from cornplug.sglang_hooks.compat import Hook, logger
+
+_WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+"""Architectures whose language-only servers load the tower, in 0.5.23."""
+_MARGIN_S: Final = 5.0
+"""For the encoder's own refusal to arrive before we stop to wait for it."""
+
+
+@dataclass(slots=True)
+class _Here:
+    tower: bool = False
+    """Whether this server can encode by itself."""
+    backoff: BackOff = field(default_factory=BackOff)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_here = _Here()
+
+
+def _falls_back() -> bool:
+    return active.is_on() and _here.tower
+
+
+def _spared() -> bool:
+    with _here.lock:
+        return _here.backoff.spares(time.monotonic())
+
+
+def _failed(reason: str) -> None:
+    with _here.lock:
+        _here.backoff.failed(EncoderUnavailable("", reason=reason), time.monotonic())
+
+
+def _miss(reason: str) -> None:
+    active.tally().count("cornplug_misses_total", active.runtime().app, "embedding", reason)
+
+
+# -- both processes --------------------------------------------------------------------------
+
+
+def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = None, **_kwargs: Any) -> None:
+    if not active.is_on():
+        return
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_disagg, get_parallel
+
+    architectures = getattr(hf_config, "architectures", None) or [None]
+    # A request that is sent again must come to the ranks that wait for it.
+    _here.tower = get_parallel().num_dp_ranks == 1 and (
+        get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
+    )
+    config = active.config().encoder
+    answer_s = config.deadline_s if _here.tower else config.patience_s + _MARGIN_S
+    # What the operator has set stays.
+    if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
+        envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
+    if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
+        receiver.recv_timeout = answer_s
+        # The scheduler waits for the encoder, and then for the tokenizer that does its work.
+        receiver.wait_timeout = answer_s + (config.patience_s if _here.tower else _MARGIN_S)
+
+
+async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    error = await original(receiver, *args, **kwargs)
+    if active.is_on():
+        if error is None:
+            with _here.lock:
+                _here.backoff.answered()
+        else:
+            refused = 400 <= int(error.error_code or 500) < 500
+            _failed("bad_input" if refused else "encoder_error")
+    return error
+
+
+# -- zmq_to_tokenizer ------------------------------------------------------------------------
+
+
+async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    if not active.is_on():
+        return await original(receiver, *args, **kwargs)
+    if _falls_back() and _spared():
+        return None
+    began = time.monotonic()
+    mm_inputs = await epd.receive(original, receiver, *args, **kwargs)
+    if mm_inputs is None and time.monotonic() - began >= receiver.recv_timeout:
+        _failed("encoder_timeout")
+    return mm_inputs
+
+
+def _reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: Any) -> None:
+    if mm_inputs is None and request_obj.need_wait_for_mm_inputs and _falls_back():
+        _miss("encoder_error")
+        return
+    original(request_obj, mm_inputs)
+
+
+# -- zmq_to_scheduler: tokenizer -------------------------------------------------------------
+
+
+def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if _falls_back() and _spared():
+        _miss("encoder_backoff")
+        obj.need_wait_for_mm_inputs = False
+        return None
+    return original(receiver, obj, *args, **kwargs)
+
+
+def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
+    """In the thread that asked the encoder. The request waits at the scheduler."""
+    if not _falls_back():
+        original(manager, error)
+        return
+    logger.warning("cornplug: %s is encoded here: %s", error.rid, error.error_msg)
+    asyncio.run_coroutine_threadsafe(_encode_here(manager, error), manager.event_loop)
+
+
+async def _encode_here(manager: Any, error: Any) -> None:
+    state = manager.rid_to_state.get(error.rid)
+    if state is None or state.finished:
+        return
+    sent = False
+    try:
+        _miss("encoder_error")
+        state.obj.need_wait_for_mm_inputs = False
+        tokenized = await manager._tokenize_one_request(state.obj)
+        if manager.rid_to_state.get(error.rid) is state:
+            await manager._send_one_request(tokenized)
+        sent = True
+    finally:
+        if not sent:  # What went wrong is logged by asyncio; its client gets the encoder's error.
+            manager._forward_encoder_dispatch_error(error)
+
+
+# -- zmq_to_scheduler: every rank ------------------------------------------------------------
+
+
+def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
+    """A request that comes again with its pictures processed takes the place of the one that waits."""
+    if not _falls_back():
+        return
+    for request in recv_reqs:
+        rid = getattr(request, "rid", None)
+        waiting = receiver.waiting_by_rid.get(rid) if isinstance(rid, str) else None
+        if waiting is None or getattr(request, "need_wait_for_mm_inputs", None) is not False:
+            continue
+        del receiver.waiting_by_rid[rid]
+        receiver.waiting_list.remove(waiting)
+        waiting.release_resources()
+        waiting.close_recv_socket()
+
+
+def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
+    """The scheduler could not tell the encoder where it listens: the tokenizer hears of it too, and
+    does something about it."""
+    if not _falls_back() or future.cancelled() or future.exception() is None:
+        original(waiting, future)
+
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+_TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
+    Hook(f"{_RECEIVER}.MMReceiverHTTP.encode", "around", _encode),
+    Hook(f"{_RECEIVER}.MMReceiverBase.recv_mm_data", "around", _receive),
+    Hook(f"{_TOKENIZER}._reject_missing_dispatched_encoder_embedding", "around", _reject_missing),
+    Hook(f"{_RECEIVER}.MMReceiverBase.send_encode_request", "around", _dispatch),
+    Hook(f"{_TOKENIZER}.TokenizerManager._schedule_encoder_dispatch_error", "around", _dispatch_failed),
+    Hook(f"{_RECEIVER}.MMReceiverBase._process_waiting_requests", "before", _take_places),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._on_registration_done", "around", _registration_done),
+)
