@@ -84,7 +84,9 @@ def test_a_copy_that_swaps_keys_and_values_is_refused(monkeypatch: pytest.Monkey
     host = host_pool(device, "page_first")
     write = type(device).set_kv_buffer
 
-    def swapped(pool: object, layer: object, at: object, k: torch.Tensor, v: torch.Tensor, **more: int) -> None:
+    def swapped(
+        pool: object, layer: object, at: object, k: torch.Tensor, v: torch.Tensor, **more: int
+    ) -> None:
         write(pool, layer, at, v, k, **more)
 
     monkeypatch.setattr(type(device), "set_kv_buffer", swapped)

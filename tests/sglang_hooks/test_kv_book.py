@@ -1,0 +1,337 @@
+"""The book of names against the plain chain of the whole sequence."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
+
+from cornplug.engine_side.adapters import Adapters
+from cornplug.errors import CheckpointError
+from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
+from cornplug.kv_page import PageGeometry
+from cornplug.sglang_hooks import kv_names, kv_roots, named
+from cornplug.sglang_hooks.kv_book import Book, Space
+from cornplug.sglang_hooks.kv_roots import Roots
+
+from .kv_rig import PLAIN, SECRET, hashes_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "page_keys.json"
+PAIRS = [(16, 64), (32, 64), (64, 64), (128, 64), (16, 16), (128, 128), (16, 128), (48, 16), (112, 16)]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(11 * i + seed * i * i + seed) % 997 for i in range(length)]
+
+
+def expected(tokens: list[int], page_tokens: int) -> list[bytes]:
+    links = chain(b"", tokens[: len(tokens) // page_tokens * page_tokens])
+    step = page_tokens // LINK_TOKENS
+    return links[step - 1 :: step]
+
+
+def check(book: Book, tokens: list[int], hashes: list[str]) -> None:
+    """Every page's parts are those of the store pages that hold its tokens."""
+    wanted = expected(tokens, book.page_tokens)
+    for i, page in enumerate(book.find(hashes)):
+        assert page is not None
+        start = i * book.page_size
+        parts = book.parts(page)
+        covered = 0
+        for part in parts:
+            at = start + part.page.start
+            assert wanted[at // book.page_tokens] in part.links
+            assert part.inside.start == at % book.page_tokens
+            assert part.inside.stop - part.inside.start == part.page.stop - part.page.start
+            covered += part.page.stop - part.page.start
+        known = (start + book.page_size - 1) // book.page_tokens < len(wanted)
+        assert covered == (book.page_size if known else 0)
+
+
+@pytest.mark.parametrize(("page_size", "page_tokens"), PAIRS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_names_are_those_of_the_chain(page_size: int, page_tokens: int, data: st.DataObject) -> None:
+    book = Book(page_size, page_tokens)
+    pages = data.draw(st.integers(1, 20))
+    tokens = prompt(pages * page_size, data.draw(st.integers(0, 9)))
+    hashes = hashes_of(tokens, page_size)
+    done = 0
+    while done < pages:  # as nodes of a tree come, in pieces
+        more = data.draw(st.integers(1, pages - done))
+        piece = tokens[done * page_size : (done + more) * page_size]
+        book.record(hashes[done - 1] if done else None, hashes[done : done + more], piece, PLAIN)
+        done += more
+        if data.draw(st.booleans()):
+            book.record(None, hashes[:done], tokens[: done * page_size], PLAIN)
+    check(book, tokens, hashes)
+
+
+@pytest.mark.parametrize(("page_size", "page_tokens"), [(16, 64), (32, 64), (64, 64), (128, 64)])
+def test_two_continuations_of_one_prefix(page_size: int, page_tokens: int) -> None:
+    book = Book(page_size, page_tokens)
+    shared = prompt(5 * page_size)
+    a, b = shared + prompt(11 * page_size, 1), shared + prompt(11 * page_size, 2)
+    for tokens in (a, b, a):
+        book.record(None, hashes_of(tokens, page_size), tokens, PLAIN)
+    check(book, a, hashes_of(a, page_size))
+    check(book, b, hashes_of(b, page_size))
+
+
+def test_a_store_page_is_made_of_its_siblings() -> None:
+    book = Book(16, 64)
+    tokens = prompt(128)
+    hashes = hashes_of(tokens, 16)
+    book.record(None, hashes, tokens, PLAIN)
+    assert [name for name, _ in book.siblings(hashes[7])] == hashes[4:8]
+
+
+def test_what_hangs_in_the_air_is_not_entered() -> None:
+    book = Book(64, 64)
+    tokens = prompt(192)
+    hashes = hashes_of(tokens, 64)
+    book.record(hashes[0], hashes[1:], tokens[64:], PLAIN)
+    assert book.find(hashes) == [None, None, None]
+    book.record(None, hashes[:1], tokens[:64], PLAIN)
+    book.record(hashes[0], hashes[1:], tokens[64:], Space(None, "tenant"))
+    assert book.find(hashes)[1:] == [None, None]
+
+
+def test_it_forgets_the_oldest() -> None:
+    book = Book(16, 16, max_pages=10)
+    old, new = prompt(128), prompt(128, 3)
+    book.record(None, hashes_of(old, 16), old, PLAIN)
+    book.record(None, hashes_of(new, 16), new, PLAIN)
+    assert len(book) == 10
+    check(book, new, hashes_of(new, 16))
+    assert book.find(hashes_of(old, 16))[0] is None
+
+
+def test_pages_end_before_a_medium_that_nobody_named() -> None:
+    ours, foreign = placeholder_tokens(b"o" * 32), placeholder_tokens(b"f" * 32)
+    book = Book(16, 16, is_foreign=lambda token: token in foreign)
+    tokens = prompt(96)
+    tokens[20:24], tokens[70:74] = ours, foreign
+    hashes = hashes_of(tokens, 16)
+    book.record(None, hashes, tokens, PLAIN)
+    assert [page is not None for page in book.find(hashes)] == [True] * 4 + [False] * 2
+    assert [page.link for page in book.find(hashes[:4]) if page] == chain(b"", tokens[:64])
+    book.record(hashes[4], hashes[5:], tokens[80:], PLAIN)
+    assert book.find(hashes)[5] is None
+
+
+def test_page_sizes_that_do_not_fit() -> None:
+    for sizes in ((1, 64), (24, 64), (48, 64), (64, 40)):
+        with pytest.raises(ValueError, match="pages of"):
+            Book(*sizes)
+
+
+# -- the same keys as vLLM's -------------------------------------------------------------------
+
+
+def roots(lm: bytes = b"lm" * 16, **spec: Any) -> Roots:
+    page = PageGeometry(page_tokens=32, heads=2, layers=2, dim=64, dtype="float32")
+    return Roots(SECRET, page, lambda: (lm, {"config": "x", **spec}))
+
+
+@pytest.mark.parametrize(("name", "salt", "page"), [("text", None, 32), ("text, salted", "tenant-1", 32)])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_keys_are_the_golden_ones_of_vllm(name: str, salt: str | None, page: int, page_size: int) -> None:
+    golden = [bytes.fromhex(key) for key in json.loads(GOLDEN.read_text())[name]]
+    tokens = [(11 * i) % 997 for i in range(128)]
+    space = Space(None, salt)
+    book = Book(page_size, page)
+    hashes = hashes_of(tokens, page_size, space)
+    book.record(None, hashes, tokens, space)
+    root = roots().root(space)
+    links = [link for p in book.find(hashes) if p for part in book.parts(p) for link in part.links]
+    keys = [page_key(SECRET, root, page, link) for link in dict.fromkeys(links)]
+    assert keys[: len(golden)] == golden
+
+
+# -- roots --------------------------------------------------------------------------------------
+
+
+def test_namespaces_are_apart() -> None:
+    made = roots()
+    spaces = [PLAIN, Space(None, "a"), Space("a", None), Space("a", "a"), Space("", None), Space("", "a")]
+    assert len({made.root(space) for space in spaces}) == len(spaces)
+    assert made.root(PLAIN) == roots().root(PLAIN) != roots(lm=b"other").root(PLAIN)
+
+
+def test_a_failed_identity_says_so() -> None:
+    def fail() -> tuple[bytes, dict[str, Any]]:
+        raise CheckpointError("no such file", reason="missing_file")
+
+    made = Roots(SECRET, PageGeometry(page_tokens=64, heads=1, layers=1, dim=1, dtype="float32"), fail)
+    assert made.wait(5)
+    with pytest.raises(CheckpointError) as refused:
+        made.root(PLAIN)
+    assert refused.value.reason == "missing_file"
+
+
+@pytest.fixture
+def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_roots, "_adapter_paths", {})
+    monkeypatch.setattr(kv_roots, "_disputed", set())
+    monkeypatch.setattr(kv_roots, "_adapters", Adapters())
+    monkeypatch.setattr(kv_roots.active, "is_on", lambda: True)
+
+
+def adapter(folder: Path, weights: bytes) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def load(name: str, path: str | None) -> None:
+    kv_roots._adapter_loads(None, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+
+
+def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
+    one, same, other = (adapter(tmp_path / n, w) for n, w in (("1", b"w"), ("2", b"w"), ("3", b"v")))
+    for name, path in (("id-one", one), ("id-same", same), ("id-other", other)):
+        load(name, path)
+    made = roots()
+    plain, first = made.root(PLAIN), made.root(Space("id-one", None))
+    assert first == made.root(Space("id-same", None))
+    assert len({plain, first, made.root(Space("id-other", None)), made.root(Space("userid-one", None))}) == 4
+    # As vLLM has it (kv_scheduler._root).
+    spec = {"config": "x", "page": made._page.spec(), "lora": Adapters().digest(one).hex()}
+    assert first == kv_root(SECRET, b"lm" * 16, spec, None)
+
+
+def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", b"w")
+    load("id-gone", str(tmp_path / "nowhere"))
+    load("id-changed", path)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
+    kv_roots._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    for name, reason in (
+        ("id-gone", "lora"),
+        ("id-changed", "lora_changed"),
+        ("id-tensors", "lora"),
+        ("id-changed|elastic", "lora"),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            roots().root(Space(name, None))
+        assert refused.value.reason == reason
+
+
+def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_path: Path) -> None:
+    load("id-one", adapter(tmp_path / "a", b"w"))
+    roots().root(Space("id-one", None))
+    kv_roots._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    with pytest.raises(CheckpointError):
+        roots().root(Space("id-one", None))
+
+
+# -- the hooks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(kv_names.active, "is_on", lambda: True)
+    yield kv_names.open_book(16, 64)
+    kv_names.close_book()
+
+
+def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, salt: str | None = None) -> Any:
+    key = RadixKey(array("q", tokens), is_bigram=bigram, cache_salt=salt)
+    result = get_storage_hash_str(key, prior, page_size=16)
+    kv_names._looked_up(result, key, prior, page_size=16)
+    return result
+
+
+def test_a_lookup_is_entered(book: Book) -> None:
+    tokens = prompt(160)
+    check(book, tokens, looked_up(tokens, None))
+    salted = looked_up(tokens, None, salt="a")
+    assert all(page and page.space == Space(None, "a") for page in book.find(salted))
+
+
+def test_pairs_of_a_draft_are_not(book: Book) -> None:
+    assert set(book.find(looked_up(prompt(161), None, bigram=True))) == {None}
+
+
+def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
+    tokens = prompt(256)
+    hashes = hashes_of(tokens, 16)
+    cache = SimpleNamespace(tree_core=SimpleNamespace(is_eagle=False))
+    rest = array("q", tokens[128:])
+    kv_names._will_look_up(
+        cache, None, 3, rest, hashes[7], None, matched_prefix_tokens=array("q", tokens[:128])
+    )
+    looked_up(tokens[128:], hashes[7])
+    check(book, tokens, hashes)
+
+
+def test_a_hash_of_other_tokens_learns_nothing(book: Book) -> None:
+    tokens, wrong = prompt(256), prompt(256, 5)
+    hashes = hashes_of(tokens, 16)
+    cache = SimpleNamespace(tree_core=SimpleNamespace(is_eagle=False))
+    kv_names._will_look_up(cache, None, 3, [], hashes[7], None, matched_prefix_tokens=array("q", wrong[:128]))
+    looked_up(tokens[128:], hashes[7])
+    assert set(book.find(hashes[8:])) == {None}
+
+
+class Tree:
+    is_eagle = False
+
+    def prefetch_anchor_info(self, node: int) -> tuple[str | None, str | None]:
+        return None, "tenant" if node else None
+
+
+def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] | None) -> None:
+    cache = SimpleNamespace(tree_core=Tree())
+
+    def write(cache: Any, node: int) -> None:
+        kv_names._will_write(None, None, array("q", tokens), hashes, prefix)
+
+    kv_names._backing_up(write, cache, node)
+
+
+def test_a_backup_is_entered(book: Book) -> None:
+    tokens = prompt(256)
+    hashes = hashes_of(tokens, 16, Space(None, "tenant"))
+    back_up(1, tokens[:96], hashes[:6], [])
+    back_up(1, tokens[96:], hashes[6:], hashes[:6])
+    check(book, tokens, hashes)
+    assert all(page and page.space.cache_salt == "tenant" for page in book.find(hashes))
+
+
+def test_a_backup_without_its_prefix_is_not(book: Book) -> None:
+    tokens = prompt(64)
+    back_up(0, tokens, hashes_of(tokens, 16), None)
+    kv_names._will_write(None, None, array("q", tokens), hashes_of(tokens, 16), [])
+    assert len(book) == 0
+
+
+def test_hooks_do_nothing_in_a_server_without_us(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_names.active, "is_on", lambda: False)
+    looked_up(prompt(64), None)
+    back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
+    assert len(book) == 0
+
+
+def test_values_of_media_are_told_apart_by_the_register(book: Book) -> None:
+    identity = b"\x07" * 32
+    tokens = prompt(128)
+    tokens[64:68] = placeholder_tokens(identity)
+    assert set(book.find(looked_up(tokens, None))[4:]) == {None}
+    named.add(identity)
+    check(book, tokens, looked_up(tokens, None))
+
+
+def test_one_page_hash_is_what_get_hash_str_gives() -> None:
+    tokens = prompt(64)
+    assert hashes_of(tokens, 16) == get_hash_str(tokens, None, 16)

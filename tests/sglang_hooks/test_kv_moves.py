@@ -1,0 +1,239 @@
+"""Pages written by one engine and read by another, of other layouts, page sizes and TP degrees."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from cornplug.errors import StoreUnavailable
+from cornplug.sglang_hooks.kv_book import Space
+from cornplug.sglang_hooks.kv_ranks import Ranks, RanksApart, Sums
+from cornplug.store.memory import MemoryStore
+
+from .kv_rig import LAYOUTS, Engine, sequence
+
+TOKENS = [(7 * i) % 991 for i in range(512)]
+SIZES = (16, 32, 64, 128)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=16 << 20)
+
+
+def write_together(engines: list[Engine], tokens: list[int], kv: torch.Tensor) -> None:
+    threads = [threading.Thread(target=engine.save, args=(tokens, kv)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("writes", "reads"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_every_layout_reads_every_other(store: MemoryStore, writes: str, reads: str) -> None:
+    writer = Engine(store.connect(), layout=writes)
+    reader = Engine(store.connect(), layout=reads, page_size=32)
+    kv = sequence(writer.geometry, len(TOKENS))
+    writer.save(TOKENS, kv)
+    assert torch.equal(reader.load(TOKENS), kv)
+
+
+@pytest.mark.parametrize(("writes", "reads"), list(itertools.product(SIZES, SIZES)))
+@pytest.mark.parametrize("page_tokens", [64, 32])
+def test_every_page_size_reads_every_other(
+    store: MemoryStore, writes: int, reads: int, page_tokens: int
+) -> None:
+    tokens = TOKENS[:400]
+    writer = Engine(store.connect(), page_size=writes, page_tokens=page_tokens)
+    reader = Engine(store.connect(), page_size=reads, page_tokens=page_tokens)
+    kv = sequence(writer.geometry, len(tokens))
+    writer.save(tokens, kv)
+    both = max(writes, page_tokens)
+    whole = len(tokens) // both * both // reads * reads
+    found = reader.load(tokens)
+    assert found.shape[3] == whole
+    assert torch.equal(found, kv[..., :whole, :])
+
+
+@pytest.mark.parametrize(("writes", "reads"), list(itertools.product((1, 2, 4, 8), (1, 2, 8))))
+def test_every_degree_reads_every_other(store: MemoryStore, writes: int, reads: int) -> None:
+    shared: dict[str, Any] = {}
+    writers = [Engine(store.connect(), tp=(writes, rank), shared=shared) for rank in range(writes)]
+    kv = sequence(writers[0].geometry, 256)
+    write_together(writers, TOKENS[:256], kv)
+    for rank in range(reads):
+        reader = Engine(store.connect(), tp=(reads, rank), layout="page_head")
+        part = kv[reader.heads.start : reader.heads.stop]
+        assert torch.equal(reader.load(TOKENS[:256]), part)
+    stat = store.connect().stat(deadline_s=1)
+    assert (stat.entries, stat.reservations, stat.leases) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("writes", [16, 64])
+@pytest.mark.parametrize("reads", [16, 64])
+def test_latent_pages(store: MemoryStore, writes: int, reads: int) -> None:
+    writer = Engine(store.connect(), latent=True, page_size=writes, layout="page_first_direct", tp=(2, 0))
+    reader = Engine(store.connect(), latent=True, page_size=reads, layout="page_first", tp=(2, 1))
+    kv = sequence(writer.geometry, 192)
+    writer.save(TOKENS[:192], kv)
+    assert torch.equal(reader.load(TOKENS[:192]), kv)
+
+
+def test_small_pages_that_come_in_pieces(store: MemoryStore) -> None:
+    writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect())
+    kv = sequence(writer.geometry, 256)
+    for end, first in ((96, 0), (112, 6), (256, 7)):
+        writer.save(TOKENS[:end], kv, first=first)
+    assert torch.equal(reader.load(TOKENS[:256]), kv)
+
+
+def test_small_pages_behind_a_fork(store: MemoryStore) -> None:
+    """The head of the second branch's page lies in the first branch's, and nowhere else."""
+    writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect())
+    other = TOKENS[:80] + [5] * 112
+    kv, forked = sequence(writer.geometry, 192), sequence(writer.geometry, 192, seed=8)
+    forked[..., :80, :] = kv[..., :80, :]
+    writer.save(TOKENS[:192], kv)
+    writer.save(other, forked, first=5)
+    assert torch.equal(reader.load(other), forked)
+    assert torch.equal(reader.load(TOKENS[:192]), kv)
+
+
+def test_a_page_that_lost_its_head_is_not_saved(store: MemoryStore) -> None:
+    writer = Engine(store.connect(), page_size=16)
+    kv = sequence(writer.geometry, 128)
+    writer.save(TOKENS[:128], kv, first=6)
+    assert store.connect().stat(deadline_s=1).entries == 0
+    assert writer.counts()["cornplug_saves_total", "write_failed"] == 1
+
+
+def test_what_must_not_match(store: MemoryStore) -> None:
+    writer = Engine(store.connect())
+    writer.save(TOKENS, sequence(writer.geometry, len(TOKENS)))
+    assert Engine(store.connect(), identity=b"other weights").load(TOKENS).shape[3] == 0
+    reader = Engine(store.connect())
+    assert reader.load(TOKENS, space=Space(None, "tenant")).shape[3] == 0
+    assert reader.load(TOKENS, space=Space("key", None)).shape[3] == 0
+    assert reader.load([1, *TOKENS[1:]]).shape[3] == 0
+    assert reader.load(TOKENS[:100] + [3] * 100).shape[3] == 64
+    assert Engine(store.connect(), page_tokens=32, page_size=32).load(TOKENS).shape[3] == 0
+
+
+def test_a_damaged_page_is_a_counted_miss_and_goes(store: MemoryStore) -> None:
+    writer, reader = Engine(store.connect()), Engine(store.connect(), page_size=32)
+    kv = sequence(writer.geometry, 256)
+    writer.save(TOKENS[:256], kv)
+    hashes = reader.knows(TOKENS[:256])
+    page = reader.book.find(hashes)[2]
+    assert page is not None
+    key = reader.reader.keys(page, reader.book.parts(page)[0])[0]
+    (lease,) = reader.store.lease([key], ttl_s=9, deadline_s=1)
+    assert lease is not None
+    reader.store.view(lease.location, writable=True)[100] ^= 4
+    reader.store.release([lease.token], deadline_s=1)
+    assert torch.equal(reader.load(TOKENS[:256]), kv[..., :64, :])
+    counts = reader.counts()
+    assert counts["cornplug_misses_total", "corrupt"] == 1
+    assert counts["cornplug_hits_total", "store"] == 1
+    # It and what follows are written anew.
+    assert store.connect().stat(deadline_s=1).entries == 1
+    writer.save(TOKENS[:256], kv)
+    assert torch.equal(reader.load(TOKENS[:256]), kv)
+
+
+def test_evicted_between_question_and_answer(store: MemoryStore) -> None:
+    writer, reader = Engine(store.connect()), Engine(store.connect())
+    writer.save(TOKENS[:256], sequence(writer.geometry, 256))
+    hashes = reader.knows(TOKENS[:256])
+    assert reader.reader.present(hashes) == 4
+    page = reader.book.find(hashes)[2]
+    assert page is not None
+    reader.store.delete(reader.reader.keys(page, reader.book.parts(page)[0]), deadline_s=1)
+    assert reader.reader.load(hashes, [0, 64, 128, 192]) == 2
+    assert reader.counts()["cornplug_misses_total", "evicted"] == 1
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "slow_s", "full", "corrupt_reads"])
+def test_nothing_raises_for_want_of_the_store(store: MemoryStore, fault: str) -> None:
+    engine = Engine(store.connect(), page_size=16)
+    kv = sequence(engine.geometry, 256)
+    engine.save(TOKENS[:128], kv)
+    setattr(engine.faulty, fault, 5.0 if fault == "slow_s" else True)
+    hashes = engine.knows(TOKENS[:256])
+    try:
+        assert engine.reader.present(hashes) in (0, 8)
+    except StoreUnavailable:
+        assert fault in ("unavailable", "slow_s")
+    assert engine.reader.load(hashes, list(range(0, 256, 16))) == (8 if fault == "full" else 0)
+    engine.writer.save(hashes[8:], engine.put(kv, 8, 8))
+    counts = engine.counts()
+    outcome = {"unavailable": "store_down", "slow_s": "store_timeout", "full": "full"}.get(fault, "stored")
+    assert counts["cornplug_saves_total", outcome] >= 2
+    setattr(engine.faulty, fault, 0.0 if fault == "slow_s" else False)
+    stat = store.connect().stat(deadline_s=1)
+    assert (stat.leases, stat.reservations) == (0, 0)
+
+
+def test_an_unwilling_rank_spoils_the_page_and_holds_nobody_up(store: MemoryStore) -> None:
+    shared: dict[str, Any] = {}
+    engines = [Engine(store.connect(), tp=(2, rank), shared=shared) for rank in range(2)]
+    kv = sequence(engines[0].geometry, 128)
+    hashes, _ = (engine.knows(TOKENS[:128]) for engine in engines)
+    slots = [engine.put(kv, 0, 2) for engine in engines]
+
+    def second() -> None:
+        engines[1].writer.save(hashes, slots[1], willing=False)
+
+    other = threading.Thread(target=second)
+    other.start()
+    engines[0].writer.save(hashes, slots[0])
+    other.join(20)
+    stat = store.connect().stat(deadline_s=1)
+    assert (stat.entries, stat.reservations) == (0, 0)
+    assert engines[0].counts()["cornplug_saves_total", "write_failed"] == 2
+
+
+class Gone(Ranks):
+    def announce(self, message: bytes) -> bytes:
+        return message
+
+    def gather(self, mine: Sums) -> list[Sums]:
+        self.apart = True
+        raise RanksApart("nobody there", reason="ranks")
+
+
+def test_a_rank_that_is_gone_ends_the_writing_only(store: MemoryStore) -> None:
+    engine = Engine(store.connect())
+    kv = sequence(engine.geometry, 256)
+    engine.save(TOKENS[:128], kv)
+    engine.writer._ranks = Gone(1, 0)
+    engine.save(TOKENS[:256], kv)
+    assert engine.counts()["cornplug_saves_total", "ranks"] == 2
+    stat = store.connect().stat(deadline_s=1)
+    assert (stat.entries, stat.reservations) == (2, 0)
+    engine.save(TOKENS[:256], kv)
+    assert engine.load(TOKENS[:256]).shape[3] == 128
+
+
+def test_saves_and_loads_are_counted(store: MemoryStore) -> None:
+    writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect(), page_size=128)
+    kv = sequence(writer.geometry, 256)
+    writer.save(TOKENS[:256], kv)
+    writer.save(TOKENS[:256], kv)
+    page_bytes = writer.geometry.page_bytes
+    assert writer.counts() == {
+        ("cornplug_saves_total", "stored"): 4,
+        ("cornplug_saves_total", "present"): 4,
+        ("cornplug_bytes_total", "save"): 4 * page_bytes,
+    }
+    reader.load(TOKENS[:256])
+    assert reader.counts() == {
+        ("cornplug_hits_total", "store"): 4,
+        ("cornplug_saved_tokens_total",): 256,
+        ("cornplug_bytes_total", "load"): 4 * page_bytes,
+    }
