@@ -1,0 +1,110 @@
+"""The plugin as SGLang loads it: in which processes it does what, and that nothing fails silently."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from cornplug.errors import ConfigError
+from cornplug.sglang_hooks import active, compat, plugin
+from cornplug.sglang_hooks.compat import Hook
+
+_LOADED = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(json.dumps([sorted(HookRegistry._patched), sorted(m for m in sys.modules if m.startswith("cornplug."))]))
+"""
+
+
+def loaded_process(**env: str) -> tuple[set[str], set[str]]:
+    """(hooked targets, our modules) of a fresh process that loads the plugins."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **env, "SGLANG_PLUGINS": "cornplug"},
+    )
+    assert done.returncode == 0, done.stderr
+    targets, modules = json.loads(done.stdout.splitlines()[-1])
+    return set(targets), set(modules)
+
+
+def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else() -> None:
+    targets, modules = loaded_process()
+    assert targets == {
+        f"sglang.srt.server_args.ServerArgs.{name}"
+        for name in ("add_cli_args", "from_cli_args", "resolve_once")
+    }
+    assert "cornplug.sglang_hooks.hicache" not in modules
+    assert "cornplug.sglang_hooks.media" not in modules
+
+
+def test_a_child_of_a_sharing_server_has_every_hook() -> None:
+    targets, _ = loaded_process(CORNPLUG_SGLANG="{}")
+    assert targets >= {hook.target for hook in plugin._hooks()}
+
+
+def test_every_target_is_there_and_installing_twice_hooks_once() -> None:
+    load_plugins()
+    plugin.install()
+    plugin.install()
+    for hook in plugin._hooks():
+        assert plugin.is_applied(hook), hook
+        ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
+        assert len(ours) == 1, hook
+
+
+def test_hooks_do_nothing_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in place here; a server that does not share must not notice."""
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    plugin.install()
+    active.turn_off()
+    record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
+    record.resolve_once()
+    assert (record.page_size, record.hicache_storage_backend) == (None, None)
+
+
+def test_a_target_that_is_not_there_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "before", lambda *_: None)
+    monkeypatch.setitem(plugin._registered, "gone", gone)
+    with pytest.raises(ConfigError, match="gone"):
+        plugin.verify()
+
+
+def test_a_target_that_another_plugin_holds_is_seen() -> None:
+    def theirs(*_args: Any) -> None:
+        """Another plugin's."""
+
+    def ours(*_args: Any) -> None:
+        """Not in the chain."""
+
+    HookRegistry.register(f"{__name__}._seam", theirs)
+    sys.modules.setdefault(__name__, sys.modules[test_a_target_that_another_plugin_holds_is_seen.__module__])
+    HookRegistry.apply_hooks()
+    assert plugin.is_applied(Hook(f"{__name__}._seam", "after", theirs))
+    assert not plugin.is_applied(Hook(f"{__name__}._seam", "after", ours))
+
+
+def _seam() -> None:
+    """A function to be hooked."""
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("0.5.23", True), ("0.5.23.post1", True), ("0.5.22", False), ("0.5.24", False), ("0.6.0", False)],
+)
+def test_tested_versions(version: str, tested: bool) -> None:
+    assert compat.is_tested(version) is tested

@@ -1,0 +1,83 @@
+"""Whatever may change an engine's weights ends its sharing, before the first byte changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import io_struct
+
+from cornplug.sglang_hooks import weights
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    weights._replaced.clear()
+    yield
+    weights._replaced.clear()
+
+
+def run(name: str, request: Any) -> None:
+    """Each hook on a method of that name, as the registry calls it."""
+    found = [hook for hook in weights.HOOKS if hook.target.endswith(f".{name}")]
+    assert found
+    for hook in found:
+        hook.function(None, request)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("update_weights_from_disk", io_struct.UpdateWeightFromDiskReqInput(model_path="/other")),
+        (
+            "update_weights_from_tensor",
+            io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[]),
+        ),
+        ("update_weights_from_ipc", io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})),
+        ("begin_weight_update", io_struct.BeginWeightUpdateReqInput()),
+        ("check_weights", io_struct.CheckWeightsReqInput(action="reset_tensors")),
+        ("handle_rpc_request", io_struct.RpcReqInput(method="load_my_weights", parameters=None)),
+    ],
+)
+def test_an_update_ends_sharing(name: str, request_: Any) -> None:
+    assert not weights.replaced()
+    run(name, request_)
+    assert weights.replaced()
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("begin_weight_update", io_struct.BeginWeightUpdateReqInput(selector="draft")),
+        ("check_weights", io_struct.CheckWeightsReqInput(action="checksum")),
+        ("handle_rpc_request", io_struct.RpcReqInput(method="save_sharded_model", parameters=None)),
+    ],
+)
+def test_what_leaves_the_weights_alone_does_not(name: str, request_: Any) -> None:
+    run(name, request_)
+    assert not weights.replaced()
+
+
+@pytest.mark.parametrize(
+    ("saver", "backup", "tags", "lost"),
+    [
+        (True, False, None, True),
+        (True, False, ["weights"], True),
+        (True, False, ["kv_cache"], False),
+        (True, True, None, False),
+        (False, False, None, False),
+    ],
+)
+def test_released_memory_that_comes_back_empty(
+    saver: bool, backup: bool, tags: list[str] | None, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups import overrides
+
+    settings = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=backup)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
+    monkeypatch.setattr(overrides, "resolved_view", lambda _: settings)
+    run("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
+    assert weights.replaced() is lost
