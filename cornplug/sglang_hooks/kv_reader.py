@@ -37,7 +37,8 @@ class Reader:
         ]
 
     def present(self, hashes: Sequence[str]) -> int:
-        """How many pages, from the first, the store has whole. Raises CornplugError."""
+        """How many pages, from the first, the store has whole; counts those that it lacks.
+        Raises CornplugError."""
         wanted: list[list[list[bytes]]] = []
         for page in self._book.find(hashes):
             parts = self._book.parts(page) if page is not None else []
@@ -46,6 +47,7 @@ class Reader:
             wanted.append([self.keys(page, part) for part in parts])
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
+            self._missed("unnamed", len(hashes) * self._book.page_size)
             return 0
         mask = self._run.store.contains(keys, deadline_s=self._run.deadline_s)
         there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
@@ -54,6 +56,8 @@ class Reader:
             if not all(there.intersection(part) for part in whole):
                 break
             count += 1
+        self._missed("absent", (len(wanted) - count) * self._book.page_size)
+        self._missed("unnamed", (len(hashes) - len(wanted)) * self._book.page_size)
         return count
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
@@ -126,6 +130,11 @@ class Reader:
         """Drop a damaged page and what follows it: whole prefixes then heal at once."""
         with suppress(StoreUnavailable):
             self._run.store.delete(list(dict.fromkeys(keys)), deadline_s=self._run.patience_s)
+
+    def _missed(self, reason: str, tokens: int) -> None:
+        # In whole pages of the store: the rest of one is nothing that anybody could have saved.
+        if pages := tokens // self._book.page_tokens:
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._book.page_size

@@ -1,0 +1,228 @@
+"""The storage backend as SGLang's own cache controller uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.arg_groups import overrides
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from cornplug.errors import ConfigError
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import active, hicache, kv_names, weights
+from cornplug.sglang_hooks.hicache import CornplugStorage
+from cornplug.sglang_hooks.kv_book import Space
+from cornplug.sglang_hooks.kv_layout import host_pages
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+
+from .kv_rig import HEADS, LAYERS, Controller, RigRuntime, device_pool, hashes_of, host_pool
+
+TOKENS = [(5 * i) % 983 for i in range(512)]
+DYNAMIC = {
+    "backend_name": "cornplug",
+    "module_path": "cornplug.sglang_hooks.hicache",
+    "class_name": "CornplugStorage",
+    "interface_v1": 1,
+}
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(MemoryStore(capacity_bytes=16 << 20).connect())
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tally]:
+    """A scheduler process of a server with cornplug, up to the attaching of its storage."""
+    runtime, tally = RigRuntime(store), Tally()
+    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(active, "runtime", lambda: runtime)
+    monkeypatch.setattr(active, "tally", lambda: tally)
+    monkeypatch.setattr(hicache, "_identify", lambda: (b"model", {"config": "x"}))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
+    monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
+    yield tally
+    kv_names.close_book()
+
+
+def config(**more: Any) -> HiCacheStorageConfig:
+    plain: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "model",
+        "extra_config": DYNAMIC,
+    }
+    return HiCacheStorageConfig(**plain | more)
+
+
+def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tuple[CornplugStorage, Any]:
+    """As HybridCacheController.attach_storage_backend does; (backend, host pool)."""
+    device = device_pool(page_size)
+    host = host_pool(device, layout)
+    controller = Controller(device, host)
+
+    def making(controller: Any) -> Any:
+        backend = StorageBackendFactory.create_backend("dynamic", config(**more), host)
+        backend.register_mem_pool_host(host)
+        backend.register_mem_host_pool_v2(host, PoolName.KV)
+        backend.on_host_pools_registered()
+        return backend
+
+    return kv_names._attach(making, controller), host
+
+
+def name(tokens: list[int], page_size: int) -> list[str]:
+    hashes = hashes_of(tokens, page_size)
+    assert kv_names._book is not None
+    kv_names._book.record(None, hashes, tokens, Space(None, None))
+    return hashes
+
+
+def test_pages_come_back_after_a_restart() -> None:
+    backend, host = attach(page_size=32)
+    hashes, slots = name(TOKENS, 32), host.alloc(512)
+    host.kv_buffer.normal_()
+    before = [host_pages(host).page(int(slot)).clone() for slot in slots[::32]]
+    assert backend.batch_exists(hashes) == 0
+    assert backend.batch_set_v1(hashes, slots) == [True] * 16
+    backend.close()
+
+    backend, host = attach(page_size=64, layout="page_head")
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    assert backend.batch_exists(hashes) == 8
+    assert backend.exists(hashes[3])
+    assert backend.batch_get_v1(hashes, slots) == [True] * 8
+    after = torch.cat([host_pages(host).page(int(slot)) for slot in slots[::64]], dim=3)
+    assert torch.equal(after, torch.cat(before, dim=3))
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "slow_s"])
+def test_a_store_that_is_gone_is_a_counted_miss(
+    store: FaultyStore, process: Tally, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    backend.batch_set_v1(hashes, slots)
+    setattr(store, fault, 9.0 if fault == "slow_s" else True)
+    process.drain()
+    with caplog.at_level(logging.WARNING):
+        assert backend.batch_exists(hashes) == 0
+        assert backend.batch_get_v1(hashes, slots) == [False] * 8
+        assert backend.batch_set_v1(hashes, slots) == [True] * 8
+    assert not caplog.records
+    counts = process.drain()
+    reason = "store_down" if fault == "unavailable" else "store_timeout"
+    assert counts["cornplug_misses_total"] == [(("test", "kv_page", reason), [2])]
+    assert counts["cornplug_saves_total"] == [(("test", "kv_page", reason), [8])]
+
+
+def test_absent_pages_are_counted(process: Tally) -> None:
+    backend, host = attach()
+    hashes = name(TOKENS, 64)
+    backend.batch_set_v1(hashes[:3], host.alloc(192))
+    process.drain()
+    assert backend.batch_exists(hashes) == 3
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "absent"), [5])]
+
+
+def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    monkeypatch.setattr(weights, "replaced", lambda: True)
+    backend.batch_set_v1(hashes, slots)
+    monkeypatch.setattr(weights, "replaced", lambda: False)
+    assert backend.batch_exists(hashes) == 0
+    backend.batch_set_v1(hashes, slots)
+    monkeypatch.setattr(weights, "replaced", lambda: True)
+    process.drain()
+    assert backend.batch_exists(hashes) == 0
+    assert not any(backend.batch_get_v1(hashes, slots))
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "weights_updated"), [2])]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"pp_size": 2}, "pipeline"),
+        ({"attn_cp_size": 2}, "context"),
+        ({"is_mla_model": True, "dcp_size": 2, "tp_size": 2, "logical_page_size": 64}, "decode context"),
+    ],
+)
+def test_what_excludes_sharing_is_said_once_and_the_server_runs(
+    more: dict[str, Any], why: str, process: Tally, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
+        backend, host = attach(**more)
+        assert backend.batch_exists(["00"]) == 0
+        assert backend.batch_get_v1(["00"], host.alloc(64)) == [False]
+        assert backend.batch_set_v1(["00"], host.alloc(64)) == [True]
+    assert [why in record.getMessage() for record in caplog.records] == [True]
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "parallelism"), [2])]
+
+
+def test_pages_that_do_not_fit_are_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
+        backend, _ = attach(page_size=8)
+    assert backend.batch_exists(["00"]) == 0
+    assert "multiples of 16" in caplog.text
+
+
+def test_a_layout_that_lies_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hicache, "verify", _refuse)
+    with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
+        backend, host = attach()
+    assert backend._off == "layout"
+    assert backend.batch_set_v1(["00"], host.alloc(64)) == [True]
+    assert "not shared" in caplog.text
+
+
+def _refuse(pages: Any, controller: Any) -> None:
+    from cornplug.errors import LayoutError
+
+    raise LayoutError("SGLang does not back up as believed", reason="layout")
+
+
+def test_further_pools_end_sharing() -> None:
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    backend.batch_set_v1(hashes, slots)
+    assert backend.batch_exists_v2(hashes).kv_hit_pages == 8
+    swa = [PoolTransfer(PoolName.SWA, keys=hashes)]
+    assert backend.batch_exists_v2(hashes, swa).kv_hit_pages == 0
+    assert backend.batch_get_v2(swa) == {"swa": [False] * 8}
+    assert backend.batch_set_v2(swa) == {"swa": [False] * 8}
+    backend.register_mem_host_pool_v2(host, PoolName.SWA)
+    assert backend.batch_exists(hashes) == 0
+
+
+def test_the_old_interface_moves_nothing() -> None:
+    backend, _ = attach()
+    assert backend.get("00") is None
+    assert backend.batch_get(["00", "01"]) == [None, None]
+    assert not backend.set("00", 1)
+    assert not backend.batch_set(["00"], [1])
+    assert not backend.clear()
+
+
+def test_without_cornplug_the_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "is_on", lambda: False)
+    with pytest.raises(ConfigError, match="enable-cornplug"):
+        CornplugStorage(config())
