@@ -110,8 +110,9 @@ def test_a_config_file_says_the_same(text: str, tmp_path: Path) -> None:
 
 def test_given_settings_stay(text: str) -> None:
     record = filled(
-        text, "--enable-cornplug", "--page-size", "32", "--enable-hierarchical-cache", "--hicache-ratio", "1.5",
-        "--hicache-mem-layout", "layer_first", "--hicache-storage-prefetch-policy", "wait_complete",
+        text, "--enable-cornplug", "--page-size", "32", "--enable-hierarchical-cache",
+        "--hicache-ratio", "1.5", "--hicache-mem-layout", "layer_first",
+        "--hicache-storage-prefetch-policy", "wait_complete",
         "--hicache-storage-backend-extra-config", '{"prefetch_timeout_base": 7}',
     )  # fmt: skip
     assert (record.page_size, record.hicache_ratio) == (32, 1.5)
