@@ -89,7 +89,17 @@ def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | No
     return kv, ec
 
 
+def _create_engine_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = original(*args, **kwargs)
+    ec = config.ec_transfer_config
+    if ec is not None and ec.ec_connector == EC_CONNECTOR and not config.model_config.is_multimodal_model:
+        # A model without a tower has nothing to share there, and vLLM stops at measuring how wide it is.
+        config.ec_transfer_config = None
+    return config
+
+
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.engine.arg_utils", "EngineArgs.add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils", "EngineArgs.from_cli_args", _from_cli_args),
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _create_engine_config),
 )

@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.engine_side.settings import settings
 from cornplug.errors import ConfigError
+from cornplug.testing.checkpoints import qwen2_text, qwen2_vl
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
 
@@ -193,3 +194,12 @@ def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is outside the tested range"),
     ):
         runtime_module.runtime({})
+
+
+@pytest.mark.parametrize("tower", [True, False])
+def test_a_model_without_a_tower_shares_kv_alone(tmp_path: Path, tower: bool) -> None:
+    make = qwen2_vl if tower else qwen2_text
+    args = ("--model", str(make(tmp_path / "model")), "--kv-connector", "cornplug", "--max-model-len", "512")
+    config = engine_args(*args).create_engine_config()
+    assert config.kv_transfer_config.kv_connector == plugin.KV_CONNECTOR
+    assert (config.ec_transfer_config is not None) is tower
