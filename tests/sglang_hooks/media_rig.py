@@ -1,0 +1,70 @@
+"""Items as SGLang's processors make them, and an encoder service that does as it is told."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig
+from cornplug.encoder_service.protocol import Encode, Encoded
+from cornplug.store.base import Store
+
+SECRET = bytes(range(32))
+TOWER = b"t" * 32
+
+
+def runtime(store: Store, **encoder: Any) -> Any:
+    """A process's Runtime over any store."""
+    config = Config(store=StoreConfig(), encoder=EncoderConfig(**encoder), engine=EngineConfig(app="test"))
+    return SimpleNamespace(
+        config=config, app="test", secret=SECRET, store=store, deadline_s=0.1, patience_s=1.0
+    )
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (7, 5), mode: str = "RGB") -> Image.Image:
+    """Noise."""
+    channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
+    array = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)
+    return Image.fromarray(array.squeeze(-1) if channels == 1 else array, mode)
+
+
+def item(
+    seed: int = 0, *, start: int = 0, rows: int = 4, modality: Modality = Modality.IMAGE
+) -> MultimodalDataItem:
+    """One medium of `rows` placeholder tokens that begin at `start`."""
+    return MultimodalDataItem(
+        modality=modality,
+        offsets=[(start, start + rows - 1)],
+        feature=torch.full((rows * 4, 6), float(seed)),
+        model_specific_data={"image_grid_thw": torch.tensor([[1, 4, rows]])},
+    )
+
+
+class Service:
+    """Stands in for SocketEncoder: `answer(request)` gives an answer or an error; without it all wait."""
+
+    def __init__(self) -> None:
+        self.asked: list[Encode] = []
+        self.answer: Any = None
+        self.futures: list[Future[Encoded]] = []
+
+    def submit(self, request: Encode) -> Future[Encoded]:
+        future: Future[Encoded] = Future()
+        self.asked.append(request)
+        self.futures.append(future)
+        if self.answer is not None:
+            answer = self.answer(request)
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        return future
+
+    def close(self) -> None:
+        pass

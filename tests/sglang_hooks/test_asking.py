@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
+from cornplug.errors import EncoderRefused, EncoderUnavailable
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import asking, weights
+from cornplug.sglang_hooks.asking import Asker, source_of
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+
+from .media_rig import TOWER, Service, item, runtime
+
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(MemoryStore(capacity_bytes=1 << 20).connect())
+
+
+class Stage:
+    def __init__(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.service = Service()
+        monkeypatch.setattr(asking, "SocketEncoder", lambda path: self.service)
+        self.tally = Tally()
+        self.asker = Asker(runtime(store), self.tally)
+        self.store = store
+
+    def prepare(
+        self, *keys: bytes, served: bytes | None = TOWER, salt: str | None = None
+    ) -> list[str | None]:
+        items = []
+        for i, key in enumerate(keys):
+            one = item(i)
+            one.set_identity(key)
+            items.append(one)
+        asyncio.run(self.asker.prepare(items, served, salt))
+        return [source_of(one) for one in items]
+
+    def publish(self, key: bytes) -> None:
+        entry.put(
+            self.store,
+            bytes(96),
+            kind=Kind.EMBEDDING,
+            key=key,
+            dtype="float32",
+            shape=(4, 6),
+            app="x",
+            deadline_s=1,
+        )
+
+    def missed(self) -> dict[str, float]:
+        rows = self.tally.drain().get("cornplug_misses_total", [])
+        return {labels[2]: values[0] for labels, values in rows}
+
+
+@pytest.fixture
+def here(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(store, monkeypatch)
+
+
+def encoded(tower: Any = "ran", tensor: Tensor | None = None) -> Callable[[Encode], Encoded]:
+    return lambda request: Encoded(
+        id=1, key=request.key, tower=tower, stored=tensor is None, tensor=tensor, seconds=0.1
+    )
+
+
+def test_what_the_store_has_is_asked_of_nobody(here: Stage) -> None:
+    here.publish(KEYS[0])
+    assert here.prepare(KEYS[0]) == ["store"]
+    assert not here.service.asked
+    assert here.missed() == {}
+
+
+def test_the_service_gets_what_the_tower_would_and_says_how_it_came(here: Stage) -> None:
+    here.service.answer = encoded("joined")
+    assert here.prepare(KEYS[0], salt="s") == ["service_joined"]
+    (asked,) = here.service.asked
+    assert (asked.identity, asked.key, asked.salt, asked.app) == (TOWER, KEYS[0], "s", "test")
+    assert {name: tensor.shape for name, tensor in asked.inputs.items()} == {
+        "pixel_values": (16, 6), "image_grid_thw": (1, 3),
+    }  # fmt: skip
+    assert 9 < asked.deadline_s <= 10
+
+
+def test_one_picture_twice_in_a_request_is_asked_for_once(here: Stage) -> None:
+    here.service.answer = encoded()
+    assert here.prepare(KEYS[0], KEYS[1], KEYS[0]) == ["service_ran"] * 3
+    assert len(here.service.asked) == 2
+
+
+def test_a_service_that_is_not_there_costs_a_counted_miss_and_no_wait(here: Stage) -> None:
+    here.service.answer = lambda request: EncoderUnavailable("gone", reason="encoder_down")
+    began = time.monotonic()
+    assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
+    assert time.monotonic() - began < 1
+    assert here.missed() == {"encoder_down": 2}
+    # It may be back at any moment.
+    here.service.answer = encoded()
+    assert here.prepare(KEYS[2]) == ["service_ran"]
+
+
+def test_after_a_failure_of_its_own_it_is_spared_for_a_while(here: Stage) -> None:
+    here.service.answer = lambda request: EncoderRefused("full", reason="overloaded")
+    assert here.prepare(KEYS[0]) == [None]
+    here.service.answer = encoded()
+    assert here.prepare(KEYS[1]) == [None]
+    assert len(here.service.asked) == 1
+    assert here.missed() == {"overloaded": 1, "encoder_backoff": 1}
+
+
+def test_a_model_that_nobody_serves_is_not_asked_for(here: Stage) -> None:
+    assert here.prepare(KEYS[0], served=None) == [None]
+    assert here.missed() == {"not_served": 1}
+    assert not here.service.asked
+
+
+def test_a_dead_store_is_a_miss_and_nobody_encodes_in_vain(here: Stage) -> None:
+    here.store.unavailable = True
+    assert here.prepare(KEYS[0]) == [None]
+    assert here.missed() == {"store_down": 1}
+    assert not here.service.asked
+
+
+def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
+    here.store.slow_s = 5
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        one = item()
+        one.set_identity(KEYS[0])
+        waiting = asyncio.create_task(here.asker.prepare([one], TOWER, None))
+        while not waiting.done():
+            turns += 1
+            await asyncio.sleep(0.005)
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began < 1
+    assert turns > 5
+    assert here.missed() == {"store_timeout": 1}
+
+
+def test_bytes_that_the_service_could_not_store_are_stored_here(here: Stage) -> None:
+    tensor = Tensor("float32", (4, 6), bytes(range(96)))
+    here.service.answer = encoded("ran", tensor)
+    assert here.prepare(KEYS[0]) == ["service_ran"]
+    found = entry.get(here.store, KEYS[0], deadline_s=1)
+    assert found is not None
+    assert bytes(found[1]) == tensor.data
+    here.store.full = True
+    assert here.prepare(KEYS[1]) == [None]
+    assert here.missed() == {"store_full": 1}
+
+
+def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
+    here.service.answer = lambda request: Encoded(
+        id=1, key=KEYS[3], tower="ran", stored=True, tensor=None, seconds=0
+    )
+    assert here.prepare(KEYS[0]) == [None]
+    assert here.missed() == {"encoder_garbage": 1}
+
+
+def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
+    one = item()
+    one.feature = object()
+    one.set_identity(KEYS[0])
+    asyncio.run(here.asker.prepare([one], TOWER, None))
+    assert here.missed() == {"no_inputs": 1}
+
+
+def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
+    async def run() -> None:
+        one = item()
+        one.set_identity(KEYS[0])
+        waiting = asyncio.create_task(here.asker.prepare([one], TOWER, None))
+        while not here.service.futures:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())
+    assert here.service.futures[0].cancelled()
+
+
+def test_nothing_is_asked_for_once_weights_were_replaced(
+    here: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.publish(KEYS[0])
+    monkeypatch.setattr(weights, "replaced", lambda: True)
+    assert here.prepare(KEYS[0]) == [None]

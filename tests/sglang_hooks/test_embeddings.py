@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers import dp_attention
+from sglang.srt.managers import mm_schedule
+
+from cornplug.codec import Kind
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import active, embeddings, weights
+from cornplug.sglang_hooks.embeddings import Embeddings, Encoding
+from cornplug.store import entry
+from cornplug.store.base import Store
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+
+from .media_rig import item, runtime
+
+WIDTH = 8
+CPU = torch.device("cpu")
+
+
+class Model:
+    """A tower whose rows say which picture they are of."""
+
+    use_deepstack: Any = None
+
+    def __init__(self) -> None:
+        self.ran: list[list[float]] = []
+        self.as_list = False
+
+    def get_image_feature(self, items: list[Any]) -> Any:
+        self.ran.append([float(i.feature[0, 0]) for i in items])
+        made = [value(float(i.feature[0, 0]), embeddings.rows_of(i)) for i in items]
+        return made if self.as_list else torch.cat(made)
+
+
+def value(seed: float, rows: int = 4) -> torch.Tensor:
+    return torch.arange(rows * WIDTH, dtype=torch.float32).view(rows, WIDTH) + 1000 * seed
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
+    monkeypatch.setattr(dp_attention, "get_dp_tp_group", lambda: group)
+
+
+@pytest.fixture
+def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
+    made: list[Embeddings] = []
+
+    def make(connection: Store | None = None, *, first: bool = True, model: Model | None = None) -> Encoding:
+        here = Embeddings(
+            runtime(connection or store.connect()), Tally(), dtype="float32", width=WIDTH, first=first
+        )
+        made.append(here)
+        return Encoding((model or Model()).get_image_feature, here, CPU)
+
+    yield make
+    for here in made:
+        here.close()
+
+
+def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
+    one = item(seed, rows=rows)
+    one.set_identity(bytes([seed]) * 32)
+    if source is not None:
+        one.model_specific_data["cornplug_source"] = source
+    return one
+
+
+def published(encoding: Encoding) -> list[tuple[Any, ...]]:
+    """What was counted, once the publisher has nothing to do."""
+    here = encoding._here
+    assert here is not None
+    here._publisher._thread.submit(lambda: None).result(5)
+    counted = here._tally.drain()
+    return sorted(
+        (name.removeprefix("cornplug_").removesuffix("_total"), *labels[1:], values[0])
+        for name, rows in counted.items()
+        for labels, values in rows
+    )
+
+
+def put(store: Store, seed: int, tensor: torch.Tensor) -> None:
+    entry.put(
+        store,
+        memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
+        kind=Kind.EMBEDDING,
+        key=bytes([seed]) * 32,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        app="other",
+        deadline_s=1,
+    )
+
+
+def same(found: Sequence[torch.Tensor], *wanted: torch.Tensor) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def test_what_one_engine_computes_the_next_takes(engine: Callable[..., Encoding]) -> None:
+    first, second = engine(), engine()
+    assert same(first([picture(1, None), picture(2, None, 3)]), value(1), value(2, 3))
+    assert ("saves", "embedding", "stored", 2) in published(first)
+    assert same(second([picture(2, "service_ran", 3), picture(1)]), value(2, 3), value(1))
+    assert published(second) == [
+        ("bytes", "embedding", "load", 7 * WIDTH * 4),
+        ("hits", "embedding", "service_ran", 1),
+        ("hits", "embedding", "store", 1),
+        ("saved_tower_passes", 2),
+    ]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_tower_runs_for_the_rest_only_and_order_stays(
+    engine: Callable[..., Encoding], store: MemoryStore, as_list: bool
+) -> None:
+    model = Model()
+    model.as_list = as_list
+    put(store.connect(), 2, value(2))
+    unnamed = item(9)
+    encoding = engine(model=model)
+    found = encoding([picture(1, None), picture(2), unnamed, picture(3, None)])
+    assert same(found, value(1), value(2), value(9), value(3))
+    assert ("saves", "embedding", "stored", 2) in published(encoding)
+    assert model.ran == [[1, 9, 3]]
+    assert store.connect().contains([bytes([i]) * 32 for i in (1, 2, 3, 9)], deadline_s=1) == b"\1\1\1\0"
+
+
+def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., Encoding]) -> None:
+    encoding = engine()
+    assert torch.equal(encoding([item(1), item(2)]), torch.cat([value(1), value(2)]))
+    assert published(encoding) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (None, "evicted"),
+        (value(5, 3), "wrong_shape"),
+        (value(5)[:, :4], "wrong_shape"),
+        (value(5).to(torch.bfloat16), "wrong_shape"),
+    ],
+)
+def test_what_does_not_fit_is_a_miss_and_is_computed(
+    engine: Callable[..., Encoding], store: MemoryStore, tensor: torch.Tensor | None, reason: str
+) -> None:
+    if tensor is not None:
+        put(store.connect(), 5, tensor)
+    encoding = engine()
+    assert same(encoding([picture(5)]), value(5))
+    assert ("misses", "embedding", reason, 1) in published(encoding)
+
+
+def test_corrupt_bytes_are_never_used(engine: Callable[..., Encoding], store: MemoryStore) -> None:
+    put(store.connect(), 5, value(5))
+    faulty = FaultyStore(store.connect())
+    faulty.corrupt_reads = True
+    encoding = engine(faulty)
+    assert same(encoding([picture(5)]), value(5))
+    assert ("misses", "embedding", "corrupt", 1) in published(encoding)
+
+
+def test_a_dead_store_costs_a_miss(engine: Callable[..., Encoding], store: MemoryStore) -> None:
+    faulty = FaultyStore(store.connect())
+    faulty.unavailable = True
+    encoding = engine(faulty)
+    assert same(encoding([picture(5)]), value(5))
+    counted = published(encoding)
+    assert ("misses", "embedding", "store_down", 1) in counted
+    assert ("saves", "embedding", "store_down", 1) in counted
+
+
+def test_what_was_missed_already_is_not_counted_again(engine: Callable[..., Encoding]) -> None:
+    encoding = engine()
+    encoding([picture(5, None)])
+    assert not [row for row in published(encoding) if row[0] == "misses"]
+
+
+def test_a_tower_whose_output_does_not_divide_is_left_alone(
+    engine: Callable[..., Encoding], store: MemoryStore
+) -> None:
+    class Pruning(Model):
+        def get_image_feature(self, items: list[Any]) -> Any:
+            return super().get_image_feature(items)[:-1]
+
+    model = Pruning()
+    put(store.connect(), 2, value(2))
+    found = engine(model=model)([picture(1, None), picture(2)])
+    assert torch.equal(found, torch.cat([value(1), value(2)])[:-1])
+    assert model.ran == [[1], [1, 2]]
+    assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
+
+
+def test_replaced_weights_neither_take_nor_give(
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store.connect(), 2, value(77))
+    monkeypatch.setattr(weights, "replaced", lambda: True)
+    assert same(engine()([picture(1, None), picture(2)]), value(1), value(2))
+    assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
+
+
+def test_a_model_with_deeper_layers_takes_only_after_its_own_tower_said_how_wide(
+    engine: Callable[..., Encoding], store: MemoryStore
+) -> None:
+    model = Model()
+    model.use_deepstack = {"image": True}
+    put(store.connect(), 2, value(2))
+    encoding = engine(model=model)
+    assert same(encoding([picture(2)]), value(2))
+    assert same(encoding([picture(2)]), value(2))
+    assert model.ran == [[2]]
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, others: Callable[[torch.Tensor], None]) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1, cpu_group="cpu")
+    monkeypatch.setattr(dp_attention, "get_dp_tp_group", lambda: group)
+
+    def reduce(mask: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MIN
+        assert group == "cpu"
+        others(mask)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+
+
+def test_ranks_take_only_what_all_of_them_have(
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        put(store.connect(), seed, value(seed))
+    masks = []
+
+    def other(mask: torch.Tensor) -> None:
+        masks.append(mask.tolist())
+        mask[0] = 0
+
+    ranks(monkeypatch, other)
+    model = Model()
+    encoding = engine(model=model, first=False)
+    assert same(encoding([picture(1), picture(2), picture(3, None)]), value(1), value(2), value(3))
+    assert masks == [[1, 1, 0]]
+    assert model.ran == [[1, 3]]
+    # Neither counts nor publishes: the first rank does.
+    assert published(encoding) == []
+
+
+def test_a_rank_that_cannot_share_still_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+    ranks(monkeypatch, lambda mask: masks.append(mask.tolist()))
+    model = Model()
+    encoding = Encoding(model.get_image_feature, None, CPU)
+    assert same(encoding([picture(1)]), value(1))
+    assert encoding([item(2)]) is not None  # No names: nobody waits for anybody.
+    assert masks == [[0]]
+
+
+def test_through_sglangs_own_scheduling(
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests share a picture; chunks; SGLang's cache is asked before the store."""
+    mm_schedule.init_mm_embedding_cache(1 << 20)
+    model, here = Model(), engine()._here
+    put(store.connect(), 1, value(1))
+    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(active, "config", lambda: runtime(store.connect()).config)
+    monkeypatch.setattr(embeddings, "_embeddings", lambda: here)
+    one, two, again = picture(1), picture(2, None), picture(1)
+    two.offsets, again.offsets = [(6, 9)], [(2, 5)]
+
+    def prefill(prefix: list[int], extend: list[int]) -> torch.Tensor:
+        offsets = [[(0, 3), (6, 9)], [(2, 5)]]
+        made, _ = embeddings._get_chunked_prefill_embedding(
+            mm_schedule._get_chunked_prefill_embedding,
+            model.get_image_feature,
+            [one, two, again],
+            [0, 2, 3],
+            prefix,
+            extend,
+            offsets,
+            torch.zeros(4, dtype=torch.int64),
+        )
+        return made
+
+    assert torch.equal(prefill([0, 0], [5, 6]), torch.cat([value(1), value(1)]))
+    assert model.ran == []
+    assert torch.equal(prefill([2, 4], [6, 2]), torch.cat([value(1)[2:], value(2)[:2], value(1)[2:]]))
+    assert model.ran == [[2]]
+    store_calls = here._tally.drain()["cornplug_hits_total"]  # type: ignore[union-attr]
+    assert [values for _, values in store_calls] == [[1]]

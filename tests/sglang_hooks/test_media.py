@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
+from sglang.srt.utils import ImageData
+
+from cornplug.encoder_service.media import digest_image
+from cornplug.engine_side.model import TowerIdentity
+from cornplug.identity import embedding_key, placeholder_tokens
+from cornplug.sglang_hooks import active, decoded, media
+from cornplug.store.memory import MemoryStore
+
+from .media_rig import SECRET, TOWER, item, picture, runtime
+
+TOWERS = TowerIdentity(TOWER, TOWER)
+PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNamespace(do_convert_rgb=True)))
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = runtime(MemoryStore(capacity_bytes=1 << 20).connect())
+    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(active, "runtime", lambda: here)
+
+
+def request(**fields: Any) -> GenerateReqInput:
+    return GenerateReqInput(text="x", image_data=fields.pop("image_data", ["a"]), **fields)
+
+
+# -- digests ---------------------------------------------------------------------------------
+
+
+def test_a_picture_has_the_digest_that_vllm_and_the_service_give_it() -> None:
+    assert decoded.picture_digest(picture(1)) == digest_image(picture(1))
+    assert decoded.picture_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
+    assert decoded.picture_digest(picture(1)) != decoded.picture_digest(picture(2))
+
+
+def test_transparency_is_other_pixels_here_than_in_vllm() -> None:
+    clear = picture(1, mode="RGBA")
+    assert decoded.picture_digest(clear) == decoded.picture_digest(clear.convert("RGB"))
+    assert decoded.picture_digest(clear) != digest_image(clear)
+
+
+def test_sglang_turns_no_picture_upright_and_neither_do_we() -> None:
+    turned = picture(1)
+    turned.getexif()[0x0112] = 6
+    assert decoded.picture_digest(turned) == digest_image(picture(1))
+    assert decoded.picture_digest(turned) != digest_image(turned)
+
+
+def test_what_is_no_picture_or_not_converted_has_no_digest() -> None:
+    assert decoded.picture_digest(picture(1, mode="L"), converts=False) is None
+    assert decoded.picture_digest(torch.zeros(3, 4, 4)) is None
+    assert decoded.picture_digest("a") is None
+
+
+def test_pixels_of_a_gpu_decoder_are_another_domain() -> None:
+    pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    assert decoded.picture_digest(pixels) not in (None, decoded.picture_digest(picture(0, (4, 4))))
+
+
+def test_a_digest_stays_in_its_process() -> None:
+    one = item()
+    decoded.set_digest(one, b"d" * 32)
+    assert decoded.digest_of(one) == b"d" * 32
+    assert b"d" * 32 not in msgspec.msgpack.encode(one, enc_hook=lambda _: None)
+    assert "_cornplug_media" not in one.model_specific_data
+
+
+def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
+    made = decoded._finalize_mm_items(lambda this, items, images: items, PROCESSOR, items, images=images)
+    return [decoded.digest_of(one) for one in made]
+
+
+def test_each_item_has_its_own_picture() -> None:
+    video = item(modality=Modality.VIDEO)
+    found = finalize([item(), video, item()], [picture(1), picture(2)])
+    assert found == [digest_image(picture(1)), None, digest_image(picture(2))]
+
+
+@pytest.mark.parametrize(
+    "images", [[picture(1), picture(2)], [{"format": "processor_output", "feature": None}]]
+)
+def test_what_nobody_can_pair_has_none(images: list[Any]) -> None:
+    assert finalize([item()], images) == [None]
+
+
+def test_preprocessed_pictures_that_sglang_kept_keep_their_digests() -> None:
+    entries = [SimpleNamespace(media=picture(i), artifact_key=f"k{i}") for i in (1, 2)]
+
+    async def build(this: Any, entries: Any) -> Any:
+        return [SimpleNamespace(artifact_key=entry.artifact_key) for entry in entries]
+
+    made = asyncio.run(decoded._build_artifacts(build, PROCESSOR, entries))
+    # A later request finds both in SGLang's cache, one of them twice, and one that we never saw.
+    unknown = SimpleNamespace(artifact_key="k9")
+    output = SimpleNamespace(mm_items=[item() for _ in range(4)])
+    decoded._compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
+    one, two = digest_image(picture(1)), digest_image(picture(2))
+    assert [decoded.digest_of(i) for i in output.mm_items] == [two, one, two, None]
+
+
+def test_llava_items_get_the_digest_of_their_picture_and_way() -> None:
+    processor = SimpleNamespace(hf_config=SimpleNamespace(image_aspect_ratio=None))
+    digests = {"a": b"a" * 32, "b": b"b" * 32}
+
+    async def one(this: Any, data: Any, aspect: Any, grid: Any) -> Any:
+        await asyncio.sleep(0.02 if data == "a" else 0)  # ends after the second
+        return "pixels", digests.get(data), (1, 1)
+
+    async def several(this: Any, images: Any, *args: Any) -> Any:
+        aspect = "pad" if len(images) > 1 else None
+        await asyncio.gather(*(decoded._llava_picture(one, this, i, aspect, None) for i in images))
+        return SimpleNamespace(mm_items=[item() for _ in images])
+
+    async def run(images: list[str]) -> list[bytes | None]:
+        output = await decoded._llava_request(several, processor, images)
+        return [decoded.digest_of(i) for i in output.mm_items]
+
+    assert asyncio.run(run(["a"])) == [b"a" * 32]
+    padded = asyncio.run(run(["a", "b", "c"]))
+    assert padded[2] is None
+    # Another aspect ratio is another processing.
+    # None, the two plain digests, and two others.
+    assert len({*padded, b"a" * 32, b"b" * 32}) == 5
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+def named(items: list[Any], obj: Any, **fields: Any) -> MultimodalProcessorOutput:
+    made = MultimodalProcessorOutput(mm_items=items, **fields)
+    media.name(made, TOWERS, obj)
+    return made
+
+
+def with_digest(seed: int = 1, **fields: Any) -> Any:
+    one = item(seed, **fields)
+    decoded.set_digest(one, digest_image(picture(seed)))
+    return one
+
+
+def test_a_name_is_the_embedding_key_and_fills_the_tokens() -> None:
+    first, second, video = (
+        with_digest(1, start=2),
+        with_digest(2, start=7),
+        item(modality=Modality.VIDEO, start=12),
+    )
+    for one in (first, second, video):
+        one.set_hash(77)
+    before = list(range(16))
+    made = named(
+        [first, second, video], request(image_data=["a", "b"]), input_ids=before, padded_input_ids=before[:]
+    )
+    key = embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
+    assert first.identity == key
+    assert made.padded_input_ids is not None
+    assert made.padded_input_ids[2:6] == list(placeholder_tokens(key))
+    assert made.padded_input_ids[7:11] == list(placeholder_tokens(second.identity))
+    assert made.padded_input_ids[12:] == before[12:]
+    assert video.identity is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "salt"),
+    [
+        ({"cache_salt": "s"}, "s"),
+        ({"extra_key": "e"}, "\x00extra-key:1:e"),
+        ({"cache_salt": "s", "extra_key": "e"}, "\x00salt:1:sextra-key:1:e"),
+    ],
+)
+def test_the_salt_is_in_the_name(fields: dict[str, str], salt: str) -> None:
+    one = with_digest()
+    named([one], request(**fields))
+    assert one.identity == embedding_key(SECRET, TOWER, digest_image(picture(1)), salt)
+
+
+def test_a_clients_own_words_name_nothing() -> None:
+    ours, theirs = with_digest(), item()
+    ours.set_hash(0xC11E47)
+    # Fields of a client's own processor output end up so.
+    theirs.set("identity", b"forged".ljust(32))
+    named([ours, theirs], request(image_data=["a", "b"], mm_hashes=["c11e47", "c11e47"]))
+    assert ours.identity == embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
+    assert theirs.identity is None
+
+
+def test_without_a_model_nothing_is_named() -> None:
+    one = with_digest()
+    assert media.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
+    assert one.identity is None
+
+
+def test_a_requests_own_processor_arguments_make_another_medium() -> None:
+    keys = set()
+    for fields in (
+        {},
+        {"image_data": [ImageData(url="a", detail="low")]},
+        {"image_data": [ImageData(url="a", max_dynamic_patch=4)]},
+        {"mm_processor_kwargs": {"min_pixels": 4}},
+    ):
+        one = with_digest()
+        named([one], request(**fields))
+        keys.add(one.identity)
+    assert len(keys) == 4
+    assert None not in keys
+    plain = with_digest()
+    named([plain], request(image_data=[ImageData(url="a", detail="auto")]))
+    assert plain.identity in keys
+
+
+def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:
+    odd = with_digest()
+    named([odd], request(mm_processor_kwargs={"x": float("nan")}))
+    assert odd.identity is None
+    bundled = with_digest()
+    named([bundled], request(image_data=["a", ImageData(url="b", detail="low")]))
+    assert bundled.identity is None

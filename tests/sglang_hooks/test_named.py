@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cornplug.identity import placeholder_tokens
+from cornplug.sglang_hooks import active, named
+
+from .media_rig import item
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named, "_values", set())
+    monkeypatch.setattr(named, "_identities", type(named._identities)())
+
+
+def test_values_of_a_named_medium_are_known() -> None:
+    named.add(b"a" * 32)
+    assert all(named.is_named(v) and not named.is_foreign(v) for v in placeholder_tokens(b"a" * 32))
+    assert all(named.is_foreign(v) for v in placeholder_tokens(b"b" * 32))
+    assert not named.is_foreign(151_655)
+
+
+def test_what_was_not_seen_for_long_is_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named, "_MAX_IDENTITIES", 2)
+    for letter in (b"a", b"b", b"a", b"c"):
+        named.add(letter * 32)
+    known = {c for c in "abc" if named.is_named(placeholder_tokens(c.encode() * 32)[3])}
+    assert known == {"a", "c"}
+    assert len(named._values) == 8
+
+
+def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "is_on", lambda: True)
+    ours, theirs = item(1), item(2)
+    ours.set_identity(b"k" * 32)
+    theirs.set_hash(12345)
+    named._multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
+    assert all(named.is_named(v) for v in ours.padding_values())
+    assert all(named.is_foreign(v) for v in theirs.padding_values())
+
+
+def test_nothing_is_kept_where_cornplug_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "is_on", lambda: False)
+    ours = item(1)
+    ours.set_identity(b"k" * 32)
+    named._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
+    assert not named._values
