@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from cornplug.identity import LINK_TOKENS, chain
+from cornplug.sglang_hooks.named import FIRST_PLACEHOLDER
 
 _MAX_PAGES: Final = 1 << 17
 """Some 60 MB of names. What is forgotten is not shared until its prompt is seen again."""
@@ -61,8 +64,8 @@ class Book:
     Args:
         page_size: tokens of SGLang's page. page_tokens: of the store's. One divides the
             other and both are multiples of 16, else ValueError.
-        is_foreign: whether a token stands for something that nobody has named; pages from
-            it on are not entered.
+        is_foreign: whether a placeholder value stands for a medium that nobody has named;
+            pages from it on are not entered.
     """
 
     def __init__(
@@ -153,11 +156,9 @@ class Book:
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
         """Whole pages of `tokens` before the first that stands for something unnamed."""
-        whole = len(tokens)
-        for i, token in enumerate(tokens):
-            if self._is_foreign(token):
-                whole = i
-                break
+        # Few are even asked about: a prompt may have a hundred thousand tokens.
+        wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
+        whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]
 
     def _enter(self, name: str, page: Page, links: list[bytes]) -> str:

@@ -11,7 +11,7 @@ from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_book import Book, Page, Part
+from cornplug.sglang_hooks.kv_book import Book, Page, Part, Space
 from cornplug.sglang_hooks.kv_layout import HostPages
 from cornplug.sglang_hooks.kv_pages import RankPages
 from cornplug.sglang_hooks.kv_roots import Roots
@@ -39,12 +39,7 @@ class Reader:
     def present(self, hashes: Sequence[str]) -> int:
         """How many pages, from the first, the store has whole; counts those that it lacks.
         Raises CornplugError."""
-        wanted: list[list[list[bytes]]] = []
-        for page in self._book.find(hashes):
-            parts = self._book.parts(page) if page is not None else []
-            if page is None or not parts:
-                break
-            wanted.append([self.keys(page, part) for part in parts])
+        wanted = [[keys for _, keys in parts] for parts in self._plan(self._book.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
             self._missed("unnamed", len(hashes) * self._book.page_size)
@@ -103,11 +98,16 @@ class Reader:
         return None if source is None else source[..., parts[0].inside, :]
 
     def _plan(self, pages: Sequence[Page | None]) -> Iterator[list[tuple[Part, list[bytes]]]]:
+        """Parts and their keys of each page, up to the first that has no name in the store."""
+        made: dict[tuple[Space, tuple[bytes, ...]], list[bytes]] = {}
         for page in pages:
             parts = self._book.parts(page) if page is not None else []
             if page is None or not parts:
                 return
-            yield [(part, self.keys(page, part)) for part in parts]
+            for part in parts:
+                if (page.space, part.links) not in made:
+                    made[page.space, part.links] = self.keys(page, part)
+            yield [(part, made[page.space, part.links]) for part in parts]
 
     @contextmanager
     def _leased(self, keys: Sequence[bytes]) -> Iterator[dict[bytes, Lease]]:
