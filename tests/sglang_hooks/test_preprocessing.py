@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
+from transformers import AutoImageProcessor
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side.model import EngineModel
+from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks import preprocessing
+from cornplug.sglang_hooks.preprocessing import peculiarity
+
+QWEN: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2,
+    "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 224 * 224,
+}  # fmt: skip
+CLIP: dict[str, Any] = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 56},
+    "crop_size": {"height": 56, "width": 56},
+}
+
+
+def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineModel:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return EngineModel(
+        checkpoint=Checkpoint.open(str(folder)), dtype="float32", max_model_len=128, processor_kwargs=kwargs
+    )
+
+
+class Processor:
+    """What `peculiarity` sees of SGLang's BaseMultimodalProcessor."""
+
+    mm_tokens = SimpleNamespace(image_token="<image>")
+
+    def __init__(self, folder: Path, **kwargs: Any) -> None:
+        self._processor = AutoImageProcessor.from_pretrained(folder)
+        self._kwargs = kwargs
+        self.noise = 0.0
+
+    def process_mm_data(self, text: str, images: list[Any], processor: Any) -> dict[str, torch.Tensor]:
+        assert text == "<image>"
+        assert processor is not self._processor
+        made = dict(processor(images=images, return_tensors="pt", **self._kwargs))
+        made["pixel_values"] = made["pixel_values"] + self.noise
+        return {"input_ids": torch.zeros(1, 3), **made}
+
+
+def test_probes_are_the_same_pictures_always() -> None:
+    first, second = preprocessing.probes(), preprocessing.probes()
+    assert [p.tobytes() for p in first] == [p.tobytes() for p in second]
+    assert len({p.size for p in first}) == 3
+
+
+@pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
+def test_transformers_own_ways_are_nothing_peculiar(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+    known = model(tmp_path, preprocessor)
+    processor = Processor(tmp_path)
+    assert peculiarity(processor, known) is None
+    processor.noise = 5e-6  # The last bits, as another device or another order of operations leaves them.
+    assert peculiarity(processor, known) is None
+    processor.noise = 1e-3
+    assert peculiarity(processor, known) is not None
+
+
+def test_settings_that_the_identity_knows_are_not_peculiar_and_others_are(tmp_path: Path) -> None:
+    known = model(tmp_path, QWEN, max_pixels=112 * 112)
+    same = Processor(tmp_path, max_pixels=112 * 112)
+    assert peculiarity(same, known) is None
+    other = peculiarity(Processor(tmp_path, max_pixels=140 * 140), known)
+    again = peculiarity(Processor(tmp_path, max_pixels=140 * 140), known)
+    assert other is not None
+    assert other == again
+    assert other != peculiarity(Processor(tmp_path), known)
+
+
+def test_sglangs_llava_rounds_pixels(tmp_path: Path) -> None:
+    known = model(tmp_path, CLIP)
+    llava = LlavaImageProcessor.__new__(LlavaImageProcessor)
+    llava.hf_config = SimpleNamespace()
+    llava._processor = SimpleNamespace(image_processor=AutoImageProcessor.from_pretrained(tmp_path))
+    found = peculiarity(SimpleNamespace(inner=llava), known)
+    assert found is not None
+    assert found == peculiarity(llava, known)
+
+
+def test_a_processor_of_another_kind_is_not_guessed_at(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be compared") as caught:
+        peculiarity(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
+    assert caught.value.reason == "preprocessing"
