@@ -1,7 +1,7 @@
 """`cornplug doctor`: is this host set up as its engines will find it?
 
 Each check is a function that yields findings. None changes anything: no daemon is started,
-no secret made. vLLM is never imported here; a short-lived process of its own does that.
+no secret made. Engines are asked about by `engine_checks`.
 """
 
 from __future__ import annotations
@@ -9,49 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
-from typing import Literal
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cornplug import __version__, config, fingerprint
+from cornplug import config, engine_checks, fingerprint
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import ServedModel
 from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.engine_checks import Finding
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, StoreError
 from cornplug.store.base import StoreStat
 from cornplug.store.pool import PoolStore
-from cornplug.vllm_connector import compat
 
-_ENTRY_GROUP, _ENTRY_NAME = "vllm.general_plugins", "cornplug"
 _ANSWER_S = 2.0
-_PROBE_S = 120.0
-_PROBE = """
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from cornplug.vllm_connector import plugin
-print("registered" if plugin.registered() else "why:" + plugin.why_not())
-"""
-
 
 Served = tuple[ServedModel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. `remedy` is empty where nothing need be done."""
-
-    status: Literal["ok", "warn", "fail"]
-    check: str
-    what: str
-    remedy: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -77,68 +53,14 @@ def examine(
     settings: config.Config, models: list[str], dtype: fingerprint.DType | None = None
 ) -> Iterator[Finding]:
     """Every check in order, each finding as soon as it is known."""
-    yield from versions()
-    yield from plugin()
+    yield from engine_checks.versions()
+    yield from engine_checks.plugins()
     yield from secret(settings.store)
     yield from store(settings.store)
     described = describe_encoder(settings.encoder)
     yield from encoder(settings.encoder, described)
     for model in models:
         yield from served(model, dtype, described)
-
-
-def versions() -> Iterator[Finding]:
-    """Python, cornplug, and a vLLM inside the tested range."""
-    yield Finding("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
-    low, high = (".".join(map(str, v)) for v in compat.TESTED)
-    remedy = f"pip install 'vllm>={low},<{high}', or a cornplug release for the vLLM that you have."
-    version = compat.vllm_version()
-    if version is None:
-        yield Finding("warn", "vllm", "not installed in this environment", remedy)
-    elif compat.is_tested(version):
-        yield Finding("ok", "vllm", f"{version}, in the tested range")
-    else:
-        yield Finding("fail", "vllm", f"{version}, tested are {low} up to below {high}", remedy)
-
-
-def plugin() -> Iterator[Finding]:
-    """The entry point is there, and an engine's process that follows it ends up with our hooks."""
-    if compat.vllm_version() is None:
-        return
-    if not entry_points(group=_ENTRY_GROUP, name=_ENTRY_NAME):
-        yield Finding(
-            "fail", "plugin", f"no entry point {_ENTRY_GROUP}:{_ENTRY_NAME}", "pip install cornplug, again."
-        )
-        return
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and _ENTRY_NAME not in allowed.split(","):
-        yield Finding(
-            "fail",
-            "plugin",
-            f"VLLM_PLUGINS={allowed} leaves it out",
-            f"Add {_ENTRY_NAME}, or unset VLLM_PLUGINS.",
-        )
-        return
-    try:
-        probe = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding(
-            "fail",
-            "plugin",
-            f"a process that loads it took over {_PROBE_S:g} s",
-            "See why by: vllm --version",
-        )
-        return
-    said = (probe.stdout.strip().splitlines() or [""])[-1]
-    if probe.returncode == 0 and said == "registered":
-        yield Finding("ok", "plugin", "found and registered by a process of vLLM")
-    else:
-        why = said.removeprefix("why:") if probe.returncode == 0 else probe.stderr.strip()[-300:]
-        yield Finding(
-            "fail", "plugin", f"did not register: {why}", "Correct what it names; engines log the same line."
-        )
 
 
 def secret(settings: config.StoreConfig) -> Iterator[Finding]:

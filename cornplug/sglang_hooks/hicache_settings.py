@@ -87,7 +87,7 @@ def fill_in(server_args: Any, config: Config) -> None:
         _check_chunk(server_args, page)
     _check_page(server_args.page_size, page)
     given = _given_extra(server_args)
-    _compile_hash()
+    compile_hash()
     server_args.enable_hierarchical_cache = True
     server_args.hicache_storage_backend = "dynamic"
     server_args.hicache_storage_backend_extra_config = json.dumps(
@@ -179,9 +179,12 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
     return given
 
 
-def _compile_hash() -> None:
-    """SGLang compiles its page hash when it is first called: left to itself, in the thread that
-    answers lookups, so that for half a minute every request would wait for its timeout."""
+def compile_hash() -> None:
+    """Have SGLang's page hash compiled, once for this machine.
+
+    SGLang does it at the first call: left to itself, in the thread that answers lookups, so that
+    for half a minute every request waits for its timeout. Raises ConfigError where it cannot.
+    """
     from sglang.srt.mem_cache.utils import get_hash_str
 
     try:

@@ -32,7 +32,7 @@ ALL = [
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Compiling takes half a minute, and what is here tested does not need it.
-    monkeypatch.setattr(hicache_settings, "_compile_hash", lambda: None)
+    monkeypatch.setattr(hicache_settings, "compile_hash", lambda: None)
     load_plugins()
     yield
     active.turn_off()

@@ -1,0 +1,184 @@
+"""Are the engines of this environment ones that we know, and do their processes find us?
+
+vLLM and SGLang pin other versions of the same libraries, so they mostly live in different
+environments: the doctor looks at its own, and one engine in it is enough. Neither is imported
+here; a short-lived process does that, as the engine's own processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Final, Literal
+
+import msgspec
+
+from cornplug import __version__
+from cornplug.sglang_hooks import compat as sglang
+from cornplug.vllm_connector import compat as vllm
+
+_ENTRY_NAME: Final = "cornplug"
+_PROBE_S: Final = 120.0
+
+_VLLM_PROBE: Final = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from cornplug.vllm_connector import plugin
+print(json.dumps({"why_not": plugin.why_not() or ("" if plugin.registered() else "it was not called")}))
+"""
+_SGLANG_PROBE: Final = """
+import importlib.util, json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from cornplug.errors import ConfigError
+from cornplug.sglang_hooks import flags, hicache_settings, plugin
+answer = {"why_not": "", "cache": ""}
+try:
+    flags.share()
+    plugin.install()
+except ConfigError as e:
+    answer["why_not"] = str(e)
+try:
+    hicache_settings.compile_hash()
+except ConfigError as e:
+    answer["cache"] = str(e)
+import torch
+patched = importlib.util.find_spec("sglang_hicache_cpu")
+if not answer["cache"] and not torch.cuda.is_available() and not patched:
+    answer["cache"] = "there is no GPU here"
+print(json.dumps(answer))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `remedy` is empty where nothing need be done."""
+
+    status: Literal["ok", "warn", "fail"]
+    check: str
+    what: str
+    remedy: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a process of an engine says. Empty where all is well."""
+
+    why_not: str
+    """Why the plugin is not in place."""
+    cache: str = ""
+    """Why the engine's cache cannot hand KV on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One of the two, as far as the checks know it."""
+
+    name: str
+    label: str
+    group: str
+    """Of its entry points."""
+    allow_variable: str
+    """The environment variable that restricts which plugins it loads."""
+    tested: tuple[tuple[int, ...], tuple[int, ...]]
+    version: Callable[[], str | None]
+    is_tested: Callable[[str], bool]
+    probe: str
+    """A program whose last line of output is an `Answer` as JSON."""
+
+    @property
+    def range(self) -> str:
+        """The tested versions, as pip writes them."""
+        low, high = (".".join(map(str, v)) for v in self.tested)
+        return f">={low},<{high}"
+
+
+VLLM: Final = Engine(
+    "vllm",
+    "vLLM",
+    "vllm.general_plugins",
+    "VLLM_PLUGINS",
+    vllm.TESTED,
+    lambda: vllm.vllm_version(),
+    vllm.is_tested,
+    _VLLM_PROBE,
+)
+SGLANG: Final = Engine(
+    "sglang",
+    "SGLang",
+    "sglang.srt.plugins",
+    "SGLANG_PLUGINS",
+    sglang.TESTED,
+    lambda: sglang.sglang_version(),
+    sglang.is_tested,
+    _SGLANG_PROBE,
+)
+
+
+def versions() -> Iterator[Finding]:
+    """Python, cornplug, and an engine inside its tested range."""
+    yield Finding("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
+    none_here = all(engine.version() is None for engine in (VLLM, SGLANG))
+    for engine in (VLLM, SGLANG):
+        remedy = f"pip install '{engine.name}{engine.range}', or a cornplug release for what you have."
+        version = engine.version()
+        if version is None and none_here:
+            yield Finding("warn", engine.name, "not installed in this environment", remedy)
+        elif version is None:
+            yield Finding("ok", engine.name, "not in this environment; ask the doctor of its own")
+        elif engine.is_tested(version):
+            yield Finding("ok", engine.name, f"{version}, in the tested range")
+        else:
+            yield Finding("fail", engine.name, f"{version}, tested are {engine.range}", remedy)
+
+
+def plugins() -> Iterator[Finding]:
+    """Each engine that is here finds our entry point, and ends up with our hooks in place."""
+    for engine in (VLLM, SGLANG):
+        if engine.version() is not None:
+            yield from plugin(engine)
+
+
+def plugin(engine: Engine) -> Iterator[Finding]:
+    """The same for one engine."""
+    check = f"{engine.name} plugin"
+    if not entry_points(group=engine.group, name=_ENTRY_NAME):
+        what = f"no entry point {engine.group}:{_ENTRY_NAME}"
+        yield Finding("fail", check, what, "pip install cornplug, again.")
+        return
+    allowed = os.environ.get(engine.allow_variable)
+    if allowed is not None and _ENTRY_NAME not in allowed.split(","):
+        what = f"{engine.allow_variable}={allowed} leaves it out"
+        yield Finding("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
+        return
+    try:
+        answer = ask(engine)
+    except subprocess.TimeoutExpired:
+        what = f"a process that loads it took over {_PROBE_S:g} s"
+        yield Finding("fail", check, what, f"See why by: python -c 'import {engine.name}'")
+        return
+    if answer.why_not:
+        remedy = "Correct what it names; engines log the same line."
+        yield Finding("fail", check, f"did not register: {answer.why_not}", remedy)
+        return
+    yield Finding("ok", check, f"found and registered by a process of {engine.label}")
+    if answer.cache:
+        remedy = "Servers share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false."
+        yield Finding("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
+
+
+def ask(engine: Engine) -> Answer:
+    """What a process of the engine says. Raises subprocess.TimeoutExpired."""
+    done = subprocess.run(
+        [sys.executable, "-c", engine.probe], capture_output=True, text=True, timeout=_PROBE_S, check=False
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    try:
+        return msgspec.json.decode(last, type=Answer)
+    except msgspec.DecodeError:
+        return Answer(done.stderr.strip()[-300:] or f"it ended with status {done.returncode}")

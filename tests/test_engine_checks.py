@@ -1,0 +1,95 @@
+"""Which engines are here, and whether they find us: whatever this environment holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from cornplug import engine_checks
+from cornplug.engine_checks import SGLANG, VLLM, Engine, Finding
+from cornplug.sglang_hooks import compat as sglang
+from cornplug.vllm_connector import compat as vllm
+
+HERE = [engine for engine in (VLLM, SGLANG) if importlib.util.find_spec(engine.name) is not None]
+
+
+def said(text: str, status: int = 0) -> str:
+    """A probe that says this and ends so."""
+    return f"import sys; print({text!r}); sys.stderr.write('no such hook here'); sys.exit({status})"
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        (("0.32.0", None), ("ok", "ok")),
+        (("0.32.4+cpu", "0.5.23"), ("ok", "ok")),
+        (("0.31.9", None), ("fail", "ok")),
+        (("0.33.0", "0.5.23"), ("fail", "ok")),
+        ((None, "0.5.23.post1"), ("ok", "ok")),
+        ((None, "0.5.22"), ("ok", "fail")),
+        ((None, "0.5.24"), ("ok", "fail")),
+        ((None, None), ("warn", "warn")),
+    ],
+)
+def test_versions(
+    versions: tuple[str | None, str | None], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine is enough; one outside its range is none."""
+    monkeypatch.setattr(vllm, "vllm_version", lambda: versions[0])
+    monkeypatch.setattr(sglang, "sglang_version", lambda: versions[1])
+    found = by_name(list(engine_checks.versions()))
+    assert (found["vllm"].status, found["sglang"].status) == expected
+    for finding in (found["vllm"], found["sglang"]):
+        assert bool(finding.remedy) == (finding.status != "ok")
+
+
+@pytest.mark.parametrize("engine", HERE, ids=lambda engine: engine.name)
+def test_a_process_of_the_engine_finds_the_plugin(engine: Engine) -> None:
+    finding, *more = engine_checks.plugin(engine)
+    assert (finding.status, finding.what) == ("ok", f"found and registered by a process of {engine.label}")
+    assert {f.status for f in more} <= {"warn"}
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
+def test_plugin_left_out_by_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine.allow_variable, "other,another")
+    (finding,) = engine_checks.plugin(engine)
+    assert (finding.status, engine.allow_variable in finding.remedy) == ("fail", True)
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
+def test_plugin_without_entry_point(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = importlib.metadata.EntryPoints(())
+    monkeypatch.setattr(engine_checks, "entry_points", lambda **_: none)
+    (finding,) = engine_checks.plugin(engine)
+    assert (finding.status, "no entry point" in finding.what) == ("fail", True)
+
+
+def test_plugin_that_dies_is_quoted() -> None:
+    (finding,) = engine_checks.plugin(replace(SGLANG, probe=said("Traceback", 1)))
+    assert (finding.status, "no such hook here" in finding.what) == ("fail", True)
+
+
+def test_plugin_that_says_why_not() -> None:
+    (finding,) = engine_checks.plugin(replace(SGLANG, probe=said('{"why_not": "no seam"}')))
+    assert (finding.status, "no seam" in finding.what) == ("fail", True)
+
+
+def test_a_cache_that_cannot_hand_on_is_a_warning() -> None:
+    answer = '{"why_not": "", "cache": "there is no GPU here"}'
+    ok, warning = engine_checks.plugin(replace(SGLANG, probe=said(answer)))
+    assert (ok.status, warning.status, warning.check) == ("ok", "warn", "sglang cache")
+    assert "CORNPLUG_ENGINE_SHARE_KV" in warning.remedy
+
+
+def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, "_PROBE_S", 0.5)
+    (finding,) = engine_checks.plugin(replace(VLLM, probe="import time; time.sleep(60)"))
+    assert (finding.status, "took over 0.5 s" in finding.what) == ("fail", True)
