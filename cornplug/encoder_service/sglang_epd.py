@@ -12,7 +12,9 @@ the hub id, or the last part of a folder. Both ZMQ backends of SGLang work; moon
            <── ZMQ: header, rows ──                        then the answer to `encode`
 
 Pictures come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
-refusal is a status with {"message"}, which SGLang hands to its client.
+refusal is a status with {"message"}, which SGLang hands to its client. But the scheduler of a
+stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
+plugin, which keeps it alive and encodes there what is refused here, take `zmq_to_tokenizer`.
 
 SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt; a stock
 server's embeddings are kept in the deployment's shared domain.

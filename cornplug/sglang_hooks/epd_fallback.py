@@ -10,7 +10,8 @@ There the request is encoded by the server itself, a counted miss:
                        sent again ──> every rank: it takes the place of the one that waits
 
 After a failure that is the service's, the next requests do not wait for it for a while. Where
-there is no tower the error stays SGLang's, within `encoder.patience_s` instead of 180 s.
+there is no tower the error stays SGLang's, within `encoder.patience_s` instead of 180 s, and it
+ends the request only: in stock SGLang an error of the encoder can end the scheduler.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -183,6 +185,13 @@ def _registration_done(original: Callable[..., None], waiting: Any, future: Any)
         original(waiting, future)
 
 
+def _request_for_error(_receiver: Any, request: Any) -> None:
+    """SGLang leaves the prompt to the processor that never ran, and its scheduler, and with it the
+    server, dies of a prompt that is None when it reports the error."""
+    if active.is_on() and request.input_ids is None:
+        request.input_ids = array("q")
+
+
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HOOKS: tuple[Hook, ...] = (
@@ -193,5 +202,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_RECEIVER}.MMReceiverBase.send_encode_request", "around", _dispatch),
     Hook(f"{_TOKENIZER}.TokenizerManager._schedule_encoder_dispatch_error", "around", _dispatch_failed),
     Hook(f"{_RECEIVER}.MMReceiverBase._process_waiting_requests", "before", _take_places),
+    Hook(f"{_RECEIVER}.MMReceiverBase.create_req", "before", _request_for_error),
     Hook(f"{_RECEIVER}.WaitingZmqRequest._on_registration_done", "around", _registration_done),
 )

@@ -1,0 +1,178 @@
+"""SGLang's language-only servers on `cornplug encoder`, by both of its ZMQ backends.
+
+Three engines: stock SGLang for the answers that are right, and a language-only server for each
+backend, with the plugin. What one computes the other reuses, so both name pictures alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
+
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import (
+    Answer,
+    EncoderProcess,
+    RequestFailed,
+    StoreProcess,
+    free_port,
+    photos,
+    wait_until,
+)
+from cornplug.testing.sglang_engine import SglangServer, sglang_python
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
+]
+
+BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer")
+DEADLINE_S = 3.0
+ASKS: Mapping[str, Ask] = {
+    "text": Ask(f"{PREAMBLE} Words only, please."),
+    "one": Ask(f"{PREAMBLE} What is shown?", (0,)),
+    "two": Ask(f"Compare the two. {PREAMBLE}", (1, 2)),
+    # Put while the encoder is alive, dead, back, and silent; each with a picture of its own.
+    **{f"fault {i}": Ask(f"{i}: what is shown?", (i,)) for i in range(3, 10)},
+}
+SHARED = ("text", "one", "two")
+
+
+@dataclass
+class Scene:
+    """Processes, and what stock SGLang answers to every ask."""
+
+    folder: Path
+    model: Path
+    store: StoreProcess
+    encoder: EncoderProcess
+    stock: Mapping[str, Answer]
+
+    def serve(self, backend: str) -> SglangServer:
+        return SglangServer(
+            self.model,
+            *("--language-only", "--encoder-urls", self.encoder.url),
+            *("--encoder-transfer-backend", backend, "--encoder-bootstrap-port", str(free_port())),
+            *("--cornplug-app", backend, "--cornplug-store", str(self.store.socket)),
+            *("--cornplug-encoder", str(self.encoder.socket)),
+            *("--cornplug-encoder-deadline", str(DEADLINE_S)),
+            log=self.folder / f"{backend}.log",
+            env={"CORNPLUG_STORE_AUTOSTART": "false"},
+        )
+
+    def ask(self, server: SglangServer, name: str, *, salt: str | None = None) -> Answer:
+        """Put one ask; the answer is stock's."""
+        answer = ASKS[name].put(server, salt=salt)
+        assert answer.token_ids == self.stock[name].token_ids, name
+        assert answer.logprobs == pytest.approx(self.stock[name].logprobs, abs=1e-4), name
+        return answer
+
+    def tower_passes(self) -> float:
+        text = httpx.get(f"{self.encoder.url}/metrics", trust_env=False).text
+        (line,) = [x for x in text.splitlines() if x.startswith("cornplug_encoder_tower_passes_total")]
+        return float(line.split()[-1])
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("epd")
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    model = checkpoints.qwen2_vl(folder / "q")
+    with SglangServer(model, log=folder / "stock.log") as server:
+        stock = {name: ask.put(server) for name, ask in ASKS.items()}
+    store = StoreProcess(sockets / "store.sock", log=folder / "store.log")
+    encoder = EncoderProcess(
+        [model],
+        *("--store-socket", str(store.socket)),
+        socket=sockets / "encoder.sock",
+        log=folder / "encoder.log",
+        env={"CORNPLUG_STORE_AUTOSTART": "false"},
+    )
+    try:
+        with store, encoder:
+            yield Scene(folder, model, store, encoder, stock)
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def server(scene: Scene, request: pytest.FixtureRequest) -> Iterator[SglangServer]:
+    with scene.serve(request.param) as running:
+        yield running
+
+
+def embeddings(server: SglangServer) -> float:
+    return server.metric("cornplug_hits_total", what="embedding", source="service_epd")
+
+
+def misses(server: SglangServer) -> float:
+    return server.metric("cornplug_misses_total", what="embedding")
+
+
+def saved(server: SglangServer) -> float:
+    return server.metric("cornplug_saves_total", what="kv_page", outcome="stored")
+
+
+def test_answers_are_stocks_and_nothing_is_computed_twice(scene: Scene, server: SglangServer) -> None:
+    came, passes = embeddings(server), scene.tower_passes()
+    for name in SHARED:
+        scene.ask(server, name)
+    wait_until(lambda: embeddings(server) - came == 3, deadline_s=10, what="three embeddings")
+    assert misses(server) == 0
+    pages = sum((scene.stock[name].prompt_tokens - 1) // 64 for name in SHARED)
+    if server.log.stem == BACKENDS[0]:
+        assert scene.tower_passes() - passes == 3
+        wait_until(lambda: saved(server) >= pages, deadline_s=20, what="pages saved")
+    else:
+        assert scene.tower_passes() == passes, "the store has these embeddings"
+        wait_until(
+            lambda: server.metric("cornplug_saved_tokens_total") >= 0.9 * 64 * pages,
+            deadline_s=10,
+            what="the first server's pages used",
+        )
+    # Another tenant finds neither pages nor embeddings of these, and is right too.
+    passes, before = scene.tower_passes(), server.metric("cornplug_saved_tokens_total")
+    scene.ask(server, "one", salt=f"tenant of {server.log.stem}")
+    assert scene.tower_passes() == passes + 1
+    assert server.metric("cornplug_saved_tokens_total") == before
+
+
+def test_an_encoder_that_dies_costs_no_request(scene: Scene, server: SglangServer) -> None:
+    scene.ask(server, "fault 3")
+    before = misses(server)
+    scene.encoder.kill()
+    try:
+        for name in ("fault 4", "fault 5", "text"):
+            assert scene.ask(server, name).total_s < DEADLINE_S
+    finally:
+        scene.encoder.start()
+    assert misses(server) >= before + 2
+    time.sleep(1.0)  # The back-off after one outage is half a second, and a second one's is a second.
+    came = embeddings(server)
+    scene.ask(server, "fault 6")
+    wait_until(lambda: embeddings(server) == came + 1, deadline_s=10, what="an embedding again")
+
+
+def test_an_encoder_that_is_silent_costs_its_deadline(scene: Scene, server: SglangServer) -> None:
+    scene.encoder.freeze()
+    try:
+        for name in ("fault 7", "fault 8"):
+            assert scene.ask(server, name).total_s < DEADLINE_S + MACHINE_NOISE_S
+    finally:
+        scene.encoder.cont()
+    scene.ask(server, "fault 9")
+
+
+def test_a_picture_that_nobody_can_read_fails_alone(scene: Scene, server: SglangServer) -> None:
+    for images in ([photos()[0].data[:300]], [photos()[0].data, b"no picture"]):
+        with pytest.raises(RequestFailed):
+            server.chat("What is shown?", images=images, max_tokens=4)
+    scene.ask(server, "one")
