@@ -18,7 +18,7 @@ from typing import Any, Final
 from cornplug.engine_side.settings import SETTINGS, dest
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import active
-from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.compat import Hook, logger
 
 ENABLE: Final = "--enable-cornplug"
 
@@ -76,6 +76,12 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     from cornplug.sglang_hooks import hicache_settings, plugin
 
     plugin.install()
+    if server_args.tokenizer_worker_num > 1:
+        logger.warning(
+            "cornplug: pictures are not shared: SGLang loads no plugin in the processes of "
+            "--tokenizer-worker-num %d",
+            server_args.tokenizer_worker_num,
+        )
     hicache_settings.fill_in(server_args, active.config())
     original(server_args)
 

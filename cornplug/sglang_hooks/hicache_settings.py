@@ -54,6 +54,7 @@ _DEPLOYMENTS: Final = (
     ("encoder_only", False, "--encoder-only"),
     ("is_embedding", False, "--is-embedding"),
     ("enable_dp_attention", False, "--enable-dp-attention"),
+    ("use_ray", False, "--use-ray"),  # its actors do not inherit that this server shares
 )
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
 _HYBRID_FIELDS: Final = (

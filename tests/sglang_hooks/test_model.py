@@ -1,0 +1,107 @@
+"""SGLang's settings as identities: of one checkpoint the same as vLLM's, unless values differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side.model import EngineModel
+from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks.model import UNVERIFIABLE_FORMATS, describe
+
+_CONFIG = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1024,
+    "max_position_embeddings": 4096, "dtype": "bfloat16", "rope_parameters": {"rope_type": "default"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return folder
+
+
+def described(folder: Path, **settings: Any) -> EngineModel:
+    args = ServerArgs(model_path=str(folder), device="cpu", **settings)
+    return describe(args, ModelConfig.from_server_args(args))
+
+
+def test_plain_settings_are_plain(folder: Path) -> None:
+    """The form of `vllm_connector.model`: nothing overridden is {}."""
+    made = described(folder)
+    assert (made.dtype, made.max_model_len, made.overrides, made.processor_kwargs) == (
+        "bfloat16",
+        4096,
+        {},
+        {},
+    )
+    same = EngineModel(checkpoint=Checkpoint.open(str(folder)), dtype="bfloat16", max_model_len=4096)
+    assert made.checkpoint.kv_spec() == same.checkpoint.kv_spec()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runs"), [("float32", "float32"), ("half", "float16"), ("auto", "bfloat16")]
+)
+def test_dtype_is_the_one_that_runs(folder: Path, dtype: str, runs: str) -> None:
+    assert described(folder, dtype=dtype).dtype == runs
+
+
+def test_context_length(folder: Path) -> None:
+    assert described(folder, context_length=1024).max_model_len == 1024
+
+
+def test_config_overrides_count_as_vllms(folder: Path) -> None:
+    made = described(folder, json_model_override_args='{"rope_theta": 5000.0}')
+    assert made.overrides == {"hf_overrides": {"rope_theta": 5000.0}}
+
+
+def test_quantisation_made_at_load_is_sglangs_own(folder: Path) -> None:
+    assert described(folder, quantization="fp8").overrides == {"sglang_quantization": "fp8"}
+
+
+def test_quantisation_that_the_checkpoint_declares_is_no_override(folder: Path) -> None:
+    declared = {"quant_method": "awq"}
+    assert _described_with(folder, declared, quantization="awq").overrides == {}
+
+
+def test_processor_settings_of_the_server(folder: Path) -> None:
+    made = described(folder, mm_process_config={"image": {"max_pixels": 50176}, "video": {"fps": 1}})
+    assert made.processor_kwargs == {"max_pixels": 50176}
+
+
+@pytest.mark.parametrize("load_format", sorted(UNVERIFIABLE_FORMATS))
+def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_format: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        described(folder, load_format=load_format)
+    assert caught.value.reason == "load_format"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"custom_weight_loader": ["mine.load"]}, {"decrypted_config_file": "/x/config.json"}]
+)
+def test_weights_of_other_sources_are_refused(folder: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        _described_with(folder, None, **settings)
+
+
+def _described_with(folder: Path, quantization_config: Any, **settings: Any) -> EngineModel:
+    """With a ModelConfig that SGLang itself would check further than this needs."""
+    model = SimpleNamespace(
+        model_path=str(folder),
+        revision=None,
+        dtype=torch.bfloat16,
+        context_len=64,
+        pointer_head=None,
+        hf_config=SimpleNamespace(quantization_config=quantization_config),
+    )
+    return describe(ServerArgs(model_path=str(folder), **settings), model)
