@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,21 @@ from cornplug.testing import checkpoints
 
 def llava(**parameters: Any) -> Path:
     """The folder of a LLaVA-1.5 with these parameters of `cornplug.testing.checkpoints.llava`."""
+    return _made("llava", checkpoints.llava, parameters)
+
+
+def qwen2_vl(**parameters: Any) -> Path:
+    """The folder of a Qwen2-VL with these parameters of `cornplug.testing.checkpoints.qwen2_vl`."""
+    return _made("qwen2-vl", checkpoints.qwen2_vl, parameters)
+
+
+def _made(family: str, make: Callable[..., Path], parameters: dict[str, Any]) -> Path:
     text = json.dumps(parameters, sort_keys=True)
-    name = f"llava-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    name = f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder = cache_dir() / "bench-models" / name
     if not folder.exists():
         draft = folder.with_name(f".{name}.{os.getpid()}")
-        checkpoints.llava(draft, **parameters)
+        make(draft, **parameters)
         (draft / "parameters.json").write_text(text + "\n")
         try:
             draft.rename(folder)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cornplug.testing.engines import Answer, VllmServer, photos
+from cornplug.testing.engines import Answer, EngineServer, photos
 
 _WORDS = (
     *("the", "picture", "shows", "a", "house", "beside", "water", "and", "people", "who", "walk"),
@@ -48,7 +48,7 @@ class Request:
     images: tuple[bytes, ...] = ()
     max_tokens: int = 8
 
-    def ask(self, server: VllmServer) -> Answer:
+    def ask(self, server: EngineServer) -> Answer:
         """Its answer. Generation does not stop early, so both sides do the same work."""
         return server.chat(
             self.prompt, images=self.images, max_tokens=self.max_tokens, ignore_eos=True, timeout_s=600
@@ -72,7 +72,7 @@ class Load:
         return sum(a.prompt_tokens + len(a.token_ids) for a in self.answers) / self.wall_s
 
 
-def run(server: VllmServer, requests: Sequence[Request], concurrency: int) -> Load:
+def run(server: EngineServer, requests: Sequence[Request], concurrency: int) -> Load:
     """All `requests` in their order, `concurrency` at a time."""
     waiting = iter(requests)
     lock = threading.Lock()

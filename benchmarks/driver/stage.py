@@ -16,8 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from cornplug.testing.engines import EncoderProcess, StoreProcess, VllmServer
+from cornplug.testing.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
+from cornplug.testing.sglang_engine import SglangServer
+
+VLLM: Final = "vLLM"
+SGLANG: Final = "SGLang"
 
 # Left to itself vLLM pins its threads to cores by whether a KV connector is configured, and
 # two engines to the same one: equal conditions need it switched off, on both sides.
@@ -52,20 +57,26 @@ def options(description: str | None) -> Options:
 class Pair:
     """Two live engines of one model."""
 
-    stock: VllmServer
-    cornplug: VllmServer
+    stock: EngineServer
+    cornplug: EngineServer
 
-    def in_turn(self, i: int) -> tuple[VllmServer, VllmServer]:
+    def in_turn(self, i: int) -> tuple[EngineServer, EngineServer]:
         """Both, in an order that changes with each round."""
         return (self.stock, self.cornplug) if i % 2 == 0 else (self.cornplug, self.stock)
 
 
 class Stage:
-    """Starts processes in a folder of its own, which goes with them."""
+    """Starts processes in a folder of its own, which goes with them.
 
-    def __init__(self, folder: Path, flags: Sequence[str], kv_gib: int) -> None:
+    `flags` are vLLM's, `sglang_flags` SGLang's; the stock and the cornplug side get the same.
+    """
+
+    def __init__(
+        self, folder: Path, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.flags = tuple(flags)
+        self.sglang_flags = tuple(sglang_flags)
         self.store_socket = folder / "store.sock"
         self.encoder_socket = folder / "encoder.sock"
         self._env = {
@@ -82,38 +93,40 @@ class Stage:
     def encoder(self, *models: Path) -> EncoderProcess:
         return EncoderProcess(models, socket=self.encoder_socket, env=self._env, ready_s=_READY_S)
 
-    def stock(self, model: Path) -> VllmServer:
-        return self._engine(model)
+    def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
+        return self._engine(model, engine, *extra)
 
-    def cornplug(self, model: Path, app: str) -> VllmServer:
+    def cornplug(self, model: Path, app: str, engine: str = VLLM) -> EngineServer:
         return self._engine(
-            model, "--kv-connector", "cornplug", "--cornplug-app", app,
+            model, engine, *(("--kv-connector", "cornplug") if engine == VLLM else ()),
+            "--cornplug-app", app,
             "--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder_socket),
             # A tower pass of CLIP-L takes seconds on a CPU; the default is for GPUs.
             "--cornplug-encoder-deadline", "120",
         )  # fmt: skip
 
-    def _engine(self, model: Path, *extra: str) -> VllmServer:
+    def _engine(self, model: Path, engine: str, *extra: str) -> EngineServer:
         self._started += 1
         log = self.folder / f"engine-{self._started}.log"
-        return VllmServer(model, *self.flags, *extra, log=log, env=self._env, ready_s=_READY_S)
+        kind, flags = (VllmServer, self.flags) if engine == VLLM else (SglangServer, self.sglang_flags)
+        return kind(model, *flags, *extra, log=log, env=self._env, ready_s=_READY_S)
 
     @contextmanager
-    def pair(self, model: Path, app: str) -> Iterator[Pair]:
+    def pair(self, model: Path, app: str, engine: str = VLLM) -> Iterator[Pair]:
         """A fresh stock engine and a fresh cornplug engine, ended on exit."""
         with ExitStack() as stack:
-            stock = stack.enter_context(self.stock(model))
-            yield Pair(stock, stack.enter_context(self.cornplug(model, app)))
+            stock = stack.enter_context(self.stock(model, engine))
+            yield Pair(stock, stack.enter_context(self.cornplug(model, app, engine)))
 
 
 @contextmanager
-def stage(*, flags: Sequence[str], kv_gib: int) -> Iterator[Stage]:
-    """A stage whose engines have `flags` and `kv_gib` GiB for KV."""
+def stage(*, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()) -> Iterator[Stage]:
+    """A stage whose engines have these flags, and vLLM `kv_gib` GiB for KV."""
     with tempfile.TemporaryDirectory(prefix="cp-bench-") as folder:
-        yield Stage(Path(folder), flags, kv_gib)
+        yield Stage(Path(folder), flags, kv_gib, sglang_flags)
 
 
-def cpu_s(process: VllmServer) -> float:
+def cpu_s(process: EngineServer) -> float:
     """CPU seconds that a process and its descendants have used so far."""
     ticks = 0
     for pid in process.pids():
@@ -134,7 +147,7 @@ class Idle:
         self._time_s: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def watch(self, engine: VllmServer) -> Iterator[None]:
+    def watch(self, engine: EngineServer) -> Iterator[None]:
         """Count what `engine` uses inside the block."""
         name = self._names[engine]
         used, began = cpu_s(engine), time.monotonic()
@@ -147,7 +160,7 @@ class Idle:
         return ", ".join(f"{name} {share:.1f} % of a core" for name, share in sorted(shares.items()))
 
 
-def hits(server: VllmServer, what: str) -> Counter[str]:
+def hits(server: EngineServer, what: str) -> Counter[str]:
     """Items of `what` that this engine has had from elsewhere so far, by source."""
     # What a step counted comes out with the next one.
     for _ in range(2):

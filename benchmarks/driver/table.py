@@ -91,9 +91,6 @@ class Row:
         ]
 
 
-_HEADINGS = ("figure", "stock vLLM", "with cornplug", "ratio (95 %)", "target", "verdict", "n")
-
-
 @dataclass(slots=True, kw_only=True)
 class Report:
     """Everything one benchmark says."""
@@ -101,6 +98,8 @@ class Report:
     name: str
     title: str
     quick: bool
+    engine: str = "vLLM"
+    """The engine whose stock form is the other side."""
     machine: dict[str, Any] = field(default_factory=machine.describe)
     set_up: list[str] = field(default_factory=list)
     """How it was measured, one sentence each."""
@@ -108,11 +107,15 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     """What else was seen: counters, equal answers, work of idle engines."""
 
+    @property
+    def headings(self) -> tuple[str, ...]:
+        return ("figure", f"stock {self.engine}", "with cornplug", "ratio (95 %)", "target", "verdict", "n")
+
     def show(self) -> None:
         """Print the table."""
         console = Console(width=150)
         table = Table(title=self.title, caption="median (quartiles); ratios pair by pair")
-        for i, heading in enumerate(_HEADINGS):
+        for i, heading in enumerate(self.headings):
             table.add_column(heading, justify="left" if i in (0, 5) else "right")
         for row in self.rows:
             table.add_row(*row.cells())
@@ -140,7 +143,7 @@ class Report:
         command = f"python benchmarks/{self.name}.py{' --quick' if self.quick else ''}"
         lines = [f"# {self.title}", "", f"`{command}`", "", *machine.line(self.machine).split("\n"), ""]
         lines += [f"- {sentence}" for sentence in self.set_up]
-        lines += ["", "| " + " | ".join(_HEADINGS) + " |", "|---|--:|--:|--:|--:|---|--:|"]
+        lines += ["", "| " + " | ".join(self.headings) + " |", "|---|--:|--:|--:|--:|---|--:|"]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in self.rows]
         lines += ["", "Medians with quartiles; ratios are the median of pairs, with their 95 % interval.", ""]
         lines += [f"- {fact}: {value}" for fact, value in self.facts.items()]
@@ -174,7 +177,7 @@ def _plot(report: Report, path: Path) -> None:
     axes.axvline(1, color="grey", linewidth=1, linestyle="dashed")
     axes.set_yticks(range(len(report.rows)), [row.name for row in reversed(report.rows)])
     axes.set_xlim(left=0)
-    axes.set_xlabel("with cornplug / stock vLLM   (red: target, dots: pairs)")
+    axes.set_xlabel(f"with cornplug / stock {report.engine}   (red: target, dots: pairs)")
     axes.set_title(report.title, fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

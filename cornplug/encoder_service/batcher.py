@@ -44,17 +44,17 @@ class Wait:
 class Flight(Generic[WorkT]):
     """One embedding to make, for all who wait for it."""
 
-    key: tuple[bytes, bytes, bytes]
-    """(embedding key, feature key, model identity): only what agrees in all is one flight."""
+    key: tuple[bytes, bytes]
+    """(embedding key, model identity): what agrees in both is one flight. Not the inputs: two
+    engines' processors may round the same picture in other last bits, and who comes a moment
+    later takes what is published under the key anyway."""
+    feature_key: bytes
+    """Flights that agree in it need one tower pass."""
     tower: object
     """Flights of the same tower object may share a batch."""
     tokens: int
     work: WorkT
     waits: list[Wait]
-
-    @property
-    def feature_key(self) -> bytes:
-        return self.key[1]
 
 
 class Batcher(Generic[WorkT]):
@@ -74,7 +74,7 @@ class Batcher(Generic[WorkT]):
         self._on_late = on_late
         self._changed = threading.Condition()
         self._queue: list[Flight[WorkT]] = []
-        self._flying: dict[tuple[bytes, bytes, bytes], Flight[WorkT]] = {}
+        self._flying: dict[tuple[bytes, bytes], Flight[WorkT]] = {}
         self._closed = False
 
     def join_or_add(self, flight: Flight[WorkT]) -> bool:

@@ -159,7 +159,8 @@ class Encoder:
         )
         self._batcher.join_or_add(
             Flight(
-                key=(request.key, feature_key, request.identity),
+                key=(request.key, request.identity),
+                feature_key=feature_key,
                 tower=model.tower,
                 tokens=item.tokens,
                 work=Work(model=model, item=item),

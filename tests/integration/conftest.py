@@ -45,7 +45,7 @@ def stock_server(
 @pytest.fixture(scope="session")
 def stock(
     stock_server: VllmServer, models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[tuple[str, int], Answer]:
+) -> dict[tuple[str, int], Answer]:
     """What stock engines answer to every ask, by (model, index)."""
     folder = tmp_path_factory.mktemp("stock-others")
     answers = {("a", i): ask.put(stock_server) for i, ask in enumerate(ASKS)}
@@ -58,7 +58,7 @@ def stock(
 @pytest.fixture(scope="session")
 def stack(
     models: Mapping[str, Path],
-    stock: Mapping[tuple[str, int], Answer],
+    stock: dict[tuple[str, int], Answer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
     """Store, encoder service, and engines a and b that share."""

@@ -12,10 +12,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cornplug.config import load
 from cornplug.store.base import StoreStat
-from cornplug.store.pool import PoolStore
-from cornplug.testing.engines import Answer, EncoderProcess, StoreProcess, VllmServer, photos, wait_until
+from cornplug.testing.engines import (
+    Answer,
+    EncoderProcess,
+    EngineServer,
+    RequestFailed,
+    StoreProcess,
+    VllmServer,
+    photos,
+    wait_until,
+)
+from cornplug.testing.sglang_engine import SglangServer
 
 STORE_DEADLINE_S = 0.2
 ENCODER_DEADLINE_S = 3.0
@@ -34,7 +42,7 @@ class Ask:
     words: str
     pictures: tuple[int, ...] = ()
 
-    def put(self, server: VllmServer, *, salt: str | None = None, timeout_s: float = 60) -> Answer:
+    def put(self, server: EngineServer, *, salt: str | None = None, timeout_s: float = 60) -> Answer:
         images = [photos()[i].data for i in self.pictures]
         return server.chat(self.words, images=images, max_tokens=8, cache_salt=salt, timeout_s=timeout_s)
 
@@ -57,17 +65,18 @@ class Stack:
 
     folder: Path
     models: Mapping[str, Path]
-    stock: Mapping[tuple[str, int], Answer]
+    stock: dict[tuple[str, int], Answer]
+    """By (model, number of the ask); "sglang:q" is model q as SGLang serves it."""
     store_socket: Path
     encoder: EncoderProcess
-    servers: dict[str, VllmServer] = field(default_factory=dict)
+    servers: dict[str, EngineServer] = field(default_factory=dict)
     store: StoreProcess | None = None
 
     def serve(
         self, name: str, model: str, *args: str, flags: bool = True, env: Mapping[str, str] | None = None
     ) -> VllmServer:
-        """Start an engine that shares; `flags` False leaves the connector to `args`."""
-        given = self.flags(name) if flags else ()
+        """Start a vLLM that shares; `flags` False leaves the connector to `args`."""
+        given = ("--kv-connector", "cornplug", *self.flags(name)) if flags else ()
         server = VllmServer(
             self.models[model],
             *given,
@@ -78,9 +87,29 @@ class Stack:
         self.servers[name] = server.start()
         return server
 
+    def serve_sglang(
+        self, name: str, model: str | Path, *args: str, env: Mapping[str, str] | None = None
+    ) -> SglangServer:
+        """Start an SGLang that shares, for a model of the stack or a folder."""
+        server = SglangServer(
+            model if isinstance(model, Path) else self.models[model],
+            *self.flags(name),
+            *args,
+            log=self.folder / f"{name}.log",
+            env={"CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+        )
+        self.servers[name] = server.start()
+        return server
+
+    def stock_of_sglang(self, model: str) -> None:
+        """Learn what SGLang as its makers ship it answers to every ask."""
+        with SglangServer(self.models[model], log=self.folder / f"stock-sglang-{model}.log") as server:
+            self.stock.update({(f"sglang:{model}", i): ask.put(server) for i, ask in enumerate(ASKS)})
+
     def flags(self, app: str) -> tuple[str, ...]:
+        """What both engines are told alike."""
         return (
-            *("--kv-connector", "cornplug", "--cornplug-app", app),
+            *("--cornplug-app", app),
             *("--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder.socket)),
             *("--cornplug-store-deadline", str(STORE_DEADLINE_S)),
             *("--cornplug-encoder-deadline", str(ENCODER_DEADLINE_S)),
@@ -97,12 +126,8 @@ class Stack:
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
     def stat(self) -> StoreStat:
-        config = load({"store.socket": self.store_socket}).store
-        client = PoolStore(config, autostart=False, connect_timeout_s=5)
-        try:
-            return client.stat(deadline_s=5)
-        finally:
-            client.close()
+        assert self.store is not None
+        return self.store.stat()
 
     def tower_passes(self) -> float:
         text = httpx.get(f"{self.encoder.url}/metrics", trust_env=False).text
@@ -110,20 +135,32 @@ class Stack:
         return float(line.split()[-1])
 
 
-def flush(server: VllmServer) -> None:
+def flush(server: EngineServer) -> None:
     """Counters reach /metrics with the next step of the engine: make two."""
     for _ in range(2):
         server.chat("flush", max_tokens=1)
 
 
-def count(server: VllmServer, name: str, **labels: str) -> float:
+def count(server: EngineServer, name: str, **labels: str) -> float:
     flush(server)
     return server.metric(f"cornplug_{name}", **labels)
 
 
-def forget_prefixes(server: VllmServer) -> None:
+def forget_prefixes(server: EngineServer) -> None:
     """Empty the engine's own prefix cache, so that only the store can help."""
-    httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=10).raise_for_status()
+    if isinstance(server, SglangServer):
+        wait_until(lambda: _flushed(server), deadline_s=30, what="an idle moment of the engine")
+    else:
+        httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=10).raise_for_status()
+
+
+def _flushed(server: SglangServer) -> bool:
+    """Whether SGLang emptied its caches, which it does only while nothing runs."""
+    try:
+        server.flush_cache()
+    except RequestFailed:
+        return False
+    return True
 
 
 @dataclass
@@ -135,7 +172,7 @@ class Seen:
 
 
 @contextmanager
-def stream(server: VllmServer, name: str) -> Iterator[Seen]:
+def stream(server: EngineServer, name: str) -> Iterator[Seen]:
     """Ask all the time, from two threads: known prompts under the shared salt and, so that there
     is always new work for store and encoder, under salts that nobody has used."""
     seen = Seen()
@@ -152,7 +189,10 @@ def stream(server: VllmServer, name: str) -> Iterator[Seen]:
                 seen.errors.append(e)
                 return
             if turn % 5 == 4:
-                forget_prefixes(server)
+                if isinstance(server, SglangServer):
+                    _flushed(server)  # the other thread keeps it busy: often not, and that is enough
+                else:
+                    forget_prefixes(server)
             turn += 1
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
@@ -167,7 +207,7 @@ def stream(server: VllmServer, name: str) -> Iterator[Seen]:
 
 
 def wait_for_more(
-    server: VllmServer, name: str, *, above: float, deadline_s: float = 30, **labels: str
+    server: EngineServer, name: str, *, above: float, deadline_s: float = 30, **labels: str
 ) -> float:
     """Wait until a counter has passed `above`; its value then."""
     metric = f"cornplug_{name}"

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,40 +32,62 @@ from cornplug.config import load
 from cornplug.encoder_service.client import EncoderClient
 from cornplug.store import entry
 from cornplug.store.pool import PoolStore
-from cornplug.testing.engines import VllmServer, photos, wait_until
+from cornplug.testing.engines import EngineServer, photos, wait_until
 
 UNSEEN = 8
 """A picture that no ask shows."""
 
 
-@pytest.fixture(scope="module")
-def engine(stack: Stack) -> VllmServer:
-    """Engine a, warm: its prompts are in the store."""
+@dataclass(frozen=True)
+class Subject:
+    """The engine that everything happens to."""
+
+    server: EngineServer
+    model: str
+    stock: str
+    """Whose answers it has to give."""
+    neighbour: str
+    """The engine that is killed beside it, last of all."""
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def subject(stack: Stack, request: pytest.FixtureRequest) -> Subject:
+    """An engine, warm: its prompts are in the store."""
+    if request.param == "vllm":
+        found = Subject(stack.servers["a"], "a", "a", "b")
+    else:
+        stack.stock_of_sglang("q")
+        found = Subject(stack.serve_sglang("s", "q", "--chunked-prefill-size", "256"), "q", "sglang:q", "a")
     for ask in ASKS:
-        ask.put(stack.servers["a"])
-    return stack.servers["a"]
+        ask.put(found.server)
+    return found
 
 
-def check(stack: Stack, seen: Seen) -> None:
+@pytest.fixture
+def engine(subject: Subject) -> EngineServer:
+    return subject.server
+
+
+def check(stack: Stack, seen: Seen, subject: Subject) -> None:
     """Every request was answered, with stock's output, in stock's time and the deadlines."""
     assert not seen.errors, seen.errors[0]
     assert len(seen.answers) >= 10
     for index, answer in seen.answers:
-        stack.same_as_stock("a", index, answer)
-        stock = stack.stock["a", index].total_s
+        stack.same_as_stock(subject.stock, index, answer)
+        stock = stack.stock[subject.stock, index].total_s
         # A picture may wait for the encoder once, and each of a few store calls once.
         pictures = len(ASKS[index].pictures)
         limit = stock + pictures * ENCODER_DEADLINE_S + 3 * STORE_DEADLINE_S + MACHINE_NOISE_S
         assert answer.total_s <= limit, f"ask {index}: {answer.total_s:.1f} s, stock {stock:.1f} s"
 
 
-def sharing_resumes(engine: VllmServer, what: str, source: str) -> None:
+def sharing_resumes(engine: EngineServer, what: str, source: str) -> None:
     """Hits grow again, without a restart of anything but what had failed."""
     before = count(engine, "hits_total", what=what, source=source)
     wait_for_more(engine, "hits_total", above=before, what=what, source=source)
 
 
-def test_store_killed(stack: Stack, engine: VllmServer) -> None:
+def test_store_killed(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
     missed = count(engine, "misses_total", reason="store_down")
     with stream(engine, "store-killed") as seen:
@@ -75,10 +98,10 @@ def test_store_killed(stack: Stack, engine: VllmServer) -> None:
         stack.start_store()
         sharing_resumes(engine, "kv_page", "store")
         answered(seen, 5)
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_store_stopped(stack: Stack, engine: VllmServer) -> None:
+def test_store_stopped(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
     missed = count(engine, "misses_total", reason="store_timeout")
     with stream(engine, "store-stopped") as seen:
@@ -90,10 +113,10 @@ def test_store_stopped(stack: Stack, engine: VllmServer) -> None:
         finally:
             stack.store.cont()
         sharing_resumes(engine, "kv_page", "store")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_store_full(stack: Stack, engine: VllmServer) -> None:
+def test_store_full(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
     stack.store.kill()
     stack.start_store("192KiB")
@@ -105,13 +128,13 @@ def test_store_full(stack: Stack, engine: VllmServer) -> None:
         stack.store.kill()
         stack.start_store()
         sharing_resumes(engine, "kv_page", "store")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_bytes_corrupted_in_the_arena(stack: Stack, engine: VllmServer) -> None:
+def test_bytes_corrupted_in_the_arena(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
     for i, ask in enumerate(ASKS):
-        stack.same_as_stock("a", i, ask.put(engine))
+        stack.same_as_stock(subject.stock, i, ask.put(engine))
     corrupt = count(engine, "misses_total", what="kv_page", reason="corrupt")
     with stream(engine, "corrupt") as seen:
         answered(seen, 5)
@@ -120,10 +143,10 @@ def test_bytes_corrupted_in_the_arena(stack: Stack, engine: VllmServer) -> None:
         wait_for_more(engine, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
         answered(seen, 15)
         sharing_resumes(engine, "kv_page", "store")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_encoder_killed(stack: Stack, engine: VllmServer) -> None:
+def test_encoder_killed(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     down = count(engine, "misses_total", what="embedding", reason="encoder_down")
     with stream(engine, "encoder-killed") as seen:
         answered(seen, 5)
@@ -133,29 +156,31 @@ def test_encoder_killed(stack: Stack, engine: VllmServer) -> None:
         Ask("What did the engine see itself?", (UNSEEN,)).put(engine)
         stack.encoder.start()
         sharing_resumes(engine, "embedding", "service_ran")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_the_engine_publishes_what_the_service_would_have_given(stack: Stack, engine: VllmServer) -> None:
+def test_the_engine_publishes_what_the_service_would_have_given(
+    stack: Stack, engine: EngineServer, subject: Subject
+) -> None:
     """One picture by two doors: the engine's own tower while the service was dead, and the
     service by HTTP. Both arrive at one key, and at values that agree within 1e-5."""
     photo = photos()[UNSEEN].data
     config = load({"store.socket": stack.store_socket})
     store = PoolStore(config.store, autostart=False, connect_timeout_s=5)
     with contextlib.closing(store), EncoderClient(stack.encoder.url, store=store) as client:
-        ref = client.encode(photo, model=str(stack.models["a"]))
+        ref = client.encode(photo, model=str(stack.models[subject.model]))
         published = entry.get(store, ref.key, deadline_s=5)
         assert published is not None
         header, payload = published
         theirs = np.frombuffer(payload, np.float32).reshape(header.shape)
         # Under another salt nothing is known yet: the service has to compute it.
-        ours = client.encode(photo, model=str(stack.models["a"]), salt="computed-by-the-service")
+        ours = client.encode(photo, model=str(stack.models[subject.model]), salt="computed-by-the-service")
         assert ours.tower == "ran"
         assert ours.key != ref.key
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)
 
 
-def test_encoder_slow(stack: Stack, engine: VllmServer) -> None:
+def test_encoder_slow(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     late = count(engine, "misses_total", what="embedding", reason="encoder_timeout")
     with stream(engine, "encoder-slow") as seen:
         answered(seen, 5)
@@ -166,10 +191,10 @@ def test_encoder_slow(stack: Stack, engine: VllmServer) -> None:
         finally:
             stack.encoder.cont()
         sharing_resumes(engine, "embedding", "service_ran")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_encoder_answers_garbage(stack: Stack, engine: VllmServer) -> None:
+def test_encoder_answers_garbage(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     bad = count(engine, "misses_total", what="embedding", reason="encoder_garbage")
     stack.encoder.stop()
     with stream(engine, "encoder-garbage") as seen:
@@ -178,11 +203,13 @@ def test_encoder_answers_garbage(stack: Stack, engine: VllmServer) -> None:
             answered(seen, 10)
         stack.encoder.start()
         sharing_resumes(engine, "embedding", "service_ran")
-    check(stack, seen)
+    check(stack, seen, subject)
 
 
-def test_another_engine_killed_while_it_holds_reservations(stack: Stack, engine: VllmServer) -> None:
-    victim = stack.servers["b"]
+def test_another_engine_killed_while_it_holds_reservations(
+    stack: Stack, engine: EngineServer, subject: Subject
+) -> None:
+    victim = stack.servers[subject.neighbour]
     held = 0
     with stream(engine, "engine-killed") as seen:
         with stream(victim, "victim") as doomed:
@@ -194,7 +221,7 @@ def test_another_engine_killed_while_it_holds_reservations(stack: Stack, engine:
         wait_until(lambda: stack.stat().reservations < max(held, 2), deadline_s=30, what="reservations ended")
         answered(seen, 10)
     assert doomed.errors, "the victim's clients must have noticed"
-    check(stack, seen)
+    check(stack, seen, subject)
     count(engine, "hits_total")
     wait_until(lambda: stack.stat().reservations == 0, deadline_s=30, what="no reservation left")
 

@@ -1,0 +1,201 @@
+"""One store, one encoder service, vLLM and SGLang of one checkpoint: what either computes, the
+other does not compute again, and each answers as it would have without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes
+
+from cornplug.testing.engines import Answer, EngineServer, VllmServer
+from cornplug.testing.sglang_engine import SglangServer
+
+V_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
+S_ARGS = ("--chunked-prefill-size", "256")
+"""Chunked prefill on both sides; SGLang's pages are of the plugin's choice."""
+
+FROM_VLLM: Sequence[Ask] = (
+    Ask(f"{PREAMBLE} Name a store of words."),
+    Ask(f"{PREAMBLE} What is to be seen here?", (0,)),
+    Ask(f"{PREAMBLE} And how many?", (0, 1)),
+    Ask(f"Which is older? {PREAMBLE}", (2, 1)),
+)
+FROM_SGLANG: Sequence[Ask] = (
+    Ask(f"Begin with the end. {PREAMBLE}"),
+    Ask(f"{PREAMBLE} Who stands there?", (3,)),
+    Ask(f"What do both have? {PREAMBLE}", (4, 3)),
+    Ask(f"{PREAMBLE} And what is missing?", (4,)),
+)
+
+
+def shareable(answer: Answer) -> int:
+    """Prompt tokens in whole pages that another engine can have left."""
+    return (answer.prompt_tokens - 1) // 64 * 64
+
+
+def committed(stack: Stack, server: EngineServer) -> None:
+    """Wait until all that `server` saves is to be seen by others."""
+    count(server, "saves_total")
+    assert stack.store is not None
+    stack.store.settle()
+
+
+@pytest.fixture(scope="module")
+def both(stack: Stack) -> Stack:
+    """The stack with engines v (vLLM) and s (SGLang) of the Qwen2-VL, and no other."""
+    for server in stack.servers.values():
+        server.stop()
+    if stack.store is None or not stack.store.alive():
+        stack.start_store()
+    stack.serve("v", "q", *V_ARGS)
+    stack.serve_sglang("s", "q", *S_ARGS)
+    return stack
+
+
+@pytest.fixture(scope="module")
+def cold(both: Stack) -> Mapping[tuple[str, Ask], Answer]:
+    """What stock engines answer to the asks of this file."""
+    asks = {*FROM_VLLM, *FROM_SGLANG}
+    with VllmServer(both.models["q"], *V_ARGS, log=both.folder / "cold-v.log") as server:
+        answers = {("v", ask): ask.put(server) for ask in asks}
+    with SglangServer(both.models["q"], *S_ARGS, log=both.folder / "cold-s.log") as server:
+        return answers | {("s", ask): ask.put(server) for ask in asks}
+
+
+def same(expected: Answer, answer: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("first", "then", "asks"), [("v", "s", FROM_VLLM), ("s", "v", FROM_SGLANG)])
+def test_what_one_engine_prefilled_the_other_continues(
+    both: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str, asks: Sequence[Ask]
+) -> None:
+    passes = both.tower_passes()
+    for ask in asks:
+        same(cold[first, ask], ask.put(both.servers[first]))
+    pictures = {picture for ask in asks for picture in ask.pictures}
+    assert both.tower_passes() == passes + len(pictures)
+    committed(both, both.servers[first])
+    reader = both.servers[then]
+    for ask in asks:
+        # One question at a time, and none about what this engine itself has just computed.
+        forget_prefixes(reader)
+        saved = count(reader, "saved_tokens_total", app=then)
+        answer = ask.put(reader)
+        same(cold[then, ask], answer)
+        assert count(reader, "saved_tokens_total", app=then) - saved >= 0.9 * shareable(answer)
+    assert both.tower_passes() == passes + len(pictures)
+
+
+def test_salts_are_apart_and_mean_the_same_to_both(both: Stack) -> None:
+    v, s = both.servers["v"], both.servers["s"]
+    ask = Ask(f"{PREAMBLE} Whose is this?", (5,))
+    ask.put(v, salt="tenant-1")
+    committed(both, v)
+    saved, passes = count(s, "saved_tokens_total", app="s"), both.tower_passes()
+    ask.put(s, salt="tenant-2")
+    ask.put(s)
+    assert count(s, "saved_tokens_total", app="s") == saved
+    assert both.tower_passes() == passes + 2
+    answer = ask.put(s, salt="tenant-1")
+    assert count(s, "saved_tokens_total", app="s") - saved >= 0.9 * shareable(answer)
+    assert both.tower_passes() == passes + 2
+
+
+def test_one_picture_asked_at_once_by_both_is_encoded_once(both: Stack) -> None:
+    passes = both.tower_passes()
+    ask = Ask("Who of us sees it first?", (9,))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: ask.put(both.servers[name]), ["v", "s", "v", "s"]))
+    assert both.tower_passes() == passes + 1
+
+
+def test_small_pages_and_two_ranks_read_both(both: Stack, cold: Mapping[tuple[str, Ask], Answer]) -> None:
+    """A fresh SGLang unlike the first in all that must not matter."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    passes = both.tower_passes()
+    args = ("--page-size", "16", "--tp-size", "2", "--hicache-mem-layout", "layer_first")
+    fresh = both.serve_sglang("fresh-s", "q", *args, env={"SGLANG_CPU_OMP_THREADS_BIND": f"{first}|{second}"})
+    try:
+        for ask in (*FROM_VLLM, *FROM_SGLANG):
+            forget_prefixes(fresh)
+            saved = count(fresh, "saved_tokens_total", app="fresh-s")
+            answer = ask.put(fresh)
+            same(cold["s", ask], answer)
+            assert count(fresh, "saved_tokens_total", app="fresh-s") - saved >= 0.9 * shareable(answer)
+        assert both.tower_passes() == passes
+    finally:
+        fresh.stop()
+
+
+def test_another_rope_shares_no_page(both: Stack, tmp_path: Path) -> None:
+    """Same weights, same words, same picture: the embedding is shared, no page is."""
+    copy = tmp_path / "rope"
+    shutil.copytree(both.models["q"], copy)
+    config = json.loads((copy / "config.json").read_text())
+    assert config["rope_theta"] == 1e6
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 2e4}))
+    passes = both.tower_passes()
+    other = both.serve_sglang("rope", copy)
+    try:
+        for ask in FROM_VLLM:
+            ask.put(other)
+        assert count(other, "saved_tokens_total", app="rope") == 0
+        assert both.tower_passes() == passes
+    finally:
+        other.stop()
+
+
+# -- bfloat16 -----------------------------------------------------------------------------------
+
+BF16 = ("--dtype", "bfloat16")
+BF16_STEP = 2**-6
+"""Where an engine happens to repeat itself exactly: a few units in the last place of a logit."""
+
+
+@pytest.fixture(scope="module")
+def halves(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Engines v16 and s16 of the same checkpoint in bfloat16, without an encoder service: each
+    publishes what its own tower gives."""
+    for name in ("v", "s"):
+        both.servers[name].stop()
+    both.encoder.stop()
+    both.serve("v16", "q", *V_ARGS, *BF16)
+    both.serve_sglang("s16", "q", *S_ARGS, *BF16)
+    yield both
+    both.encoder.start()
+
+
+def drift(one: Answer, other: Answer) -> float:
+    """The largest difference of log-probabilities while both say the same."""
+    steps = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=True)
+    agreed = takewhile(lambda step: step[0] == step[1], steps)
+    return max((abs(a - b) for _, _, a, b in agreed), default=0.0)
+
+
+@pytest.mark.parametrize(("first", "then"), [("v16", "s16"), ("s16", "v16")])
+def test_bfloat16_within_the_engines_own_spread(halves: Stack, first: str, then: str) -> None:
+    """The spread: the same question cold, and from the engine's own prefix cache."""
+    asks = FROM_VLLM if first == "v16" else FROM_SGLANG
+    reader = halves.servers[then]
+    own, crossed = [], []
+    for ask in asks:
+        salt = f"alone-{then}"
+        forget_prefixes(reader)
+        alone = ask.put(reader, salt=salt)
+        own.append(drift(alone, ask.put(reader, salt=salt)))
+        ask.put(halves.servers[first])
+        committed(halves, halves.servers[first])
+        saved = count(reader, "saved_tokens_total", app=then)
+        answer = ask.put(reader)
+        assert count(reader, "saved_tokens_total", app=then) - saved >= 0.9 * shareable(answer)
+        crossed.append(drift(alone, answer))
+    assert max(crossed) <= max(*own, BF16_STEP), (own, crossed)
