@@ -4,25 +4,26 @@
 
 One engine with cornplug answers prompts of about 1,500 tokens, half of them with a picture,
 and is stopped. Then a fresh stock engine and a fresh cornplug engine of the other kind get
-the same prefixes with a new last question, in turns. Beside them, for SGLang, its own file
-storage: warmed by an SGLang, for no other engine can write to it.
+the same prefixes with a new last question, in turns. Beside them what others offer for it: for
+SGLang its own file storage, for vLLM LMCache's cross-engine example (script/lmcache-site).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from driver import models
+from driver.lmcache import SITE, Lmcache
 from driver.requests import Request, pictures, words
 from driver.stage import SGLANG, VLLM, Stage, hits, options, stage
 from driver.table import Report, Row
 
-from cornplug.testing.engines import EngineServer
+from cornplug.testing.engines import EngineServer, VllmServer
 from cornplug.testing.sglang_engine import SglangServer
 
 TARGET = 0.3
@@ -62,11 +63,25 @@ def main() -> int:
     )
     count = 2 if chosen.quick else 6
     with stage(flags=_FLAGS, kv_gib=2, sglang_flags=_SGLANG_FLAGS) as here, here.store("6GiB"):
-        measure(report, here, model, VLLM, SGLANG, prefixes(count, 0))
-        measure(report, here, model, SGLANG, VLLM, prefixes(count, 1))
+        measure(report, here, model, VLLM, SGLANG, prefixes(count, 0), Files(here, model))
+        with lmcache(here) as server:
+            chunks = Chunks(here, model, server) if server is not None else None
+            measure(report, here, model, SGLANG, VLLM, prefixes(count, 1), chunks)
+    if chunks is None:
+        report.facts["baseline, LMCache"] = "not measured: script/lmcache-site was not run"
     report.show()
     report.write(chosen.out)
     return 0
+
+
+@contextmanager
+def lmcache(here: Stage) -> Iterator[Lmcache | None]:
+    """Its server, None where it is not installed."""
+    if not SITE.is_dir():
+        yield None
+        return
+    with Lmcache(here.folder, size_gb=4) as server:
+        yield server
 
 
 def prefixes(count: int, seed: int) -> tuple[list[Request], Asked]:
@@ -89,8 +104,61 @@ def with_question(request: Request, question: str) -> Request:
     return Request(f"{request.prompt} {question}?", request.images)
 
 
+class Files:
+    """SGLang's own file storage. No other engine can write to it: an SGLang warms it."""
+
+    name = "SGLang's own file storage, warmed by SGLang"
+    kinds = (WITH_PICTURE, TEXT_ONLY)
+
+    def __init__(self, here: Stage, model: Path) -> None:
+        self._here, self._model = here, model
+        self._folder = here.folder / "hicache-files"
+        self._folder.mkdir()
+
+    def writer(self) -> SglangServer:
+        return self.reader()
+
+    def reader(self) -> SglangServer:
+        return SglangServer(
+            self._model, *_SGLANG_FLAGS, "--page-size", "64", "--enable-hierarchical-cache",
+            "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct",
+            "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete",
+            log=self._here.folder / "files.log", ready_s=600,
+            env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self._folder)},
+        )  # fmt: skip
+
+
+class Chunks:
+    """LMCache's cross-engine example: SGLang writes, vLLM reads, text only."""
+
+    name = "LMCache 0.5.6, SGLang to vLLM"
+    kinds = (TEXT_ONLY,)
+
+    def __init__(self, here: Stage, model: Path, server: Lmcache) -> None:
+        self._here, self._model, self._server = here, model, server
+
+    def writer(self) -> SglangServer:
+        return self._server.sglang(
+            self._model, *_SGLANG_FLAGS, log=self._here.folder / "lmcache-sglang.log", ready_s=600
+        )
+
+    def reader(self) -> VllmServer:
+        return self._server.vllm(
+            self._model, *_FLAGS, log=self._here.folder / "lmcache-vllm.log", env=self._here.env, ready_s=600
+        )
+
+
+Baseline = Files | Chunks
+
+
 def measure(
-    report: Report, here: Stage, model: Path, first: str, then: str, work: tuple[list[Request], Asked]
+    report: Report,
+    here: Stage,
+    model: Path,
+    first: str,
+    then: str,
+    work: tuple[list[Request], Asked],
+    baseline: Baseline | None,
 ) -> None:
     """Add the rows of `then` reading what `first` has written."""
     warm, asked = work
@@ -98,27 +166,28 @@ def measure(
         for _, request in asked:
             with_question(request, "who is this").ask(writer)
         hits(writer, "kv_page")  # two more steps: what was saved is committed
-    files = here.folder / "hicache-files"
-    if then == SGLANG:
-        with file_backend(here, model, files) as own:
-            for _, request in asked:
-                with_question(request, "who is this").ask(own)
+    if baseline is not None:
+        with baseline.writer() as own:
+            for kind, request in asked:
+                if kind in baseline.kinds:
+                    with_question(request, "who is this").ask(own)
     ttft: dict[str, tuple[list[float], list[float], list[float]]] = {
         kind: ([], [], []) for kind in (WITH_PICTURE, TEXT_ONLY)
     }
     tokens, equal = 0, 0
     with here.pair(model, f"{then}-reads", then) as pair, ExitStack() as stack:
         sides: list[EngineServer] = [pair.stock, pair.cornplug]
-        if then == SGLANG:
-            sides.append(stack.enter_context(file_backend(here, model, files)))
+        if baseline is not None:
+            sides.append(stack.enter_context(baseline.reader()))
         for request in warm:
             for server in sides:
                 request.ask(server)
         saved_before = int(pair.cornplug.metric("cornplug_saved_tokens_total"))
         for i, (kind, request) in enumerate(asked):
             question = with_question(request, "what happens next")
-            answers = [None] * len(sides)
-            for j in range(len(sides)) if i % 2 == 0 else reversed(range(len(sides))):
+            turns = range(len(sides)) if baseline is not None and kind in baseline.kinds else range(2)
+            answers = {}
+            for j in turns if i % 2 == 0 else reversed(turns):
                 answers[j] = question.ask(sides[j])
                 ttft[kind][j].append(answers[j].ttft_s)
             tokens += answers[0].prompt_tokens
@@ -128,29 +197,17 @@ def measure(
     if saved < 0.85 * tokens:
         raise SystemExit(f"{saved} of {tokens} prompt tokens came from the store: no fair measurement")
     direction = f"{first} to {then}"
-    for kind, (stock, shared, files_s) in ttft.items():
+    for kind, (stock, shared, others) in ttft.items():
         report.rows.append(
             Row(name=f"{direction}: {kind}", unit="s", stock=stock, cornplug=shared, target=TARGET)
         )
-        if files_s:
-            ratio = np.median(np.asarray(files_s) / np.asarray(stock))
-            report.facts[f"SGLang's own file storage, warmed by SGLang, {kind}"] = (
-                f"{np.median(files_s):.3f} s, {ratio:.3f} of stock"
+        if baseline is not None and others:
+            ratio = np.median(np.asarray(others) / np.asarray(stock))
+            report.facts[f"baseline, {baseline.name}, {kind}"] = (
+                f"{np.median(others):.3f} s, {ratio:.3f} of stock"
             )
     report.facts[f"{direction}: prompt tokens from the store"] = f"{saved} of {tokens}"
     report.facts[f"{direction}: answers equal on both sides, token by token"] = f"{equal} of {len(asked)}"
-
-
-def file_backend(here: Stage, model: Path, folder: Path) -> SglangServer:
-    """SGLang with HiCache on its own file storage."""
-    folder.mkdir(exist_ok=True)
-    return SglangServer(
-        model, *here.sglang_flags, "--page-size", "64", "--enable-hierarchical-cache",
-        "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct",
-        "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete",
-        log=here.folder / f"files-{len(list(here.folder.iterdir()))}.log",
-        env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}, ready_s=600,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

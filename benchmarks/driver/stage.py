@@ -79,7 +79,7 @@ class Stage:
         self.sglang_flags = tuple(sglang_flags)
         self.store_socket = folder / "store.sock"
         self.encoder_socket = folder / "encoder.sock"
-        self._env = {
+        self.env = {
             **_ENVIRONMENT,
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
             "CORNPLUG_STORE_SECRET_FILE": str(folder / "secret"),
@@ -88,10 +88,10 @@ class Stage:
         self._started = 0
 
     def store(self, size: str) -> StoreProcess:
-        return StoreProcess(self.store_socket, size=size, env=self._env)
+        return StoreProcess(self.store_socket, size=size, env=self.env)
 
     def encoder(self, *models: Path) -> EncoderProcess:
-        return EncoderProcess(models, socket=self.encoder_socket, env=self._env, ready_s=_READY_S)
+        return EncoderProcess(models, socket=self.encoder_socket, env=self.env, ready_s=_READY_S)
 
     def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(model, engine, *extra)
@@ -109,7 +109,7 @@ class Stage:
         self._started += 1
         log = self.folder / f"engine-{self._started}.log"
         kind, flags = (VllmServer, self.flags) if engine == VLLM else (SglangServer, self.sglang_flags)
-        return kind(model, *flags, *extra, log=log, env=self._env, ready_s=_READY_S)
+        return kind(model, *flags, *extra, log=log, env=self.env, ready_s=_READY_S)
 
     @contextmanager
     def pair(self, model: Path, app: str, engine: str = VLLM) -> Iterator[Pair]:

@@ -190,8 +190,9 @@ class StoreProcess(ManagedProcess):
         with contextlib.closing(client):
             return client.stat(deadline_s=5)
 
-    def settle(self, *, quiet_s: float = 0.5, deadline_s: float = 30) -> None:
-        """Wait until whatever engines have computed is there: for `quiet_s` nobody wrote.
+    def settle(self, *, quiet_s: float = 1.5, deadline_s: float = 30) -> None:
+        """Wait until whatever engines have computed is there: for `quiet_s` nobody wrote. An
+        idle SGLang looks once a second at what it still has to write.
 
         Raises TimeoutError as `wait_until`.
         """

@@ -31,6 +31,8 @@ _CPU_DEFAULTS: Final[Mapping[str, str | None]] = {
     "--mem-fraction-static": "0.1",
     "--attention-backend": "torch_native",
     "--mm-attention-backend": "sdpa",
+    # Else an idle scheduler polls its sockets without a pause, and takes a core from whoever computes.
+    "--sleep-on-idle": None,
 }
 _QUIET: Final = {
     "HF_HUB_OFFLINE": "1",
