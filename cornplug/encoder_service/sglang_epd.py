@@ -145,6 +145,7 @@ class SglangParts:
             media=[one.media for one in prepared],
             dtype=model.served.dtype,
             shape=shape,
+            grid=grid,
             payload=payload,
         )
         head = wire.header(part, dtype=model.served.dtype, shape=shape, grid=grid, statement=statement)

@@ -1,7 +1,8 @@
 """What an encoder says of an embedding that it sends to a socket which takes bytes from anybody.
 
-Which model made it, of which media. Signed with the store's secret over the very bytes, so that
-a receiver who has the secret may name what it computes from them, and share that under the name.
+Which model made it, of which media, on which grids: these say where a picture's tokens stand, so
+its KV depends on them. Signed with the store's secret over the very bytes, so that a receiver who
+has the secret may name what it computes from them, and share that under the name.
 Without a statement that holds, an embedding is used as SGLang uses it, and shared with nobody.
 """
 
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from cornplug.errors import CodecError
-from cornplug.identity import DIGEST_BYTES, keyed
+from cornplug.identity import DIGEST_BYTES, digest, keyed
 
 _IDENTITY: Final = "cornplug_identity"
 _MEDIA: Final = "cornplug_media"
 _PROOF: Final = "cornplug_proof"
+
+Grid = Sequence[Sequence[int]]
+"""A picture's (frames, height, width) in patches, a row a picture; counts of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +45,19 @@ class Statement:
         media: Sequence[bytes],
         dtype: str,
         shape: tuple[int, int],
+        grid: Grid,
         payload: bytes | memoryview,
     ) -> Self:
         """A statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
-        proof = _proof(secret, identity, media, dtype, shape, payload)
+        proof = _proof(secret, identity, media, dtype, shape, grid, payload)
         return cls(identity=identity, media=tuple(media), proof=proof)
 
     def holds(
-        self, secret: bytes, *, dtype: str, shape: tuple[int, int], payload: bytes | memoryview
+        self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
         """Whether somebody with the secret said this of these bytes."""
-        return hmac.compare_digest(
-            self.proof, _proof(secret, self.identity, self.media, dtype, shape, payload)
-        )
+        expected = _proof(secret, self.identity, self.media, dtype, shape, grid, payload)
+        return hmac.compare_digest(self.proof, expected)
 
     def fields(self) -> Mapping[str, str]:
         """As text, for a message with named fields."""
@@ -88,8 +92,10 @@ def _proof(
     media: Sequence[bytes],
     dtype: str,
     shape: tuple[int, int],
+    grid: Grid,
     payload: bytes | memoryview,
 ) -> bytes:
     packed = struct.pack(">QQ", *shape)
+    grids = digest("grid", *(struct.pack(f">{len(row)}Q", *row) for row in grid))
     content = hashlib.sha256(payload).digest()
-    return keyed(secret, "cornplug-statement-v1", identity, dtype.encode(), packed, content, *media)
+    return keyed(secret, "cornplug-statement-v2", identity, dtype.encode(), packed, grids, content, *media)

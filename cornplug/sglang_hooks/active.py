@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 
 from cornplug.config import Config
 from cornplug.engine_side.runtime import Runtime
@@ -30,6 +30,7 @@ def turn_on(extra: Mapping[str, str]) -> None:
     """
     settings(extra)
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
+    _settled.cache_clear()
 
 
 def turn_off() -> None:
@@ -43,8 +44,14 @@ def is_on() -> bool:
 
 
 def config() -> Config:
-    """The server's settings. Only where `is_on`."""
-    return settings(json.loads(os.environ[_VARIABLE]))
+    """The server's settings, as they were when this process first asked. Only where `is_on`."""
+    return _settled(os.environ[_VARIABLE])
+
+
+@lru_cache(maxsize=1)
+def _settled(extra: str) -> Config:
+    # Asked for on the scheduler's thread: a file of settings that is edited later must not raise there.
+    return settings(json.loads(extra))
 
 
 @cache

@@ -15,6 +15,7 @@ pictures: each rank reads for itself, then they agree on what every one of them 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from cornplug.sglang_hooks import active, compat, weights
 from cornplug.sglang_hooks.asking import WHAT, source_of
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.model import engine_model
+from cornplug.sglang_hooks.named import identity_of
 from cornplug.store import entry
 
 EmbedItems = Callable[[list[Any]], Any]
@@ -73,9 +75,9 @@ class Embeddings:
         for item, tensor in zip(items, made, strict=True):
             # Where a tower also feeds deeper layers (Qwen3-VL), only it can tell the width.
             self._made_width = tensor.shape[-1]
-            wanted = publish and self._first and item.identity is not None
-            if wanted and dtype_name(tensor.dtype) == self._dtype:
-                self._publisher.offer(item.identity, tensor)
+            key = identity_of(item) if publish and self._first else None
+            if key is not None and dtype_name(tensor.dtype) == self._dtype:
+                self._publisher.offer(key, tensor)
 
     def close(self) -> None:
         """Finish what is being published."""
@@ -83,19 +85,22 @@ class Embeddings:
 
     def _take(self, item: Any, width: int | None, device: torch.device) -> torch.Tensor | None:
         # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
-        if item.identity is None or source_of(item) is None or width is None:
+        key = identity_of(item)
+        if key is None or source_of(item) is None or width is None:
             return None
         try:
-            found = entry.get(self._run.store, item.identity, deadline_s=self._run.deadline_s)
+            found = entry.get(self._run.store, key, deadline_s=self._run.deadline_s)
             if found is None:
                 raise CodecError("it was there a moment ago", reason="evicted")
             header, payload = found
             if header.shape != (rows_of(item), width) or header.dtype != self._dtype:
                 raise CodecError(f"{header.dtype} {header.shape}", reason="wrong_shape")
+            dtype = getattr(torch, header.dtype)
+            if len(payload) != math.prod(header.shape) * dtype.itemsize:
+                raise CodecError(f"{len(payload)} bytes for {header.shape}", reason="wrong_shape")
         except CornplugError as e:
             self._miss(e.reason)
             return None
-        dtype = getattr(torch, header.dtype)
         return torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
 
     def _miss(self, reason: str) -> None:
@@ -125,7 +130,7 @@ class Encoding:
 
         Raises what the original raises, and nothing else.
         """
-        if not any(item.identity is not None for item in items):
+        if not any(identity_of(item) is not None for item in items):
             return self._original(items)
         here = None if weights.replaced() else self._here
         taken: list[torch.Tensor | None] = [None] * len(items)

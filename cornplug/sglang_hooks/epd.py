@@ -1,7 +1,7 @@
 """Embeddings that come by SGLang's encoder disaggregation get the names of every other way.
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
-                          └ statement: model, media digests, signed      └ set_identity(embedding key)
+                          └ statement: model, media digests, signed      └ named.give(embedding key)
 
 A statement is believed where the store's secret signed it over these very rows. The key is never
 taken from the wire: it is made here, of this engine's own model identity, the media digests and the
@@ -27,7 +27,7 @@ from cornplug.encoder_service.statement import Statement
 from cornplug.engine_side.model import dtype_name
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
-from cornplug.sglang_hooks import active, weights
+from cornplug.sglang_hooks import active, named, weights
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.model import engine_model
 from cornplug.sglang_hooks.salts import salt_of
@@ -65,9 +65,12 @@ def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
     if identity is None:
         raise CodecError("nobody knows this engine's model", reason="not_identified")
     rows: torch.Tensor = data.embedding.contiguous()
+    grid = data.get_grid()
+    if rows.ndim != 2 or not _is_grid(grid):
+        raise CodecError("rows or grids are not what a statement is of", reason="statement")
     payload = memoryview(rows.view(-1).view(torch.uint8).numpy())
     shape = (rows.shape[0], rows.shape[1])
-    if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, payload=payload):
+    if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
         raise CodecError("the embedding's statement is not signed by the store's secret", reason="statement")
     if statement.identity != identity:
         raise EncoderRefused(
@@ -91,6 +94,12 @@ def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | Non
         return None
     secret = active.runtime().secret
     return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
+
+
+def _is_grid(grid: Any) -> bool:
+    return isinstance(grid, list) and all(
+        isinstance(row, list) and all(isinstance(n, int) and 0 <= n < 1 << 63 for n in row) for row in grid
+    )
 
 
 def _pictures(mm_inputs: Any) -> list[Any]:
@@ -184,7 +193,7 @@ def _sent(_manager: Any, tokenized: Any) -> None:
         for item in mm_inputs.mm_items:
             key = item.__dict__.get(_KEY)
             if key is not None:
-                item.set_identity(key)
+                named.give(item, key)
 
 
 def _salt(obj: Any) -> str | None:
@@ -203,7 +212,7 @@ def _assembled(_result: None, waiting: Any, *_args: Any) -> None:
     parts = vars(waiting.recv_embedding_data).get(_PARTS, {})
     keys = keys_of(pictures, parts, _salt(waiting.recv_req))
     for item, key in zip(pictures, keys or (), strict=bool(keys)):
-        item.set_identity(key)
+        named.give(item, key)
     _count(pictures)
 
 

@@ -93,7 +93,8 @@ def _without_lora(extra_key: str | None) -> tuple[str | None, str]:
     """
     if extra_key is None or not _adapter_paths:
         return extra_key, ""
-    found = [name for name in _adapter_paths if name in extra_key]
+    # A copy: the scheduler's thread may load another adapter meanwhile.
+    found = [name for name in list(_adapter_paths) if name in extra_key]
     if not found:
         return extra_key, ""
     if len(found) > 1 or not extra_key.endswith(found[0]) or found[0] in _disputed:

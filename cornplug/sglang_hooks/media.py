@@ -4,7 +4,7 @@ SGLang names a medium by 64 bits of a hash of its processed features, by a clien
 or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
 pages, and the key of its embedding cache. Here every picture whose digest we have gets
 
-    item.set_identity(embedding key)
+    named.give(item, embedding key)
 
 the same 32 bytes as in vLLM, so that both engines see one token stream. Whatever else was
 there before, a client's included, gives way. What has no digest keeps SGLang's name and has no
@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cornplug.engine_side.model import TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_with_options, overridden
-from cornplug.sglang_hooks import active, compat, decoded, preprocessing
+from cornplug.sglang_hooks import active, compat, decoded, named, preprocessing
 from cornplug.sglang_hooks.asking import Asker
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.model import engine_model
@@ -31,6 +32,13 @@ from cornplug.sglang_hooks.salts import salt_of
 _FIRST_READ_S: Final = 2.0
 """How long the first request may wait for a checkpoint that was never read before."""
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
+# Fields of a request, besides `mm_processor_kwargs`, that some processor of SGLang's reads (InternVL, OCR).
+_REQUEST_FIELDS: Final = (
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "images_config",
+)
 
 
 class Names:
@@ -40,6 +48,7 @@ class Names:
         """`processor` is SGLang's BaseMultimodalProcessor."""
         self._tower: TowerIdentity | None = None
         self._ready = threading.Event()
+        self._wait_until_s: float | None = None
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
         threading.Thread(
             target=self._identify, args=(processor,), name="cornplug-identify", daemon=True
@@ -56,7 +65,12 @@ class Names:
     async def tower(self) -> TowerIdentity | None:
         """None where nobody can say what computes, or not yet."""
         if not self._ready.is_set():
-            await asyncio.to_thread(self._ready.wait, _FIRST_READ_S)
+            # Counted from the first request, for all: each waits in a thread that SGLang decodes in.
+            now = time.monotonic()
+            if self._wait_until_s is None:
+                self._wait_until_s = now + _FIRST_READ_S
+            if (left := self._wait_until_s - now) > 0:
+                await asyncio.to_thread(self._ready.wait, left)
         return self._tower
 
 
@@ -82,23 +96,23 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
     items = mm_inputs.mm_items
     options = _options(obj, [item for item in items if item.is_image()])
     salt = salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
-    named = []
+    ours = []
     for item in items:
         media = decoded.digest_of(item)
         key = None
         if media is not None and tower is not None and options is not None:
             key = _key(tower.identity, media, options.get(id(item), {}), salt)
         if key is None:
-            item.identity = None
+            named.withhold(item)
             continue
-        item.set_identity(key)
-        named.append(item)
+        named.give(item, key)
+        ours.append(item)
     padded = mm_inputs.padded_input_ids
     if padded is not None:
-        for item in named:
+        for item in ours:
             for start, end in item.offsets or ():
                 padded[start : end + 1] = item.padding_sequence(end - start + 1)
-    return named
+    return ours
 
 
 def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | None) -> bytes | None:
@@ -118,12 +132,13 @@ def _options(obj: Any, pictures: list[Any]) -> dict[int, dict[str, Any]] | None:
     sources = getattr(obj, "image_data", None) or []
     own = [media_preprocess_kwargs(source, defaults=_USUAL) for source in sources]
     whole = getattr(obj, "mm_processor_kwargs", None) or {}
-    if not whole and not any(own):
+    more = {field: value for field in _REQUEST_FIELDS if (value := getattr(obj, field, None)) is not None}
+    if not whole and not any(own) and not more:
         return {}
     if len(own) != len(pictures):
         return None
     return {
-        id(item): {"sglang": {"request": whole, "picture": kwargs}}
+        id(item): {"sglang": {**more, "request": whole, "picture": kwargs}}
         for item, kwargs in zip(pictures, own, strict=True)
     }
 

@@ -30,6 +30,20 @@ UNVERIFIABLE_FORMATS: Final = frozenset(
 # Settings that change values and that neither the checkpoint nor vLLM knows. A server with one
 # of them shares with its like only.
 _PECULIAR: Final = ("modelopt_quant", "quantization_param_path", "rl_on_policy_target")
+_PECULIAR_SWITCHES: Final = ("enable_precise_embedding_interpolation",)
+
+# Settings that bring weights or computation from elsewhere: files that nobody has fingerprinted, a
+# process that has loaded them, hooks on the model's modules.
+_UNVERIFIABLE_SETTINGS: Final = (
+    "custom_weight_loader",
+    "decrypted_config_file",
+    "forward_hooks",
+    "kt_weight_path",
+    "modelexpress_config",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+)
 
 
 def engine_model() -> EngineModel:
@@ -50,15 +64,19 @@ def engine_model() -> EngineModel:
 
 def describe(settings: Any, model: Any) -> EngineModel:
     """As `engine_model`, of SGLang's resolved settings and its ModelConfig."""
-    if settings.load_format in UNVERIFIABLE_FORMATS or settings.custom_weight_loader:
+    if settings.load_format in UNVERIFIABLE_FORMATS:
         raise CheckpointError(
             f"load format {settings.load_format!r} does not read the checkpoint's safetensors; "
             "weights cannot be identified",
             reason="load_format",
         )
-    if settings.quantize_and_serve or settings.decrypted_config_file or model.pointer_head is not None:
+    elsewhere = [name for name in _UNVERIFIABLE_SETTINGS if getattr(settings, name)]
+    elsewhere += ["weight_cache_mode"] if settings.weight_cache_mode == "client" else []
+    elsewhere += ["a pointer head"] if model.pointer_head is not None else []
+    if elsewhere:
         raise CheckpointError(
-            "weights or config are made anew at start; they cannot be identified", reason="load_format"
+            f"what runs is not in the checkpoint alone ({', '.join(elsewhere)}); it cannot be identified",
+            reason="load_format",
         )
     return EngineModel(
         checkpoint=Checkpoint.open(model.model_path, model.revision),
@@ -80,7 +98,7 @@ def _overrides(settings: Any, model: Any) -> dict[str, Any]:
     for field in _PECULIAR:
         if (value := getattr(settings, field)) is not None:
             found[field] = value
-    return found
+    return found | {field: True for field in _PECULIAR_SWITCHES if getattr(settings, field)}
 
 
 def _declares_quantization(hf_config: Any) -> bool:

@@ -6,7 +6,8 @@ of features, of a client's own word, or of nothing that knows model and salt. So
 such a value before it is shared with nobody, and this is where the two are told apart.
 
 Filled in the scheduler process, from the identities that requests bring; read by whoever
-makes page keys, from any thread.
+makes page keys, from any thread. SGLang's own processors may set an item's identity too (Kimi's do,
+of what a client may claim): ours is one that `give` has marked.
 """
 
 from __future__ import annotations
@@ -21,12 +22,31 @@ from cornplug.sglang_hooks.compat import Hook
 
 FIRST_PLACEHOLDER: Final = 1_000_000
 """SGLang's placeholder values begin here; no vocabulary reaches so far."""
+_MARK: Final = "cornplug_named"
 _MAX_IDENTITIES: Final = 65_536
 """What is forgotten is no longer shared, and never taken for something else."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
 _values: set[int] = set()
+
+
+def give(item: Any, identity: bytes) -> None:
+    """Name an item: 32 bytes, of ours. The mark travels with it to the scheduler."""
+    item.set_identity(identity)
+    item.model_specific_data[_MARK] = True
+
+
+def withhold(item: Any) -> None:
+    """An item has no name of ours, whatever anybody else has set."""
+    item.identity = None
+    item.model_specific_data.pop(_MARK, None)
+
+
+def identity_of(item: Any) -> bytes | None:
+    """The name that we gave to an item; None for what SGLang or a client has named."""
+    identity: bytes | None = item.identity
+    return identity if item.model_specific_data.get(_MARK) is True else None
 
 
 def add(identity: bytes) -> None:
@@ -55,8 +75,9 @@ def is_foreign(token: int) -> bool:
 def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
     if active.is_on() and result is not None:
         for item in result.mm_items:
-            if item.identity is not None:
-                add(item.identity)
+            identity = identity_of(item)
+            if identity is not None:
+                add(identity)
 
 
 HOOKS: tuple[Hook, ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import pickletools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -95,6 +96,13 @@ def rows(frames: list[bytes]) -> np.ndarray[Any, Any]:
     return np.frombuffer(frames[1], dtype=np.float32)
 
 
+def sent_grid(header: bytes) -> list[list[int]]:
+    values = [argument for _, argument, _ in pickletools.genops(header)]
+    at = values.index("grid_dim")
+    sizes = [n for n in values[at : values.index("modality")] if isinstance(n, int)]
+    return [sizes[i : i + 3] for i in range(0, len(sizes), 3)]
+
+
 def test_two_pictures_arrive_as_one_part(run: Run) -> None:
     async def scenario(service: Service) -> None:
         pictures = [picture(1), picture(2, 90, 40)]
@@ -115,6 +123,7 @@ def test_two_pictures_arrive_as_one_part(run: Run) -> None:
             media=[media.digest_image(p) for p in pictures],
             dtype="float32",
             shape=(rows(frames).size // width, width),
+            grid=sent_grid(frames[0]),
             payload=frames[1],
         )
         assert all(text.encode() in frames[0] for text in said.fields().values())

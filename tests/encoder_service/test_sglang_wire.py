@@ -30,6 +30,9 @@ ASK: dict[str, Any] = {
 }
 
 
+GRID = [[1, 2, 2], [1, 4, 400]]
+
+
 def statement() -> Statement:
     return Statement.sign(
         SECRET,
@@ -37,15 +40,14 @@ def statement() -> Statement:
         media=[b"m" * 32, b"n" * 32],
         dtype="bfloat16",
         shape=(3, 4),
+        grid=GRID,
         payload=PAYLOAD,
     )
 
 
 def header() -> bytes:
     part = wire.read_part(json.dumps(ASK).encode())
-    return wire.header(
-        part, dtype="bfloat16", shape=(3, 4), grid=[[1, 2, 2], [1, 4, 400]], statement=statement()
-    )
+    return wire.header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, statement=statement())
 
 
 def test_what_sglang_sends_is_read() -> None:
@@ -136,15 +138,21 @@ def test_statements_hold_for_these_bytes_only() -> None:
     said = statement()
     read = Statement.read(dict(said.fields()))
     assert read == said
-    assert read.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
-    assert not read.holds(b"t" * 32, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
-    assert not read.holds(SECRET, dtype="float16", shape=(3, 4), payload=PAYLOAD)
-    assert not read.holds(SECRET, dtype="bfloat16", shape=(4, 3), payload=PAYLOAD)
-    assert not read.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD[::-1])
+    of: dict[str, Any] = {"dtype": "bfloat16", "shape": (3, 4), "grid": GRID, "payload": PAYLOAD}
+    assert read.holds(SECRET, **of)
+    assert not read.holds(b"t" * 32, **of)
+    for changed in (
+        {"dtype": "float16"},
+        {"shape": (4, 3)},
+        {"payload": PAYLOAD[::-1]},
+        {"grid": [[1, 2, 2], [1, 400, 4]]},
+        {"grid": [[1, 2, 2, 1], [4, 400]]},
+    ):
+        assert not read.holds(SECRET, **{**of, **changed})
     swapped = Statement(identity=said.identity, media=said.media[::-1], proof=said.proof)
-    assert not swapped.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+    assert not swapped.holds(SECRET, **of)
     other = Statement(identity=b"j" * 32, media=said.media, proof=said.proof)
-    assert not other.holds(SECRET, dtype="bfloat16", shape=(3, 4), payload=PAYLOAD)
+    assert not other.holds(SECRET, **of)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sglang.srt.managers import mm_schedule
 
 from cornplug.codec import Kind
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, embeddings, weights
+from cornplug.sglang_hooks import active, embeddings, named, weights
 from cornplug.sglang_hooks.embeddings import Embeddings, Encoding
 from cornplug.store import entry
 from cornplug.store.base import Store
@@ -72,7 +72,7 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
 
 def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     one = item(seed, rows=rows)
-    one.set_identity(bytes([seed]) * 32)
+    named.give(one, bytes([seed]) * 32)
     if source is not None:
         one.model_specific_data["cornplug_source"] = source
     return one
@@ -160,6 +160,19 @@ def test_what_does_not_fit_is_a_miss_and_is_computed(
     encoding = engine()
     assert same(encoding([picture(5)]), value(5))
     assert ("misses", "embedding", reason, 1) in published(encoding)
+
+
+def test_fewer_bytes_than_the_header_says_are_a_miss(
+    engine: Callable[..., Encoding], store: MemoryStore
+) -> None:
+    """Whole and of the right key: whoever wrote it was wrong."""
+    entry.put(
+        store.connect(), bytes(8), kind=Kind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
+        shape=(4, WIDTH), app="other", deadline_s=1,
+    )  # fmt: skip
+    encoding = engine()
+    assert same(encoding([picture(5)]), value(5))
+    assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)
 
 
 def test_corrupt_bytes_are_never_used(engine: Callable[..., Encoding], store: MemoryStore) -> None:

@@ -58,10 +58,11 @@ def part(media: list[bytes], *, index: int = 0, parts: int = 1, model: bytes = M
         media=media,
         dtype="bfloat16",
         shape=(len(media), 4),
+        grid=[[1, 2, 2]] * len(media),
         payload=rows.view(torch.uint8).numpy().tobytes(),
     )
+    grid = changes.pop("grid", [[1, 2, 2]] * len(media))
     fields = {**said.fields(), **changes}
-    grid = [[1, 2, 2]] * len(media)
     return EmbeddingData("r", parts, index, grid, Modality.IMAGE, rows, list(rows.shape), **fields)
 
 
@@ -74,6 +75,8 @@ def test_sglang_reads_the_golden_header() -> None:
     said = Statement.read(vars(data))
     assert said is not None
     assert said.media == (b"m" * 32, b"n" * 32)
+    of = {"shape": (3, 4), "grid": data.get_grid(), "payload": bytes(range(24))}
+    assert said.holds(SECRET, dtype="bfloat16", **of)
     whole = _aggregate_embedding_part(None, data, "qwen2_vl")
     assert whole.get_mm_extra_meta()["img_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 400]]
     # The only field of SGLang's own that is left out is an address in its encoder's memory.
@@ -86,6 +89,9 @@ def test_who_is_believed() -> None:
         (part([A], secret=b"t" * 32), "statement"),
         (part([A], cornplug_media=B.hex()), "statement"),
         (part([A], cornplug_proof="00"), "statement"),
+        (part([A], grid=[[1, 4, 1]]), "statement"),
+        (part([A], grid=[["1", 4, 1]]), "statement"),
+        (part([A], grid=None), "statement"),
         (EmbeddingData("r", 1, 0, [[1, 2, 2]], Modality.IMAGE, torch.zeros(1, 4)), "no_statement"),
     ):
         with pytest.raises(CodecError) as caught:

@@ -87,6 +87,21 @@ def test_settings_reach_the_processes(text: str) -> None:
     assert config.encoder.socket == Path("/run/e.sock")
 
 
+def test_settings_edited_under_a_server_change_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are asked for with each picture, on the scheduler's thread."""
+    file = tmp_path / "cornplug.toml"
+    file.write_text('[engine]\napp = "chat"\n')
+    monkeypatch.setenv("CORNPLUG_CONFIG", str(file))
+    given(text, "--enable-cornplug")
+    assert active.config().engine.app == "chat"
+    file.write_text("no settings")
+    assert active.config().engine.app == "chat"
+    with pytest.raises(ConfigError):
+        given(text, "--enable-cornplug")
+
+
 def test_any_option_turns_it_on(text: str) -> None:
     given(text)
     assert not active.is_on()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,11 +208,14 @@ def test_a_requests_own_processor_arguments_make_another_medium() -> None:
         {"image_data": [ImageData(url="a", detail="low")]},
         {"image_data": [ImageData(url="a", max_dynamic_patch=4)]},
         {"mm_processor_kwargs": {"min_pixels": 4}},
+        {"image_max_dynamic_patch": 2},
+        {"max_dynamic_patch": 2},
+        {"images_config": {"mode": "base"}},
     ):
         one = with_digest()
         named([one], request(**fields))
         keys.add(one.identity)
-    assert len(keys) == 4
+    assert len(keys) == 7
     assert None not in keys
     plain = with_digest()
     named([plain], request(image_data=[ImageData(url="a", detail="auto")]))
@@ -224,3 +229,23 @@ def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:
     bundled = with_digest()
     named([bundled], request(image_data=["a", ImageData(url="b", detail="low")]))
     assert bundled.identity is None
+
+
+def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = threading.Event()
+    monkeypatch.setattr(media, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
+    monkeypatch.setattr(media, "_FIRST_READ_S", 0.2)
+    names = media.Names(None)
+
+    async def requests() -> list[float]:
+        waited = []
+        for _ in range(2):
+            began = time.monotonic()
+            assert await names.tower() is None
+            waited.append(time.monotonic() - began)
+        return waited
+
+    first, second = asyncio.run(requests())
+    read.set()
+    assert first >= 0.2
+    assert second < 0.1

@@ -74,6 +74,11 @@ def test_quantisation_that_the_checkpoint_declares_is_no_override(folder: Path) 
     assert _described_with(folder, declared, quantization="awq").overrides == {}
 
 
+def test_a_tower_that_interpolates_otherwise_is_its_own(folder: Path) -> None:
+    made = described(folder, enable_precise_embedding_interpolation=True)
+    assert made.overrides == {"enable_precise_embedding_interpolation": True}
+
+
 def test_processor_settings_of_the_server(folder: Path) -> None:
     made = described(folder, mm_process_config={"image": {"max_pixels": 50176}, "video": {"fps": 1}})
     assert made.processor_kwargs == {"max_pixels": 50176}
@@ -87,7 +92,15 @@ def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_f
 
 
 @pytest.mark.parametrize(
-    "settings", [{"custom_weight_loader": ["mine.load"]}, {"decrypted_config_file": "/x/config.json"}]
+    "settings",
+    [
+        {"custom_weight_loader": ["mine.load"]},
+        {"decrypted_config_file": "/x/config.json"},
+        {"kt_weight_path": "/x"},
+        {"modelopt_checkpoint_restore_path": "/x"},
+        {"forward_hooks": [{"target_modules": ["model.layers.0"]}]},
+        {"weight_cache_mode": "client"},
+    ],
 )
 def test_weights_of_other_sources_are_refused(folder: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):

@@ -35,16 +35,32 @@ def test_what_was_not_seen_for_long_is_foreign(monkeypatch: pytest.MonkeyPatch) 
 def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "is_on", lambda: True)
     ours, theirs = item(1), item(2)
-    ours.set_identity(b"k" * 32)
+    named.give(ours, b"k" * 32)
     theirs.set_hash(12345)
     named._multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
     assert all(named.is_named(v) for v in ours.padding_values())
     assert all(named.is_foreign(v) for v in theirs.padding_values())
 
 
+def test_an_identity_of_somebody_elses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi's processors set one of what a client may claim, where no hook of ours has seen the item."""
+    monkeypatch.setattr(active, "is_on", lambda: True)
+    kimi, hashed = item(1), item(2)
+    kimi.set_identity(b"k" * 32)
+    named.give(hashed, b"h" * 32)
+    hashed.set_hash(12345)
+    named._multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
+    assert not named._values
+    named.give(kimi, b"o" * 32)
+    assert named.identity_of(kimi) == b"o" * 32
+    named.withhold(kimi)
+    kimi.set_identity(b"k" * 32)
+    assert named.identity_of(kimi) is None
+
+
 def test_nothing_is_kept_where_cornplug_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active, "is_on", lambda: False)
     ours = item(1)
-    ours.set_identity(b"k" * 32)
+    named.give(ours, b"k" * 32)
     named._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
     assert not named._values
