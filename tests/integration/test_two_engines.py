@@ -157,8 +157,6 @@ def test_another_rope_shares_no_page(both: Stack, tmp_path: Path) -> None:
 # -- bfloat16 -----------------------------------------------------------------------------------
 
 BF16 = ("--dtype", "bfloat16")
-BF16_STEP = 2**-6
-"""Where an engine happens to repeat itself exactly: a few units in the last place of a logit."""
 
 
 @pytest.fixture(scope="module")
@@ -182,20 +180,23 @@ def drift(one: Answer, other: Answer) -> float:
 
 
 @pytest.mark.parametrize(("first", "then"), [("v16", "s16"), ("s16", "v16")])
-def test_bfloat16_within_the_engines_own_spread(halves: Stack, first: str, then: str) -> None:
-    """The spread: the same question cold, and from the engine's own prefix cache."""
+def test_bfloat16_drifts_no_more_than_the_format_itself(
+    halves: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str
+) -> None:
+    """On a CPU both engines repeat themselves exactly, whatever runs beside, so run-to-run spread is
+    no yardstick. What bfloat16 costs each engine by itself is one, against its own float32: where
+    one continues from the other's KV, the two together bound what may come out."""
     asks = FROM_VLLM if first == "v16" else FROM_SGLANG
-    reader = halves.servers[then]
-    own, crossed = [], []
+    writer, reader = halves.servers[first], halves.servers[then]
+    written, own, crossed = [], [], []
     for ask in asks:
-        salt = f"alone-{then}"
         forget_prefixes(reader)
-        alone = ask.put(reader, salt=salt)
-        own.append(drift(alone, ask.put(reader, salt=salt)))
-        ask.put(halves.servers[first])
-        committed(halves, halves.servers[first])
+        alone = ask.put(reader, salt=f"alone-{then}")
+        own.append(drift(cold[then.removesuffix("16"), ask], alone))
+        written.append(drift(cold[first.removesuffix("16"), ask], ask.put(writer)))
+        committed(halves, writer)
         saved = count(reader, "saved_tokens_total", app=then)
         answer = ask.put(reader)
         assert count(reader, "saved_tokens_total", app=then) - saved >= 0.9 * shareable(answer)
         crossed.append(drift(alone, answer))
-    assert max(crossed) <= max(*own, BF16_STEP), (own, crossed)
+    assert max(crossed) <= max(own) + max(written), (own, written, crossed)

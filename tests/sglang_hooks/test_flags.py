@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import active, compat, flags, hicache_settings, plugin
+
+from .zygote import Zygote
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_flags.json"
 
@@ -265,17 +266,14 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     plugin.register()
 
 
-def test_the_server_stops_before_any_process(text: str) -> None:
+def test_the_server_stops_before_any_process(zygote: Zygote, text: str) -> None:
     """The whole command: SGLang swallows what plugins raise, but not this."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", text, "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--enable-cornplug", "--disable-radix-cache"], capture_output=True, text=True, timeout=100
-    )
+    args = ["--model-path", text, "--device", "cpu", "--enable-cornplug", "--disable-radix-cache"]
+    done = zygote.run(*args, module="sglang.launch_server")
     assert done.returncode == 1
     assert "--disable-radix-cache: excludes --enable-cornplug" in done.stderr
 
 
-def test_help_lists_them() -> None:
-    command = [sys.executable, "-m", "sglang.launch_server", "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+def test_help_lists_them(zygote: Zygote) -> None:
+    said = zygote.run("--help", module="sglang.launch_server").stdout
     assert all(flag in said for flag in ALL if flag.startswith("--"))

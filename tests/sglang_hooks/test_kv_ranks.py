@@ -15,13 +15,14 @@ import torch
 
 from cornplug.sglang_hooks.kv_ranks import Ranks, RanksApart
 
-STEP_S = 3.0
+STEP_S = 1.0
+MARGIN_S = 3.0
+"""For a machine under load."""
 
 
 def _rank(rank: int, rendezvous: str, task: str, answer: Connection) -> None:
-
     torch.distributed.init_process_group("gloo", f"file://{rendezvous}", world_size=2, rank=rank)
-    ranks = Ranks(2, rank, step_s=STEP_S)
+    ranks = Ranks(2, rank, step_s=STEP_S if task != "together" else 30.0)
     found: dict[str, Any] = {}
     if task == "together":
         found["message"] = ranks.announce(b"hello" if rank == 0 else b"ignored")
@@ -50,7 +51,9 @@ def _rank(rank: int, rendezvous: str, task: str, answer: Connection) -> None:
 
 
 def run(tmp_path: Path, task: str) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
+    # Each imports torch, unless the process that forks them has.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     ends, started = [], []
     for rank in range(2):
         mine, theirs = context.Pipe()
@@ -82,7 +85,7 @@ def test_nobody_waits_for_a_rank_for_ever(tmp_path: Path, task: str) -> None:
     first, second = run(tmp_path, task)
     (reason, waited), (again, no_time) = first["apart"]
     assert reason == again == "ranks"
-    assert waited < 2 * STEP_S
+    assert waited < 2 * STEP_S + MARGIN_S
     assert no_time < 0.1
     if task == "late":
         assert second["apart"][0][0] == "ranks"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +12,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import active, compat, plugin
 from cornplug.sglang_hooks.compat import Hook
+
+from .zygote import Zygote
 
 _LOADED = """
 import json, sys
@@ -26,22 +25,16 @@ print(json.dumps([sorted(HookRegistry._patched), ours]))
 """
 
 
-def loaded_process(**env: str) -> tuple[set[str], set[str]]:
+def loaded_process(zygote: Zygote, **env: str) -> tuple[set[str], set[str]]:
     """(hooked targets, our modules) of a fresh process that loads the plugins."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADED],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, **env, "SGLANG_PLUGINS": "cornplug"},
-    )
+    done = zygote.run(code=_LOADED, env={**env, "SGLANG_PLUGINS": "cornplug"})
     assert done.returncode == 0, done.stderr
     targets, modules = json.loads(done.stdout.splitlines()[-1])
     return set(targets), set(modules)
 
 
-def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else() -> None:
-    targets, modules = loaded_process()
+def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else(zygote: Zygote) -> None:
+    targets, modules = loaded_process(zygote)
     assert targets == {
         f"sglang.srt.server_args.ServerArgs.{name}"
         for name in ("add_cli_args", "from_cli_args", "resolve_once")
@@ -50,8 +43,8 @@ def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else() -> None:
     assert "cornplug.sglang_hooks.media" not in modules
 
 
-def test_a_child_of_a_sharing_server_has_every_hook() -> None:
-    targets, _ = loaded_process(CORNPLUG_SGLANG="{}")
+def test_a_child_of_a_sharing_server_has_every_hook(zygote: Zygote) -> None:
+    targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}")
     assert targets >= {hook.target for hook in plugin._hooks()}
 
 

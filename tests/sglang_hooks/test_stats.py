@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
 from cornplug.sglang_hooks import stats
+
+from .zygote import Zygote
 
 # A process of SGLang: settings published under a role, then our counts.
 _PROCESS = """
@@ -33,21 +32,21 @@ assert drained["cornplug_wait_seconds"] == [(("chat", "kv_page"), [0.02])], drai
 """
 
 
-def shown(folder: Path, *processes: tuple[str, str, int]) -> str:
+def shown(zygote: Zygote, folder: Path, *processes: tuple[str, str, int]) -> str:
     """/metrics after these processes (role, "metrics" or not, rank) have run."""
     folder.mkdir()
-    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    env = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
     for role, enabled, rank in processes:
-        command = [sys.executable, "-c", _PROCESS, role, enabled, str(rank)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        done = zygote.run(role, enabled, str(rank), code=_PROCESS, env=env)
         assert done.returncode == 0, done.stderr
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(folder))
     return generate_latest(registry).decode()
 
 
-def test_processes_add_up_and_ranks_do_not(tmp_path: Path) -> None:
+def test_processes_add_up_and_ranks_do_not(zygote: Zygote, tmp_path: Path) -> None:
     text = shown(
+        zygote,
         tmp_path / "on",
         ("tokenizer", "metrics", 0),
         ("scheduler", "metrics", 0),
@@ -58,9 +57,9 @@ def test_processes_add_up_and_ranks_do_not(tmp_path: Path) -> None:
     assert "too_early" not in text
 
 
-def test_nothing_is_written_without_enable_metrics(tmp_path: Path) -> None:
+def test_nothing_is_written_without_enable_metrics(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "off"
-    assert "cornplug" not in shown(folder, ("scheduler", "no", 0))
+    assert "cornplug" not in shown(zygote, folder, ("scheduler", "no", 0))
 
 
 def test_samples_that_nobody_drains_do_not_pile_up() -> None:
