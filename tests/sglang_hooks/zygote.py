@@ -19,10 +19,11 @@ from typing import IO
 _IMPORTS = "sglang.launch_server", "sglang.srt.managers.scheduler", "sglang.srt.managers.tokenizer_manager"
 
 _SERVER = f"""
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import {", ".join(_IMPORTS)}
 ours = [name for name in sys.modules if name.startswith("cornplug")]
 assert not ours, ours
+gc.freeze()  # A collection would copy each page that the processes share.
 print("ready", flush=True)
 for line in sys.stdin:
     ask = json.loads(line)
