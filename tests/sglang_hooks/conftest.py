@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,14 @@ from .zygote import Zygote
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# What SGLang compiles stays where torch keeps it, though tests have a cache of their own otherwise:
+# compiling takes ten seconds and more.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR",
+    str(_CACHE / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"),
+)
 
 
 @pytest.fixture(scope="session")
