@@ -129,12 +129,13 @@ def settle(server_args: Any) -> None:
 
 def is_ours(server_args: Any) -> bool:
     """Whether the storage behind this server's HiCache is ours."""
-    extra = server_args.hicache_storage_backend_extra_config or "{}"
-    return (
-        server_args.hicache_storage_backend == "dynamic"
-        and extra.startswith("{")
-        and json.loads(extra).get("class_name") == BACKEND["class_name"]
-    )
+    if server_args.hicache_storage_backend != "dynamic":
+        return False
+    try:
+        extra = json.loads(server_args.hicache_storage_backend_extra_config or "{}")
+    except json.JSONDecodeError:  # "@FILE", or an error that SGLang itself names
+        return False
+    return isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
 
 
 def _excluded(server_args: Any) -> str:
