@@ -17,9 +17,10 @@ def main(site: Path) -> int:
     import cornplug
 
     names = ["cornplug", *(m.name for m in pkgutil.walk_packages(cornplug.__path__, "cornplug."))]
-    if importlib.util.find_spec("sglang") is None:
-        # SGLang lives in an environment of its own, and that room's tests with it.
-        names = [name for name in names if not name.startswith("cornplug.sglang_hooks.")]
+    # Each engine lives in an environment of its own.
+    for engine, room in (("vllm", "cornplug.vllm_connector."), ("sglang", "cornplug.sglang_hooks.")):
+        if importlib.util.find_spec(engine) is None:
+            names = [name for name in names if not name.startswith(room)]
     strays = []
     for name in names:
         module = importlib.import_module(name)
