@@ -34,6 +34,16 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def declares_quantization(hf_config: Any) -> bool:
+    """Whether a checkpoint's own config (transformers' object) says that it is quantised."""
+    text = getattr(hf_config, "text_config", hf_config)
+    return any(
+        getattr(part, name, None) is not None
+        for part in (hf_config, text)
+        for name in ("quantization_config", "compression_config")
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
     """A checkpoint, and what this engine's command line changes about it."""

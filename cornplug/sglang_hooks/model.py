@@ -6,7 +6,7 @@ import json
 from typing import Any, Final
 
 from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel, dtype_name
+from cornplug.engine_side.model import EngineModel, declares_quantization, dtype_name
 from cornplug.errors import CheckpointError
 
 UNVERIFIABLE_FORMATS: Final = frozenset(
@@ -92,19 +92,10 @@ def _overrides(settings: Any, model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
-    if settings.quantization and not _declares_quantization(model.hf_config):
+    if settings.quantization and not declares_quantization(model.hf_config):
         # Weights that an engine quantises as it loads them are its own: scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
     for field in _PECULIAR:
         if (value := getattr(settings, field)) is not None:
             found[field] = value
     return found | {field: True for field in _PECULIAR_SWITCHES if getattr(settings, field)}
-
-
-def _declares_quantization(hf_config: Any) -> bool:
-    text = getattr(hf_config, "text_config", hf_config)
-    return any(
-        getattr(part, name, None) is not None
-        for part in (hf_config, text)
-        for name in ("quantization_config", "compression_config")
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel, TowerIdentity, dtype_name
+from cornplug.engine_side.model import EngineModel, TowerIdentity, declares_quantization, dtype_name
 from cornplug.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -62,15 +62,6 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         )
     if model.hf_overrides:
         found["hf_overrides"] = model.hf_overrides
-    if model.quantization and not _declares_quantization(model.hf_config):
+    if model.quantization and not declares_quantization(model.hf_config):
         found["quantization"] = str(model.quantization)
     return found
-
-
-def _declares_quantization(hf_config: Any) -> bool:
-    text = getattr(hf_config, "text_config", hf_config)
-    return any(
-        getattr(part, name, None) is not None
-        for part in (hf_config, text)
-        for name in ("quantization_config", "compression_config")
-    )
