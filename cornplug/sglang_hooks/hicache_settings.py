@@ -29,6 +29,8 @@ BACKEND: Final = {
 }
 """How SGLang's "dynamic" storage finds ours."""
 
+_LEAST_ROOM_BYTES: Final = 1 << 30
+"""Less than this for all host pools is not worth having, and may be gone once the model is loaded."""
 _EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
 
 # (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
@@ -78,7 +80,7 @@ def fill_in(server_args: Any, config: Config) -> None:
     """
     if not config.engine.share_kv:
         return
-    if why := _excluded(server_args):
+    if why := _excluded(server_args) or ("" if server_args.enable_hierarchical_cache else _no_room()):
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
         return
     _refuse_rivals(server_args)
@@ -152,6 +154,22 @@ def _excluded(server_args: Any) -> str:
     hybrid = [name for name in _HYBRID_FIELDS if text.get(name)]
     hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
+
+
+def _no_room() -> str:
+    """SGLang leaves a reserve of host memory (10 GiB) out of its host pools, and a server with HiCache
+    does not start where nothing is left beside it: without us it would have."""
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+    from sglang.srt.mem_cache.pool_host import base
+
+    try:
+        free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    except RuntimeError as e:  # no reading of the cgroup's limits; SGLang's own sizing would end on it
+        return str(e)
+    if free - reserve >= _LEAST_ROOM_BYTES:
+        return ""
+    gib = 1 << 30
+    return f"{free / gib:.1f} GiB of host memory are free, {reserve / gib:.0f} of which HiCache leaves alone"
 
 
 def _refuse_rivals(server_args: Any) -> None:

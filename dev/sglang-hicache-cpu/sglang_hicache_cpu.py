@@ -32,6 +32,10 @@ def register() -> None:
 
     if torch.cuda.is_available() or not is_cpu():
         return
+    # Pools of tests are small, and several engines share the machine: 10 GiB are not always free.
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     before, replace = HookType.BEFORE, HookType.REPLACE
     HookRegistry.register(f"{_MLA}.AttentionBackendRegistry.get_handler", _latent_handler, HookType.AROUND)
     HookRegistry.register(f"{_POOLS}.base.HostKVCache.__init__", _unpinned, before)

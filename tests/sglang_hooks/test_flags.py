@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import yaml
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.mem_cache import host_memory
+from sglang.srt.mem_cache.pool_host import base as pool_base
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -225,6 +227,21 @@ def test_full_attention_in_every_layer_is_no_hybrid(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "layer_types": ["full_attention"] * 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert filled(str(tmp_path), "--enable-cornplug").enable_hierarchical_cache
+
+
+def test_without_room_for_hicache_the_server_starts_all_the_same(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang leaves 10 GiB of host memory alone, and with HiCache does not start where no more is free."""
+    reserve = pool_base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    for free, shared in ((reserve, False), (reserve + (2 << 30), True)):
+        monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda free=free, **_: free)
+        assert bool(filled(text, "--enable-cornplug").enable_hierarchical_cache) == shared
+    # Who asks for HiCache by name hears of it from SGLang.
+    monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda **_: reserve)
+    assert (
+        filled(text, "--enable-cornplug", "--enable-hierarchical-cache").hicache_storage_backend == "dynamic"
+    )
 
 
 def test_what_sglang_decides_itself_withdraws_kv(text: str) -> None:
