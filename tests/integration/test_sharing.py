@@ -143,10 +143,14 @@ def test_a_fresh_engine_reuses_what_the_first_computed(asked: Stack, fresh: Vllm
 
 def test_preempted_requests_stay_right(asked: Stack, fresh: VllmServer) -> None:
     before = fresh.metric("vllm:num_preemptions_total")
-    # All fit when they are admitted (40 blocks of 64 tokens), and not when they have grown.
-    words = [f"{PREAMBLE} Number {i}." for i in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        long = list(pool.map(lambda w: fresh.chat(w, max_tokens=256), words))
+    # All fit when they are admitted (40 blocks of 64 tokens), and not when they have grown: unless
+    # a busy machine lets them in one after the other, so there is a second and a third try.
+    for attempt in range(3):
+        words = [f"{PREAMBLE} Number {i}, try {attempt}." for i in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            long = list(pool.map(lambda w: fresh.chat(w, max_tokens=256), words))
+        if fresh.metric("vllm:num_preemptions_total") > before:
+            break
     assert fresh.metric("vllm:num_preemptions_total") > before
     a = asked.servers["a"]
     for w, answer in zip(words, long, strict=True):

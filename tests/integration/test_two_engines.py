@@ -49,11 +49,15 @@ def committed(stack: Stack, server: EngineServer) -> None:
 
 @pytest.fixture(scope="module")
 def both(stack: Stack) -> Stack:
-    """The stack with engines v (vLLM) and s (SGLang) of the Qwen2-VL, and no other."""
+    """The stack with engines v (vLLM) and s (SGLang) of the Qwen2-VL, and no other; store and
+    encoder begin anew, for other tests have asked about the same pictures."""
     for server in stack.servers.values():
         server.stop()
-    if stack.store is None or not stack.store.alive():
-        stack.start_store()
+    stack.encoder.stop()
+    if stack.store is not None:
+        stack.store.stop()
+    stack.start_store()
+    stack.encoder.start()
     stack.serve("v", "q", *V_ARGS)
     stack.serve_sglang("s", "q", *S_ARGS)
     return stack
