@@ -104,11 +104,6 @@ def prefixes(count: int, seed: int) -> tuple[list[Request], Asked]:
     return warm, asked
 
 
-def with_question(request: Request, question: str) -> Request:
-    """The same prefix and another end."""
-    return Request(f"{request.prompt} {question}?", request.images)
-
-
 class Files:
     """SGLang's own file storage. No other engine can write to it: an SGLang warms it."""
 
@@ -169,13 +164,13 @@ def measure(
     warm, asked = work
     with here.cornplug(model, f"{first}-writes", first) as writer:
         for _, request in asked:
-            with_question(request, "who is this").ask(writer)
+            request.then("who is this").ask(writer)
         hits(writer, "kv_page")  # two more steps: what was saved is committed
     if baseline is not None:
         with baseline.writer() as own:
             for kind, request in asked:
                 if kind in baseline.kinds:
-                    with_question(request, "who is this").ask(own)
+                    request.then("who is this").ask(own)
     ttft: dict[str, tuple[list[float], list[float], list[float]]] = {
         kind: ([], [], []) for kind in (WITH_PICTURE, TEXT_ONLY)
     }
@@ -189,7 +184,7 @@ def measure(
                 request.ask(server)
         saved_before = int(pair.cornplug.metric("cornplug_saved_tokens_total"))
         for i, (kind, request) in enumerate(asked):
-            question = with_question(request, "what happens next")
+            question = request.then("what happens next")
             turns = range(len(sides)) if baseline is not None and kind in baseline.kinds else range(2)
             answers = {}
             for j in turns if i % 2 == 0 else reversed(turns):

@@ -71,17 +71,12 @@ def prefixes(count: int) -> tuple[list[Request], list[tuple[str, Request]]]:
     return warm, asked
 
 
-def with_question(request: Request, question: str) -> Request:
-    """The same prefix and another end."""
-    return Request(f"{request.prompt} {question}?", request.images)
-
-
 def measure(report: Report, here: Stage, model: Path, count: int) -> None:
     """Fill `report` with `count` prefixes of each kind."""
     warm, asked = prefixes(count)
     with here.cornplug(model, "first") as first:
         for _, request in asked:
-            with_question(request, "who is this").ask(first)
+            request.then("who is this").ask(first)
         hits(first, "kv_page")  # two more steps: what was saved is committed
     ttft: dict[str, tuple[list[float], list[float]]] = {WITH_PICTURE: ([], []), TEXT_ONLY: ([], [])}
     tokens, equal = [], 0
@@ -92,7 +87,7 @@ def measure(report: Report, here: Stage, model: Path, count: int) -> None:
                 request.ask(server)
         before = hits(pair.cornplug, "kv_page")
         for i, (kind, request) in enumerate(asked):
-            question = with_question(request, "what happens next")
+            question = request.then("what happens next")
             answers = {}
             for server, other in zip(pair.in_turn(i), reversed(pair.in_turn(i)), strict=True):
                 with idle.watch(other):

@@ -48,6 +48,10 @@ class Request:
     images: tuple[bytes, ...] = ()
     max_tokens: int = 8
 
+    def then(self, question: str) -> Request:
+        """The same prefix and another end."""
+        return Request(f"{self.prompt} {question}?", self.images)
+
     def ask(self, server: EngineServer) -> Answer:
         """Its answer. Generation does not stop early, so both sides do the same work."""
         return server.chat(

@@ -50,22 +50,21 @@ class EmbeddingPublisher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:
-        import torch
+        from cornplug.engine_side.tensors import raw_bytes
 
         outcome, size = "error", 0
         try:
             if mark is not None:
                 mark.synchronize()
-            host = embedding.detach().cpu().contiguous()
-            payload = memoryview(host.view(-1).view(torch.uint8).numpy())
+            payload = raw_bytes(embedding)
             size = payload.nbytes
             outcome = entry.put(
                 self._run.store,
                 payload,
                 kind=Kind.EMBEDDING,
                 key=key,
-                dtype=dtype_name(host.dtype),
-                shape=tuple(host.shape),
+                dtype=dtype_name(embedding.dtype),
+                shape=tuple(embedding.shape),
                 app=self._run.app,
                 deadline_s=self._run.patience_s,
             )

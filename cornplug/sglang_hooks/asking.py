@@ -22,8 +22,8 @@ from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.engine_side.backoff import BackOff
-from cornplug.engine_side.model import dtype_name
 from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_side.tensors import to_wire
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import weights
@@ -146,7 +146,5 @@ def _inputs(item: Any) -> dict[str, Tensor]:
         if not isinstance(value, torch.Tensor):
             # For instance a handle to another process's GPU memory.
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
-        value = value.detach().cpu().contiguous()
-        data = value.view(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = Tensor(dtype_name(value.dtype), tuple(value.shape), data)
+        found[name] = to_wire(value)
     return found

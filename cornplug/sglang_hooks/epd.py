@@ -25,12 +25,13 @@ import torch
 
 from cornplug.encoder_service.statement import Statement
 from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.tensors import raw_bytes
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import active, named, weights
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.salts import salt_of
+from cornplug.sglang_hooks.salts import salt_of_request
 
 _WHAT: Final = "embedding"
 _KEY: Final = "_cornplug_epd_key"
@@ -64,12 +65,12 @@ def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
         raise CodecError("the encoder says nothing of its embeddings", reason="no_statement")
     if identity is None:
         raise CodecError("nobody knows this engine's model", reason="not_identified")
-    rows: torch.Tensor = data.embedding.contiguous()
+    rows: torch.Tensor = data.embedding
     grid = data.get_grid()
     if rows.ndim != 2 or not _is_grid(grid):
         raise CodecError("rows or grids are not what a statement is of", reason="statement")
-    payload = memoryview(rows.view(-1).view(torch.uint8).numpy())
     shape = (rows.shape[0], rows.shape[1])
+    payload = raw_bytes(rows)
     if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
         raise CodecError("the embedding's statement is not signed by the store's secret", reason="statement")
     if statement.identity != identity:
@@ -159,7 +160,7 @@ def _part_came(original: Callable[..., Any], current: Any, data: Any, model_type
 
 def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, obj: Any) -> None:
     """So that the service keeps the embedding in the request's own domain."""
-    salt = _salt(obj)
+    salt = salt_of_request(obj)
     if active.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
             if entry["modality"].name == "IMAGE":
@@ -179,7 +180,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
         _receiving.reset(token)
     if mm_inputs is not None:
         pictures = _pictures(mm_inputs)
-        keys = keys_of(pictures, parts, _salt(request_obj))
+        keys = keys_of(pictures, parts, salt_of_request(request_obj))
         for item, key in zip(pictures, keys or (), strict=bool(keys)):
             item.__dict__[_KEY] = key
         _count(pictures)
@@ -196,10 +197,6 @@ def _sent(_manager: Any, tokenized: Any) -> None:
                 named.give(item, key)
 
 
-def _salt(obj: Any) -> str | None:
-    return salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
-
-
 # -- scheduler -------------------------------------------------------------------------------
 
 
@@ -210,7 +207,7 @@ def _assembled(_result: None, waiting: Any, *_args: Any) -> None:
     mm_inputs = waiting.recv_req.mm_inputs
     pictures = _pictures(mm_inputs)
     parts = vars(waiting.recv_embedding_data).get(_PARTS, {})
-    keys = keys_of(pictures, parts, _salt(waiting.recv_req))
+    keys = keys_of(pictures, parts, salt_of_request(waiting.recv_req))
     for item, key in zip(pictures, keys or (), strict=bool(keys)):
         named.give(item, key)
     _count(pictures)

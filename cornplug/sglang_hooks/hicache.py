@@ -23,6 +23,7 @@ from cornplug.engine_side.runtime import miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.sglang_hooks import active, kv_names, weights
 from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.hicache_settings import compile_hash
 from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages import RankPages
 from cornplug.sglang_hooks.kv_ranks import Ranks
@@ -85,7 +86,6 @@ class CornplugStorage(HiCacheStorage):
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
-        from sglang.srt.mem_cache.utils import get_hash_str
         from sglang.srt.runtime_context import get_server_args
 
         model = model_config_of(get_server_args())
@@ -100,8 +100,8 @@ class CornplugStorage(HiCacheStorage):
             book = kv_names.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
-        # SGLang compiles it on first use. Then a thread that it may want to stop would be busy.
-        get_hash_str([0] * pages.page_size, None, pages.page_size)
+        # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
+        compile_hash()
         roots = Roots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
         self._reader = Reader(self._run, roots, book, mine, pages, self._tally)

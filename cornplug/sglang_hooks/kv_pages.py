@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.codec import checksum, decode_header
+from cornplug.codec import checksum
+from cornplug.engine_side.page_header import read_page_header
+from cornplug.engine_side.tensors import rows
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Lease, Location, Store
@@ -36,40 +38,30 @@ class RankPages:
         Raises CodecError for an entry that is not what it says, StoreUnavailable for one of
         another store.
         """
-        header = decode_header(lease.meta, key=lease.key)
-        if header.shape != self.page.shape or header.dtype != self.page.dtype:
-            raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
-        if len(header.checksums) != self.page.segments or lease.location.size != self.page.page_bytes:
-            raise CodecError("a page of other size than it says", reason="wrong_shape")
-        rows = _rows(into)
-        np.copyto(rows, self._arena(self.store.view(lease.location)))
-        if any(header.checksums[segment] != value for segment, value in self._sums(rows).items()):
+        header = read_page_header(lease, self.page)
+        copied = rows(into)
+        np.copyto(copied, self._arena(self.store.view(lease.location)))
+        if any(header.checksums[segment] != value for segment, value in self._sums(copied).items()):
             raise CodecError("a page is corrupt", reason="corrupt")
 
     def write(self, source: torch.Tensor, location: Location) -> Mapping[int, int]:
         """Copy this rank's part of a page into room that is reserved for it; segment -> checksum
         of the source. Raises StoreUnavailable."""
-        rows = _rows(source)
-        sums = self._sums(rows)
-        np.copyto(self._arena(self.store.view(location, writable=True)), rows)
+        mine = rows(source)
+        sums = self._sums(mine)
+        np.copyto(self._arena(self.store.view(location, writable=True)), mine)
         return sums
 
     @property
     def segments(self) -> list[int]:
         """Segments of the page that this rank holds, in the order of `write`'s checksums."""
-        layers = self.page.layers
-        return [head * layers + layer for head in self.heads for layer in range(layers)]
+        return self.page.segments_of(self.heads)
 
-    def _sums(self, rows: Bytes) -> dict[int, int]:
+    def _sums(self, mine: Bytes) -> dict[int, int]:
         step = self.page.segment_bytes
-        flat = rows.reshape(-1).data
+        flat = mine.reshape(-1).data
         return {segment: checksum(flat[i * step : (i + 1) * step]) for i, segment in enumerate(self.segments)}
 
     def _arena(self, payload: memoryview) -> Bytes:
         whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, -1)
         return whole[self.heads.start : self.heads.stop]
-
-
-def _rows(page: torch.Tensor) -> Bytes:
-    """A page in host memory, shape (heads, bytes of a head), writable, without a copy."""
-    return page.view(torch.uint8).numpy().reshape(len(page), -1)

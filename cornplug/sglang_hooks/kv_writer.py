@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from cornplug.codec import Header, Kind, encode_header
+from cornplug.engine_side.page_header import page_header
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CheckpointError, CornplugError, StoreUnavailable
 from cornplug.kv_page import tensor_parallel_heads
@@ -198,9 +198,7 @@ class Writer:
                 if rows[rank][i, 0]:
                     sums |= dict(zip(segments, rows[rank][i, 1:].tolist(), strict=True))
             if len(sums) == page.segments:
-                checksums = tuple(sums[segment] for segment in range(page.segments))
-                header = Header(Kind.KV_PAGE, reservation.key, page.dtype, page.shape, checksums)
-                whole.append((reservation, encode_header(header)))
+                whole.append((reservation, page_header(reservation.key, page, sums)))
             else:
                 broken.append(reservation)
         outcomes["write_failed"] += len(broken)
@@ -219,7 +217,7 @@ class Writer:
         for rank in range(self._ranks.size):
             heads, writes = tensor_parallel_heads(page.heads, self._ranks.size, rank)
             if writes:
-                found[rank] = [head * page.layers + layer for head in heads for layer in range(page.layers)]
+                found[rank] = page.segments_of(heads)
         return found
 
     def _give_up(self, reserved: list[Reservation]) -> None:

@@ -27,7 +27,7 @@ from cornplug.sglang_hooks import active, compat, decoded, named, preprocessing
 from cornplug.sglang_hooks.asking import Asker
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.salts import salt_of
+from cornplug.sglang_hooks.salts import salt_of_request
 
 _FIRST_READ_S: Final = 2.0
 """How long the first request may wait for a checkpoint that was never read before."""
@@ -95,7 +95,7 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
     """
     items = mm_inputs.mm_items
     options = _options(obj, [item for item in items if item.is_image()])
-    salt = salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
+    salt = salt_of_request(obj)
     ours = []
     for item in items:
         media = decoded.digest_of(item)
@@ -172,9 +172,8 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
         tower = await here.names.tower()
         items = name(mm_inputs, tower, obj)
         if items and tower is not None and active.config().engine.share_embeddings:
-            salt = salt_of(getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None))
             wanted = [item for item in items if item.precomputed_embeddings is None]
-            await here.asker.prepare(wanted, tower.served_identity, salt)
+            await here.asker.prepare(wanted, tower.served_identity, salt_of_request(obj))
     return tokenized
 
 

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from cornplug.engine_side.model import EngineModel, dtype_name
+from cornplug.engine_side.tensors import raw_bytes
 from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest
 
@@ -66,7 +67,7 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
     if all(map(_agree, ours, theirs)):
         return None
     parts = [
-        digest("tensor", name.encode(), array_digest(dtype_name(value.dtype), value.shape, _bytes(value)))
+        digest("tensor", name.encode(), array_digest(dtype_name(value.dtype), value.shape, raw_bytes(value)))
         for tensors in ours
         for name, value in sorted(tensors.items())
     ]
@@ -153,7 +154,3 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Without a batch of one: some ways have it, some do not."""
     return tensor.squeeze(0) if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

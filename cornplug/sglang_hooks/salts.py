@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 _MARK: Final = "\x00"
 """Begins every salt that is not simply a request's own: no client writes one by accident."""
@@ -22,3 +22,8 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
         if value is not None:
             parts.append(f"{name}:{len(value.encode())}:{value}")
     return "".join(parts)
+
+
+def salt_of_request(request: Any) -> str | None:
+    """`salt_of` what a request of SGLang's says, in whichever of its forms."""
+    return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -238,6 +238,13 @@ class EncoderProcess(ManagedProcess):
     def ready(self) -> bool:
         return answers(f"{self.url}/health")
 
+    def tower_passes(self) -> int:
+        """Media that the service has run a tower for, since it began."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        name = "cornplug_encoder_tower_passes_total"
+        (line,) = [line for line in text.splitlines() if line.startswith(name)]
+        return int(float(line.split()[-1]))
+
 
 def answers(url: str) -> bool:
     """Whether a GET of `url` gives 200 within two seconds."""

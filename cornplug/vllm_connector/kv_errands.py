@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cornplug.codec import Header, Kind, encode_header
+from cornplug.engine_side.page_header import page_header
 from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
@@ -77,7 +77,10 @@ class Errands:
 
     def _publish(self, saves: list[OpenSave]) -> None:
         app, page_bytes = self._run.app, self._page.page_bytes
-        written = [(save.reservation, self._header(save)) for save in saves]
+        written = [
+            (save.reservation, page_header(save.reservation.key, self._page, save.checksums))
+            for save in saves
+        ]
         try:
             stored = sum(self._run.store.commit(written, deadline_s=self._run.deadline_s))
         except CornplugError as e:
@@ -88,8 +91,3 @@ class Errands:
             self._tally.count("cornplug_bytes_total", app, WHAT, "save", by=stored * page_bytes)
         if stored < len(saves):
             self._tally.count("cornplug_saves_total", app, WHAT, "reservation_ended", by=len(saves) - stored)
-
-    def _header(self, save: OpenSave) -> bytes:
-        page = self._page
-        checksums = tuple(save.checksums[i] for i in range(page.segments))
-        return encode_header(Header(Kind.KV_PAGE, save.reservation.key, page.dtype, page.shape, checksums))

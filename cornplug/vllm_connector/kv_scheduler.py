@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cornplug.codec import decode_header
 from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_side.page_header import read_page_header
 from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CheckpointError, CodecError
 from cornplug.identity import kv_root
@@ -186,9 +186,7 @@ class KVScheduler:
         if lease is None:
             return None
         try:
-            header = decode_header(lease.meta, key=lease.key)
-            if header.shape != self._page.shape or header.dtype != self._page.dtype:
-                raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
+            header = read_page_header(lease, self._page)
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
             self._errands.delete(lease.key)

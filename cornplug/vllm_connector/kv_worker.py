@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from cornplug.codec import checksum
+from cornplug.engine_side.tensors import rows
 from cornplug.errors import CodecError, CornplugError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Store
@@ -281,7 +282,7 @@ class KVWorker:
         sums: dict[int, dict[int, int]] = {}
         for row, target in enumerate(pages):
             found = sums[target.token] = dict[int, int]()
-            source = _rows(staging[row])
+            source = rows(staging[row])
             arena = self._arena_rows(self._store.view(target.location, writable=True))
             for head, here, there in zip(self._mine.heads, source, arena, strict=True):
                 self._sum(here, head, found)
@@ -295,8 +296,8 @@ class KVWorker:
             raise LayoutError("this cache is not mapped", reason="layout")
         size = self._page.page_tokens
         staging = self._staging(len(pages))
-        rows = range(len(pages))
-        whole = list(itertools.takewhile(lambda row: self._copied(pages[row], staging[row]), rows))
+        each = range(len(pages))
+        whole = list(itertools.takewhile(lambda row: self._copied(pages[row], staging[row]), each))
         for row in whole:
             source = pages[row]
             first = source.index * size
@@ -309,7 +310,7 @@ class KVWorker:
     def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
         """Copy this rank's part of a page to host memory; whether the copy is what was stored."""
         arena = self._arena_rows(self._store.view(source.location))
-        for head, here, there in zip(self._mine.heads, _rows(target), arena, strict=True):
+        for head, here, there in zip(self._mine.heads, rows(target), arena, strict=True):
             np.copyto(here, there)
             found: dict[int, int] = {}
             self._sum(here, head, found)
@@ -343,8 +344,3 @@ def _log_failure(future: Future[None]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
         compat.logger.error("cornplug: moving KV failed", exc_info=error)
-
-
-def _rows(page: torch.Tensor) -> Bytes:
-    """A page in host memory, shape (heads, bytes of a head), writable, without a copy."""
-    return page.view(torch.uint8).numpy().reshape(len(page), -1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cornplug.encoder_service.protocol import Tensor
-from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.tensors import to_wire
 from cornplug.errors import EncoderRefused
 
 if TYPE_CHECKING:
@@ -48,6 +48,4 @@ class MediaInputs:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)
-        value = value.detach().cpu().contiguous()
-        data = value.view(-1).view(torch.uint8).numpy().tobytes() if value.ndim else value.numpy().tobytes()
-        return Tensor(dtype_name(value.dtype), tuple(value.shape), data)
+        return to_wire(value)

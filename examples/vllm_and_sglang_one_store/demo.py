@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -174,14 +173,14 @@ class Demo:
     def _turn(
         self, turn: Turn, server: EngineServer, stock: Answer, store: StoreProcess, encoder: EncoderProcess
     ) -> Row:
-        saved, passes = server.metric("cornplug_saved_tokens_total"), tower_passes(encoder)
+        saved, passes = server.metric("cornplug_saved_tokens_total"), encoder.tower_passes()
         answer = turn.ask(server)
         settle(server, store)
         return Row(
             turn=turn,
             answer=answer,
             stock=stock,
-            passes=tower_passes(encoder) - passes,
+            passes=encoder.tower_passes() - passes,
             from_store=int(server.metric("cornplug_saved_tokens_total") - saved),
         )
 
@@ -201,13 +200,6 @@ def settle(server: EngineServer, store: StoreProcess) -> None:
     for _ in range(2):
         server.chat("Thank you.", max_tokens=2, ignore_eos=True)
     store.settle()
-
-
-def tower_passes(encoder: EncoderProcess) -> int:
-    """Pictures that the service has run its tower for, since it began."""
-    text = httpx.get(f"{encoder.url}/metrics", trust_env=False).raise_for_status().text
-    (line,) = [x for x in text.splitlines() if x.startswith("cornplug_encoder_tower_passes_total")]
-    return int(float(line.split()[-1]))
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -129,10 +129,8 @@ class Stack:
         assert self.store is not None
         return self.store.stat()
 
-    def tower_passes(self) -> float:
-        text = httpx.get(f"{self.encoder.url}/metrics", trust_env=False).text
-        (line,) = [x for x in text.splitlines() if x.startswith("cornplug_encoder_tower_passes_total")]
-        return float(line.split()[-1])
+    def tower_passes(self) -> int:
+        return self.encoder.tower_passes()
 
 
 def flush(server: EngineServer) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
 
@@ -75,10 +74,8 @@ class Scene:
         assert answer.logprobs == pytest.approx(self.stock[name].logprobs, abs=1e-4), name
         return answer
 
-    def tower_passes(self) -> float:
-        text = httpx.get(f"{self.encoder.url}/metrics", trust_env=False).text
-        (line,) = [x for x in text.splitlines() if x.startswith("cornplug_encoder_tower_passes_total")]
-        return float(line.split()[-1])
+    def tower_passes(self) -> int:
+        return self.encoder.tower_passes()
 
 
 @pytest.fixture(scope="module")
