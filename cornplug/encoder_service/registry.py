@@ -74,7 +74,7 @@ class Registry:
         family = checkpoint.family
         ids = checkpoint.identity(self.dtype_name)
         spec_fp = identity.spec_fingerprint(checkpoint.tower_spec(self.dtype_name))
-        architecture = towers.architecture(family.name)
+        architecture = towers.architecture(family)
         tower = self._towers.get((ids.tower_fp, spec_fp))
         if tower is None:
             report(f"{name}: loading tower {ids.tower_fp.hex()[:12]} as {self.dtype_name}")

@@ -296,7 +296,9 @@ def _project(
     group: Sequence[Flight[Work]], features: dict[bytes, torch.Tensor]
 ) -> list[tuple[Flight[Work], torch.Tensor]]:
     projector = group[0].work.model.projector
-    made = projector.project([features[flight.feature_key] for flight in group])
+    made = projector.project(
+        [features[flight.feature_key] for flight in group], [flight.work.item for flight in group]
+    )
     # On the CPU before the next batch begins, so that a GPU's memory is free again.
     return [(flight, e.to("cpu").contiguous()) for flight, e in zip(group, made, strict=True)]
 

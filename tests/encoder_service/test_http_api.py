@@ -92,7 +92,7 @@ def test_equals_the_engines_path(service: Service, qwen: Path) -> None:
     loaded = service.encoder.registry.by_name(str(qwen))
     assert loaded is not None
     item = loaded.tower.prepare(inputs_of(qwen, picture(1)))
-    want = loaded.projector.project(loaded.tower.encode([item]))[0]
+    want = loaded.projector.project(loaded.tower.encode([item]), [item])[0]
     answer = service.post(data={"model": str(qwen)}, files={"image": png(picture(1))}).json()
     got = np.frombuffer(base64.b64decode(answer["data"]), np.float32).reshape(answer["shape"])
     np.testing.assert_array_equal(got, want.numpy())

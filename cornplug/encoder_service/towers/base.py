@@ -4,7 +4,7 @@
                               (CPU)            (rows, width)         (rows, hidden)
                                   └─ shared by models ─┘  └─ per model ─┘
 
-A new family is one module here with an `Architecture`, and a line in `towers.TOWERS`.
+A family names its `Architecture` in `Family.network`; several may share one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ class Item:
     """`identity.array_digest` of each of `tensors`, for `identity.feature_key`."""
     tokens: int
     """Rows that attention sees: what a batch's budget counts."""
+    geometry: tuple[int, ...] = ()
+    """What the projector needs to know of the medium besides its features (tiles, picture size)."""
 
 
 class Tower(Protocol):
-    """Weights up to the cut. Called by one thread only, except `prepare`."""
+    """Weights up to the cut. Called by one thread only, except `prepare`.
+
+    Holds no sockets, locks or closures: a replica gets it by pickling, in a process of ours.
+    """
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
         """Check one medium's inputs. Thread-safe.
@@ -51,8 +56,8 @@ class Projector(Protocol):
     def hidden_size(self) -> int:
         """Width of an embedding row."""
 
-    def project(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Embeddings, shape (rows, hidden_size) each, contiguous."""
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+        """Embeddings, shape (rows, hidden_size) each, contiguous. `items`: whose features they are."""
 
 
 class Architecture(Protocol):

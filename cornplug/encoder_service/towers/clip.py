@@ -117,7 +117,7 @@ class LlavaProjector:
         return self._linears.linear_2.out_features
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
         out = self._linears.linear_2(self._activation(self._linears.linear_1(rows)))
         return list(out.split([len(f) for f in features]))

@@ -119,7 +119,7 @@ class Qwen2VlMerger:
         return self._hidden_size
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._merger.ln_q.weight.device) for f in features])
         out: torch.Tensor = self._merger(rows)
         return list(out.split([len(f) // self._patches_a_row for f in features]))

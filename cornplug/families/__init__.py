@@ -1,0 +1,26 @@
+"""Model families: where tower and projector lie in a checkpoint, and what else shapes them.
+
+One module a family. `FAMILIES` finds them by itself: `model_type` of config.json -> the
+`FAMILY` of the module that describes it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from cornplug.families.base import Family, Json, Modality, Part, Spec, without_inert
+
+__all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "without_inert"]
+
+
+def _families() -> Iterator[Family]:
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "base":
+            yield importlib.import_module(f"{__name__}.{module.name}").FAMILY
+
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({family.name: family for family in _families()})

@@ -1,0 +1,124 @@
+"""What a family is: a row of names, and pure functions from published JSON to specs.
+
+Specs hold every field that can change a tower's output, with the defaults of transformers
+filled in, so that an absent field and its explicit default agree. A field unknown here is
+kept: a spec that says too much costs a miss, one that says too little a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Part = Literal["tower", "projector", "language_model"]
+Modality = Literal["image", "video", "audio"]
+Json = Mapping[str, Any]
+Spec = dict[str, Any]
+
+# What transformers writes into any config and no forward pass of an engine reads.
+_INERT_WORDS: Final = """
+_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash add_cross_attention
+architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id
+chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+dropout dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+finetuning_task forced_bos_token_id forced_eos_token_id id2label image_token_id image_token_index
+initializer_factor initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+temperature tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_p
+torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache video_token_id
+vision_end_token_id vision_start_token_id vision_token_id
+"""
+_INERT: Final = frozenset(_INERT_WORDS.split())
+
+
+def without_inert(config: Json) -> Spec:
+    """A config without names, token ids, training and sampling fields."""
+    return {k: v for k, v in config.items() if k not in _INERT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type`. The three spec functions raise CheckpointError for what they do not know."""
+
+    name: str
+    """`model_type` of config.json."""
+    network: str
+    """What runs it: "module:Class" under `cornplug.encoder_service.towers`."""
+    inputs: Mapping[Modality, tuple[str, ...]]
+    """What the tower takes of each modality: the processor's outputs by their Hugging Face names."""
+    tower_prefixes: tuple[str, ...]
+    projector_prefixes: tuple[str, ...]
+    language_model_prefixes: tuple[tuple[str, str], ...]
+    """(prefix as published, normalised prefix) of every generation of names."""
+    shares_features: bool
+    """Whether the tower's output is worth keeping before the projector, for other LLMs."""
+    tower_spec: Callable[[Json], Spec]
+    """config.json -> what shapes the tower up to the cut, besides weights and dtype."""
+    projector_spec: Callable[[Json], Spec]
+    """config.json -> what shapes the projector, besides weights and dtype."""
+    preprocess_spec: Callable[[Json], Spec]
+    """preprocessor_config.json -> every field that changes the tower's input."""
+    before_cut: Callable[[Json, str], bool]
+    """(config.json, normalised tower tensor) -> whether it can reach the tower's output."""
+
+    def classify(self, published: str) -> tuple[Part, str]:
+        """Part and normalised name of a tensor. Tower and projector names lose their prefix."""
+        best: tuple[int, Part, str] = (-1, "language_model", published)
+        parts: tuple[tuple[Part, tuple[tuple[str, str], ...]], ...] = (
+            ("tower", tuple((p, "") for p in self.tower_prefixes)),
+            ("projector", tuple((p, "") for p in self.projector_prefixes)),
+            ("language_model", self.language_model_prefixes),
+        )
+        for part, prefixes in parts:
+            for prefix, normal in prefixes:
+                if published.startswith(prefix) and len(prefix) > best[0]:
+                    best = (len(prefix), part, normal + published[len(prefix) :])
+        return best[1], best[2]
+
+
+_CLIP_MEAN: Final = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD: Final = [0.26862954, 0.26130258, 0.27577711]
+_PIXEL_DEFAULTS: Final[Json] = {
+    "do_resize": True,
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+    "do_convert_rgb": True,
+    "data_format": "channels_first",
+}
+_NO_PIXELS: Final = frozenset(
+    {
+        "_processor_class",
+        "_valid_processor_keys",
+        "auto_map",
+        "default_to_square",
+        "device",
+        "disable_grouping",
+        "feature_extractor_type",
+        "processor_class",
+        "return_tensors",
+        "use_fast",
+    }
+)
+
+
+def pixel_spec(preprocessor: Json, kind: str, defaults: Json) -> Spec:
+    """preprocessor_config.json over the defaults of its class `kind` and of all image processors."""
+    # A null is transformers' way to say "the class's default".
+    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
+    found = str(given.pop("image_processor_type", kind))
+    return {**_PIXEL_DEFAULTS, **defaults, **given, "kind": found.removesuffix("Fast").removesuffix("Pil")}
+
+
+def known_sides(spec: Spec) -> Spec:
+    """Drop null sides, which transformers 5 writes out in full."""
+    for name in ("size", "crop_size"):
+        if isinstance(spec.get(name), Mapping):
+            spec[name] = {k: v for k, v in spec[name].items() if v is not None}
+    return spec

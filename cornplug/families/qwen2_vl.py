@@ -1,0 +1,82 @@
+"""Qwen2-VL: a tower of its own per size, and a merger that shrinks its output."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec, without_inert
+
+_QWEN2_VISION_DEFAULTS: Final[Json] = {
+    "model_type": "qwen2_vl",
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def _qwen2_vision(config: Json) -> Spec:
+    given = dict(config.get("vision_config") or {})
+    if "in_chans" in given:
+        given.setdefault("in_channels", given.pop("in_chans"))
+    vision = without_inert({**_QWEN2_VISION_DEFAULTS, **given})
+    # transformers 4 and 5 name the sub-config differently; both mean this tower.
+    vision["model_type"] = "qwen2_vl_vision"
+    for unread in ("spatial_patch_size", "in_chans"):
+        vision.pop(unread, None)
+    if vision.get("rope_parameters") in (None, _QWEN2_VISION_ROPE):
+        vision.pop("rope_parameters", None)
+    return vision
+
+
+_QWEN2_VISION_ROPE: Final[Json] = {"rope_theta": 10000.0, "rope_type": "axial"}
+
+
+def _qwen2_tower(config: Json) -> Spec:
+    return {k: v for k, v in _qwen2_vision(config).items() if k != "hidden_size"}
+
+
+def _qwen2_projector(config: Json) -> Spec:
+    vision = _qwen2_vision(config)
+    return {k: vision[k] for k in ("embed_dim", "hidden_size", "spatial_merge_size")}
+
+
+def _qwen2_preprocess(preprocessor: Json) -> Spec:
+    spec = pixel_spec(
+        preprocessor,
+        "Qwen2VLImageProcessor",
+        {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
+    )
+    # As Qwen2VLImageProcessor does: min_pixels and max_pixels override size.
+    size = dict(spec.pop("size", None) or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+    for pixels, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        value = spec.pop(pixels, size.pop(pixels, None))
+        if value is not None:
+            size[edge] = value
+    spec["size"] = size
+    return known_sides(spec)
+
+
+FAMILY: Final = Family(
+    name="qwen2_vl",
+    network="qwen2_vl:Qwen2Vl",
+    inputs={"image": ("pixel_values", "image_grid_thw")},
+    tower_prefixes=("visual.", "model.visual."),
+    projector_prefixes=("visual.merger.", "model.visual.merger."),
+    language_model_prefixes=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    shares_features=False,
+    tower_spec=_qwen2_tower,
+    projector_spec=_qwen2_projector,
+    preprocess_spec=_qwen2_preprocess,
+    before_cut=lambda _config, name: not name.endswith("inv_freq"),
+)
