@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cornplug import __version__
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_epd
-from cornplug.encoder_service.pictures import Pictures, picture_bytes
+from cornplug.encoder_service.preparing import Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.worker import Encoder
@@ -84,9 +84,9 @@ class ModelList(pydantic.BaseModel):
 def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> FastAPI:
     """The ASGI application over an encoder. Limits are `config`'s."""
     # Decoding and preprocessing are Python and C on bytes: two threads keep the towers fed.
-    pictures = Pictures(encoder.registry, secret=secret, max_pixels=config.max_pixels)
-    threads = ThreadPoolExecutor(2, "cornplug-pictures")
-    parts = sglang_epd.SglangParts(encoder, pictures, threads, config, secret=secret)
+    preparer = Preparer(encoder.registry, secret=secret, max_pixels=config.max_pixels)
+    threads = ThreadPoolExecutor(2, "cornplug-prepare")
+    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -119,7 +119,8 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
             deadline_s = body.deadline_s or config.deadline_s
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(
-                threads, lambda: pictures.prepare(body.model, data, salt=body.salt, deadline_s=deadline_s)
+                threads,
+                lambda: preparer.prepare(body.model, "image", data, salt=body.salt, deadline_s=deadline_s),
             )
         except (EncoderRefused, MediaError) as e:
             encoder.meters.refusals.labels(e.reason).inc()
@@ -205,7 +206,7 @@ async def _read(request: Request) -> tuple[EncodeBody, bytes]:
             raise EncoderRefused(f"form: {e.detail}", reason="bad_input") from e
     if kind == "application/json":
         body = _validate(await request.body())
-        return body, picture_bytes(body.image)
+        return body, medium_bytes("image", body.image)
     raise EncoderRefused(
         f"content-type {kind!r}: send multipart/form-data or application/json", reason="bad_input"
     )

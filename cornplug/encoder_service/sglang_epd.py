@@ -35,7 +35,7 @@ from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_wire as wire
-from cornplug.encoder_service.pictures import Pictures, Prepared, picture_bytes
+from cornplug.encoder_service.preparing import Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.registry import Loaded, Registry
@@ -55,14 +55,14 @@ class SglangParts:
     def __init__(
         self,
         encoder: Encoder,
-        pictures: Pictures,
+        preparer: Preparer,
         threads: Executor,
         config: EncoderConfig,
         *,
         secret: bytes,
     ) -> None:
         self._encoder = encoder
-        self._pictures = pictures
+        self._preparer = preparer
         self._threads = threads
         self._patience_s = config.patience_s
         self._secret = secret
@@ -115,8 +115,8 @@ class SglangParts:
         return await loop.run_in_executor(self._threads, self._pack, model, part, prepared, grid, tensors)
 
     def _prepare(self, model: Loaded, item: wire.MediaItem) -> Prepared:
-        data = picture_bytes(item.url)
-        return self._pictures.prepare_for_sglang(
+        data = medium_bytes("image", item.url)
+        return self._preparer.prepare_for_sglang(
             model.served.name, data, salt=item.cornplug_salt, deadline_s=self._patience_s
         )
 

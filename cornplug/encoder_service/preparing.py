@@ -1,4 +1,4 @@
-"""From a picture's bytes to a request of the encoder: decode, digest, preprocess, name the key."""
+"""From a medium's bytes to a request of the encoder: decode, digest, preprocess, name the key."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, EncoderRefused, MediaError
+from cornplug.families import Modality
 
 APP: Final = "http"
 """In whose name pictures that came by HTTP are stored."""
@@ -31,10 +32,10 @@ class Prepared:
     dtype: str
     """Of the embedding, as torch names it."""
     media: bytes
-    """The picture's media digest."""
+    """The media digest."""
 
 
-class Pictures:
+class Preparer:
     """Thread-safe. Processors are transformers' own, loaded at once, without any code of the checkpoint.
 
     Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
@@ -46,12 +47,18 @@ class Pictures:
         self._max_pixels = max_pixels
         self._processors = {loaded.served.name: _processor(loaded) for loaded in registry.loaded()}
 
-    def prepare(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
-        """A request for the picture in `data`, as this model's engine would make it.
+    def prepare(
+        self, model: str, modality: Modality, data: bytes, *, salt: str | None, deadline_s: float
+    ) -> Prepared:
+        """A request for the medium in `data`, as this model's engine would make it.
 
-        Raises EncoderRefused("unknown_model"), MediaError as `media.decode`, and
-        MediaError("unprocessable") where the model's processor takes no such picture.
+        Raises EncoderRefused("unknown_model", or "modality" that the model does not take),
+        MediaError as `media.decode`, and MediaError("unprocessable") where the model's
+        processor takes no such medium.
         """
+        taken = self._loaded(model).checkpoint.family.inputs
+        if modality not in taken:
+            raise EncoderRefused(f"{modality}: {model} takes {', '.join(taken)} only", reason="modality")
         image = media.as_received(media.decode(data, self._max_pixels))
         return self._prepare(model, image, salt, deadline_s, APP)
 
@@ -63,10 +70,7 @@ class Pictures:
     def _prepare(
         self, model: str, image: Image.Image, salt: str | None, deadline_s: float, app: str
     ) -> Prepared:
-        loaded = self._registry.by_name(model)
-        if loaded is None:
-            served = ", ".join(self._processors)
-            raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
+        loaded = self._loaded(model)
         digest = media.digest_rgb(image)
         key = identity.embedding_key(self._secret, loaded.served.identity, digest, salt)
         try:
@@ -87,22 +91,29 @@ class Pictures:
         )
         return Prepared(request=request, dtype=loaded.served.dtype, media=digest)
 
+    def _loaded(self, model: str) -> Loaded:
+        loaded = self._registry.by_name(model)
+        if loaded is None:
+            served = ", ".join(self._processors)
+            raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
+        return loaded
 
-def picture_bytes(image: str) -> bytes:
-    """A picture out of a JSON text: base64, or a data URL with base64. Nothing is fetched.
+
+def medium_bytes(field: str, text: str) -> bytes:
+    """A medium out of a JSON text: base64, or a data URL with base64. Nothing is fetched.
 
     Raises EncoderRefused("bad_input") or ("remote_url").
     """
-    if image.startswith("data:"):
-        header, _, image = image.partition(",")
+    if text.startswith("data:"):
+        header, _, text = text.partition(",")
         if not header.endswith(";base64"):
-            raise EncoderRefused("image: a data URL must be base64", reason="bad_input")
-    elif "://" in image[:32]:
-        raise EncoderRefused("image: remote URLs are not fetched; send the bytes", reason="remote_url")
+            raise EncoderRefused(f"{field}: a data URL must be base64", reason="bad_input")
+    elif "://" in text[:32]:
+        raise EncoderRefused(f"{field}: remote URLs are not fetched; send the bytes", reason="remote_url")
     try:
-        return base64.b64decode(image, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:
-        raise EncoderRefused(f"image: not base64: {e}", reason="bad_input") from None
+        raise EncoderRefused(f"{field}: not base64: {e}", reason="bad_input") from None
 
 
 def _processor(loaded: Loaded) -> Any:
