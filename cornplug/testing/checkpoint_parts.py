@@ -27,6 +27,18 @@ QWEN2_SPECIAL: Final = (
     "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 
+CLIP_PIXELS: Final[Mapping[str, Any]] = {
+    "do_resize": True,
+    "resample": 3,
+    "do_center_crop": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "do_convert_rgb": True,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Text:

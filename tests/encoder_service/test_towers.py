@@ -1,216 +1,203 @@
-"""Towers against transformers' whole reference models, and against every wrong checkpoint."""
+"""Every family against transformers' whole model, and against every way a checkpoint may differ.
+
+To add a family: a recipe in `cornplug.testing.checkpoints`, and one line in `CASES`.
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service import towers
+from cornplug import identity
+from cornplug.checkpoint import Checkpoint, ModelIdentity
 from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers.tensors import from_wire
-from cornplug.errors import CheckpointError, EncoderRefused
+from cornplug.encoder_service.registry import Loaded, Registry
+from cornplug.encoder_service.towers.base import Item
 from cornplug.families import FAMILIES
 from cornplug.testing import checkpoints
 
-from .conftest import inputs_of, picture, to_wire
+from .tower_rig import (
+    MEDIA,
+    Case,
+    Halves,
+    edit_config,
+    fine_tuned_and_quantised,
+    nudged,
+    rewritten,
+    whole_model,
+    wire,
+)
 
-CPU = torch.device("cpu")
-F32 = torch.float32
-SIZES = [(70, 60), (200, 90), (56, 56), (90, 250)]
-
-
-def embed(path: Path, together: bool = True) -> list[torch.Tensor]:
-    """Embeddings of pictures of several sizes, in one batch or one by one."""
-    checkpoint = Checkpoint.open(str(path))
-    architecture = towers.architecture(checkpoint.family)
-    tower = architecture.load_tower(checkpoint, F32, CPU)
-    projector = architecture.load_projector(checkpoint, F32, CPU)
-    items = [tower.prepare(inputs_of(path, picture(i, *size))) for i, size in enumerate(SIZES)]
-    if together:
-        return projector.project(tower.encode(items), items)
-    return [projector.project(tower.encode([item]), [item])[0] for item in items]
-
-
-def reference(path: Path) -> list[torch.Tensor]:
-    """The same by transformers' own model, LLM and all, picture by picture."""
-    kind = json.loads((path / "config.json").read_text())["model_type"]
-    cls = {"llava": LlavaForConditionalGeneration, "qwen2_vl": Qwen2VLForConditionalGeneration}[kind]
-    model = cls.from_pretrained(path, dtype=F32, attn_implementation="sdpa").eval()
-    processor = AutoImageProcessor.from_pretrained(path)
-    out = []
-    with torch.inference_mode():
-        for i, size in enumerate(SIZES):
-            made = processor(images=picture(i, *size), return_tensors="pt")
-            out.append(model.get_image_features(**made).pooler_output[0])
-    return out
-
-
-VARIANTS: dict[str, Callable[[Path], Path]] = {
-    "llava": checkpoints.llava,
-    "qwen2_vl": checkpoints.qwen2_vl,
+CASES: dict[str, Case] = {
+    "llava": Case(recipe=checkpoints.llava),
+    "llava last layer": Case(recipe=checkpoints.llava, kwargs={"config": {"vision_feature_layer": -1}}),
+    "llava first layer": Case(recipe=checkpoints.llava, kwargs={"config": {"vision_feature_layer": 1}}),
+    "llava with CLS": Case(
+        recipe=checkpoints.llava, kwargs={"config": {"vision_feature_select_strategy": "full"}}
+    ),
+    "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),
 }
+SECRET = b"s" * 32
+
+Tiny = Callable[[str], Path]
 
 
-def edit_config(path: Path, **fields: object) -> Path:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **fields}))
-    return path
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The tiny checkpoint of a case, made once. Do not write to it."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = CASES[name].make(tmp_path_factory.mktemp("tower") / name.replace(" ", "-"))
+        return made[name]
+
+    return of
 
 
-@pytest.mark.parametrize("family", VARIANTS)
-def test_equals_the_reference(family: str, tmp_path: Path) -> None:
-    path = VARIANTS[family](tmp_path / "m")
-    for ours, theirs in zip(embed(path), reference(path), strict=True):
+def ids(path: Path) -> ModelIdentity:
+    return Checkpoint.open(str(path)).identity("float32")
+
+
+def parts(path: Path) -> tuple[bytes, bytes]:
+    found = ids(path)
+    return found.tower_fp, found.projector_fp
+
+
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+def test_every_family_has_a_line(tiny: Tiny) -> None:
+    assert {Checkpoint.open(str(tiny(name))).family.name for name in CASES} == set(FAMILIES)
+
+
+@each_case
+def test_equals_the_reference(name: str, tiny: Tiny) -> None:
+    case, path = CASES[name], tiny(name)
+    made = case.inputs(path)
+    model = whole_model(path)
+    reference = case.reference or MEDIA[case.modality].reference
+    with torch.inference_mode():
+        wanted = [reference(model, one) for one in made]
+    for ours, theirs in zip(Halves.load(path).embed(made), wanted, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"vision_feature_layer": -1}, {"vision_feature_layer": 1}, {"vision_feature_select_strategy": "full"}],
-)
-def test_other_cuts_equal_the_reference(fields: dict[str, object], tmp_path: Path) -> None:
-    path = edit_config(checkpoints.llava(tmp_path / "m"), **fields)
-    for ours, theirs in zip(embed(path), reference(path), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+@each_case
+def test_a_batch_gives_the_same_as_one_by_one(name: str, tiny: Tiny) -> None:
+    made, halves = CASES[name].inputs(tiny(name)), Halves.load(tiny(name))
+    together = halves.embed(made)
+    for whole, one in zip(together, made, strict=True):
+        torch.testing.assert_close(whole, halves.embed([one])[0], atol=2e-6, rtol=0)
+        assert whole.is_contiguous()
+    assert len({row.numpy().tobytes() for row in together}) == len(made)
 
 
-@pytest.mark.parametrize("family", VARIANTS)
-def test_a_batch_gives_the_same_as_one_by_one(family: str, tmp_path: Path) -> None:
-    path = VARIANTS[family](tmp_path / "m")
-    together, alone = embed(path), embed(path, together=False)
-    for a, b in zip(together, alone, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
-    assert not torch.equal(together[0], together[2][: len(together[0])])
+@each_case
+def test_half_precision_is_near(name: str, tiny: Tiny) -> None:
+    made = CASES[name].inputs(tiny(name))[:1]
+    exact = Halves.load(tiny(name)).embed(made)[0]
+    half = Halves.load(tiny(name), torch.bfloat16).embed(made)[0]
+    assert half.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(half.float(), exact, dim=-1).min() > 0.98
 
 
-def test_only_the_needed_layers_are_loaded(tmp_path: Path) -> None:
-    """The last layer may even be damaged: it lies past the cut."""
-    path = checkpoints.llava(tmp_path / "m")
-    before = embed(path)
-    weights = load_file(path / "model.safetensors")
-    weights["vision_tower.vision_model.encoder.layers.2.mlp.fc1.weight"].fill_(torch.nan)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    for a, b in zip(before, embed(path), strict=True):
+@each_case
+def test_place_name_and_files_change_nothing(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny(name)
+    moved = rewritten(path, tmp_path / "elsewhere", lambda tensors: tensors, shards=3)
+    edit_config(moved, _name_or_path="somebody/else")
+    assert ids(moved) == ids(path)
+    made = CASES[name].inputs(path)[:2]
+    for a, b in zip(Halves.load(moved).embed(made), Halves.load(path).embed(made), strict=True):
         assert torch.equal(a, b)
 
 
-def test_half_precision(tmp_path: Path) -> None:
-    path = checkpoints.llava(tmp_path / "m")
-    checkpoint = Checkpoint.open(str(path))
-    architecture = towers.architecture(FAMILIES["llava"])
-    tower = architecture.load_tower(checkpoint, torch.bfloat16, CPU)
-    projector = architecture.load_projector(checkpoint, torch.bfloat16, CPU)
-    item = tower.prepare(inputs_of(path, picture(0, *SIZES[0])))
-    out = projector.project(tower.encode([item]), [item])[0]
-    assert out.dtype == torch.bfloat16
-    cosine = torch.nn.functional.cosine_similarity(out.float(), embed(path)[0], dim=-1)
-    assert cosine.min() > 0.99
-
-
-def change(path: Path, name: str, tensor: torch.Tensor | None) -> None:
-    weights = load_file(path / "model.safetensors")
-    if tensor is None:
-        del weights[name]
-    else:
-        weights[name] = tensor
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "says"),
-    [
-        ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.bias", None, "lacks"),
-        ("vision_tower.vision_model.encoder.layers.0.gate", torch.zeros(3), "no known use"),
-        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(3), "shapes disagree"),
-        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(64, dtype=torch.int8), "quantised"),
-    ],
-)
-def test_wrong_tensors_are_named(name: str, tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
-    path = checkpoints.llava(tmp_path / "m")
-    change(path, name, tensor)
-    with pytest.raises(CheckpointError, match=says) as e:
-        towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(path)), F32, CPU)
-    assert name.removeprefix("vision_tower.vision_model.") in str(e.value)
-
-
-def test_a_projector_of_another_width(tmp_path: Path) -> None:
-    path = checkpoints.llava(tmp_path / "m")
-    change(path, "multi_modal_projector.linear_1.bias", torch.zeros(5))
-    with pytest.raises(CheckpointError, match=r"linear_1\.bias"):
-        towers.architecture(FAMILIES["llava"]).load_projector(Checkpoint.open(str(path)), F32, CPU)
-
-
-def test_every_family_has_its_network() -> None:
-    for family in FAMILIES.values():
-        assert towers.architecture(family).load_tower
-
-
-def test_a_layer_outside_the_tower(tmp_path: Path) -> None:
-    path = checkpoints.llava(tmp_path / "m")
-    shutil.copytree(path, tmp_path / "n")
-    edit_config(tmp_path / "n", vision_feature_layer=9)
-    with pytest.raises(CheckpointError):
-        towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(tmp_path / "n")), F32, CPU)
-
-
-GOOD = torch.zeros(3, 56, 56)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        ({}, "pixel_values: missing"),
-        ({"pixel_values": to_wire(GOOD), "extra": to_wire(GOOD)}, "extra: unknown"),
-        ({"pixel_values": to_wire(GOOD.to(torch.int64))}, "pixel_values: dtype"),
-        ({"pixel_values": Tensor(dtype="uint8", shape=(3, 56, 56), data=b"")}, "pixel_values: dtype"),
-        ({"pixel_values": to_wire(GOOD[:, :28])}, "pixel_values: shape"),
-        ({"pixel_values": to_wire(torch.zeros(2, 3, 56, 56))}, "pixel_values: shape"),
-        ({"pixel_values": to_wire(GOOD + torch.nan)}, "NaN"),
-        ({"pixel_values": to_wire(GOOD + torch.inf)}, "infinite"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(3, 56, 56), data=b"1234")}, "4 bytes"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(-3, -56, 56), data=b"1234")}, "empty"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(), data=b"1234")}, "empty"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(2**62, 2**62), data=b"1234")}, "4 bytes"),
-    ],
-)
-def test_bad_clip_inputs_name_the_field(
-    inputs: dict[str, Tensor], says: str, llava_pair: tuple[Path, Path]
+@each_case
+def test_names_and_config_as_this_transformers_writes_them_change_nothing(
+    name: str, tiny: Tiny, tmp_path: Path
 ) -> None:
-    tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
-    with pytest.raises(EncoderRefused, match=says) as e:
-        tower.prepare(inputs)
-    assert e.value.reason == "bad_input"
+    """Both what `save_pretrained` writes and the names in memory, which trainers save."""
+    path = tiny(name)
+    model = whole_model(path)
+    saved, raw = tmp_path / "saved", tmp_path / "raw"
+    shutil.copytree(path, saved)
+    model.save_pretrained(saved)
+    memory = {key: tensor.contiguous().clone() for key, tensor in model.state_dict().items()}
+    rewritten(path, raw, lambda _: memory)
+    assert ids(saved) == ids(path)
+    assert ids(raw) == ids(path)
+    made = CASES[name].inputs(path)[:2]
+    for a, b in zip(Halves.load(raw).embed(made), Halves.load(path).embed(made), strict=True):
+        assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("grid", "says"),
-    [
-        ([1, 4], "image_grid_thw: shape"),
-        ([1, 3, 4], "multiples of 2"),
-        ([1, 0, 4], "multiples of 2"),
-        ([-1, -4, 4], "multiples of 2"),
-        ([1, 4, 6], "pixel_values: shape"),
-        ([2**40, 2**40, 2**40], "pixel_values: shape"),
-    ],
-)
-def test_bad_grids_name_the_field(grid: list[int], says: str, qwen: Path) -> None:
-    tower = towers.architecture(FAMILIES["qwen2_vl"]).load_tower(Checkpoint.open(str(qwen)), F32, CPU)
-    pixels = to_wire(torch.zeros(16, 1176))
-    with pytest.raises(EncoderRefused, match=says):
-        tower.prepare({"pixel_values": pixels, "image_grid_thw": to_wire(torch.tensor(grid))})
+@each_case
+def test_one_changed_value_changes_its_part_s_fingerprint_only(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny(name)
+    tower, projector = parts(path)
+    other_tower = nudged(path, tmp_path / "t", "tower")
+    other_projector = nudged(path, tmp_path / "p", "projector")
+    other_llm = nudged(path, tmp_path / "l", "language_model")
+    assert parts(other_tower)[0] != tower
+    assert parts(other_tower)[1] == projector
+    assert parts(other_projector)[0] == tower
+    assert parts(other_projector)[1] != projector
+    assert ids(other_llm) == ids(path)
+    assert len({ids(p).identity for p in (path, other_tower, other_projector)}) == 3
 
 
-def test_wire_tensors_own_their_memory() -> None:
-    wire = to_wire(torch.arange(6, dtype=torch.float32).reshape(2, 3))
-    tensor = from_wire("x", wire, ("float32",))
-    tensor[0, 0] = 7
-    assert from_wire("x", wire, ("float32",))[0, 0] == 0
+@each_case
+def test_llms_of_two_widths_share_the_features_of_one_tower(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    case, path = CASES[name], tiny(name)
+    if not Checkpoint.open(str(path)).family.shares_features:
+        pytest.skip("its tower's output is not kept before the projector")
+    wide = case.make(tmp_path / "wide", **{"llm_seed": 7, **case.wider})
+    registry = Registry.open([str(path), str(wide)], dtype="float32", device="cpu")
+    one, other = registry.loaded()
+    assert one.tower is other.tower
+    assert one.served.identity != other.served.identity
+    # What one model's request left is what the other's projector takes.
+    item, theirs = one.tower.prepare(first(case, path)), other.tower.prepare(first(case, wide))
+    assert feature_key(one, item) == feature_key(other, theirs)
+    embedding = other.projector.project(one.tower.encode([item]), [theirs])[0]
+    assert torch.equal(embedding, Halves.load(wide).embed(case.inputs(wide)[:1])[0])
+
+
+@each_case
+def test_a_fine_tune_with_a_quantised_llm_shares_embeddings(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny(name)
+    tuned = fine_tuned_and_quantised(path, tmp_path / "tuned")
+    registry = Registry.open([str(path), str(tuned)], dtype="float32", device="cpu")
+    one, other = registry.loaded()
+    assert one.served.identity == other.served.identity
+    assert (one.tower, one.projector) == (other.tower, other.projector)
+    llms = {model.checkpoint.fingerprint("language_model") for model in (one, other)}
+    assert len(llms) == 2
+
+
+@each_case
+def test_a_fine_tune_whose_tower_differs_in_one_value_never_shares(
+    name: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    case, path = CASES[name], tiny(name)
+    tuned = nudged(path, tmp_path / "tuned", "tower")
+    registry = Registry.open([str(path), str(tuned)], dtype="float32", device="cpu")
+    one, other = registry.loaded()
+    assert one.tower is not other.tower
+    assert one.served.identity != other.served.identity
+    item = one.tower.prepare(first(case, path))
+    assert feature_key(one, item) != feature_key(other, item)
+
+
+def first(case: Case, path: Path) -> dict[str, Tensor]:
+    return wire(case.inputs(path)[0])
+
+
+def feature_key(loaded: Loaded, item: Item) -> bytes:
+    return identity.feature_key(SECRET, loaded.served.tower_fp, loaded.tower_spec_fp, item.digests, None)

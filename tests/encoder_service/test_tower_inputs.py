@@ -1,0 +1,127 @@
+"""What towers refuse, by name: checkpoints with wrong tensors, and a stranger's inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service import towers
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers.tensors import from_wire
+from cornplug.errors import CheckpointError, EncoderRefused
+from cornplug.families import FAMILIES
+from cornplug.testing import checkpoints
+
+from .conftest import inputs_of, picture, to_wire
+from .tower_rig import CPU, F32, Halves, edit_config
+
+
+def test_only_the_needed_layers_are_loaded(tmp_path: Path) -> None:
+    """The last layer may even be damaged: it lies past the cut."""
+    path = checkpoints.llava(tmp_path / "m")
+    inputs = inputs_of(path, picture(0))
+    tower = Halves.load(path).tower
+    before = tower.encode([tower.prepare(inputs)])[0]
+    change(
+        path, "vision_tower.vision_model.encoder.layers.2.mlp.fc1.weight", torch.full((128, 64), torch.nan)
+    )
+    tower = Halves.load(path).tower
+    assert torch.equal(tower.encode([tower.prepare(inputs)])[0], before)
+
+
+def change(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    weights = load_file(path / "model.safetensors")
+    if tensor is None:
+        del weights[name]
+    else:
+        weights[name] = tensor
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.bias", None, "lacks"),
+        ("vision_tower.vision_model.encoder.layers.0.gate", torch.zeros(3), "no known use"),
+        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(3), "shapes disagree"),
+        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(64, dtype=torch.int8), "quantised"),
+    ],
+)
+def test_wrong_tensors_are_named(name: str, tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    path = checkpoints.llava(tmp_path / "m")
+    change(path, name, tensor)
+    with pytest.raises(CheckpointError, match=says) as e:
+        towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(path)), F32, CPU)
+    assert name.removeprefix("vision_tower.vision_model.") in str(e.value)
+
+
+def test_a_projector_of_another_width(tmp_path: Path) -> None:
+    path = checkpoints.llava(tmp_path / "m")
+    change(path, "multi_modal_projector.linear_1.bias", torch.zeros(5))
+    with pytest.raises(CheckpointError, match=r"linear_1\.bias"):
+        towers.architecture(FAMILIES["llava"]).load_projector(Checkpoint.open(str(path)), F32, CPU)
+
+
+def test_a_layer_outside_the_tower(tmp_path: Path) -> None:
+    path = checkpoints.llava(tmp_path / "m")
+    edit_config(path, vision_feature_layer=9)
+    with pytest.raises(CheckpointError):
+        Halves.load(path)
+
+
+GOOD = torch.zeros(3, 56, 56)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({}, "pixel_values: missing"),
+        ({"pixel_values": to_wire(GOOD), "extra": to_wire(GOOD)}, "extra: unknown"),
+        ({"pixel_values": to_wire(GOOD.to(torch.int64))}, "pixel_values: dtype"),
+        ({"pixel_values": Tensor(dtype="uint8", shape=(3, 56, 56), data=b"")}, "pixel_values: dtype"),
+        ({"pixel_values": to_wire(GOOD[:, :28])}, "pixel_values: shape"),
+        ({"pixel_values": to_wire(torch.zeros(2, 3, 56, 56))}, "pixel_values: shape"),
+        ({"pixel_values": to_wire(GOOD + torch.nan)}, "NaN"),
+        ({"pixel_values": to_wire(GOOD + torch.inf)}, "infinite"),
+        ({"pixel_values": Tensor(dtype="float32", shape=(3, 56, 56), data=b"1234")}, "4 bytes"),
+        ({"pixel_values": Tensor(dtype="float32", shape=(-3, -56, 56), data=b"1234")}, "empty"),
+        ({"pixel_values": Tensor(dtype="float32", shape=(), data=b"1234")}, "empty"),
+        ({"pixel_values": Tensor(dtype="float32", shape=(2**62, 2**62), data=b"1234")}, "4 bytes"),
+    ],
+)
+def test_bad_clip_inputs_name_the_field(
+    inputs: dict[str, Tensor], says: str, llava_pair: tuple[Path, Path]
+) -> None:
+    tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
+    with pytest.raises(EncoderRefused, match=says) as e:
+        tower.prepare(inputs)
+    assert e.value.reason == "bad_input"
+
+
+@pytest.mark.parametrize(
+    ("grid", "says"),
+    [
+        ([1, 4], "image_grid_thw: shape"),
+        ([1, 3, 4], "multiples of 2"),
+        ([1, 0, 4], "multiples of 2"),
+        ([-1, -4, 4], "multiples of 2"),
+        ([1, 4, 6], "pixel_values: shape"),
+        ([2**40, 2**40, 2**40], "pixel_values: shape"),
+    ],
+)
+def test_bad_grids_name_the_field(grid: list[int], says: str, qwen: Path) -> None:
+    tower = towers.architecture(FAMILIES["qwen2_vl"]).load_tower(Checkpoint.open(str(qwen)), F32, CPU)
+    pixels = to_wire(torch.zeros(16, 1176))
+    with pytest.raises(EncoderRefused, match=says):
+        tower.prepare({"pixel_values": pixels, "image_grid_thw": to_wire(torch.tensor(grid))})
+
+
+def test_wire_tensors_own_their_memory() -> None:
+    wire = to_wire(torch.arange(6, dtype=torch.float32).reshape(2, 3))
+    tensor = from_wire("x", wire, ("float32",))
+    tensor[0, 0] = 7
+    assert from_wire("x", wire, ("float32",))[0, 0] == 0

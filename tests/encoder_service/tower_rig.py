@@ -1,0 +1,185 @@
+"""What the table of `test_towers` stands on: media, transformers' reference, and changed checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service import towers
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers.base import Item, Projector, Tower
+from cornplug.families import Modality
+
+from .conftest import picture, to_wire
+
+CPU = torch.device("cpu")
+F32 = torch.float32
+Made = Mapping[str, torch.Tensor]
+"""A processor's outputs for one medium."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medium:
+    """One modality: media to try, how a checkpoint's processor reads one, who embeds it in transformers."""
+
+    media: Callable[[], Sequence[Any]]
+    """Of several sizes; the first and the third give equally many rows at most."""
+    process: Callable[[Path, Any], Made]
+    reference: Callable[[Any, Made], torch.Tensor]
+    """(whole model, processor's outputs) -> (rows, hidden), as its LLM consumes it."""
+
+
+def rows(output: Any) -> torch.Tensor:
+    """`pooler_output` of transformers' get_*_features for one medium, as rows."""
+    found = output.pooler_output
+    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _read_picture(path: Path, image: Any) -> Made:
+    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt")
+    return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+
+
+MEDIA: dict[Modality, Medium] = {
+    "image": Medium(
+        media=lambda: [
+            picture(i, *size) for i, size in enumerate([(70, 60), (200, 90), (56, 56), (90, 250)])
+        ],
+        process=_read_picture,
+        reference=lambda model, made: rows(model.get_image_features(**made)),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    recipe: Callable[..., Path]
+    """Of `cornplug.testing.checkpoints`: takes path, hidden_size, heads and what `kwargs` hold."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    modality: Modality = "image"
+    wider: Mapping[str, Any] = field(default_factory=lambda: {"hidden_size": 96, "heads": 3})
+    """What makes another LLM over the same tower."""
+    media: Callable[[], Sequence[Any]] | None = None
+    """Where the modality's own do not fit."""
+    reference: Callable[[Any, Made], torch.Tensor] | None = None
+    """Where the modality's own does not give what the LLM consumes."""
+
+    def make(self, path: Path, **changes: Any) -> Path:
+        return self.recipe(path, **{**self.kwargs, **changes})
+
+    def inputs(self, path: Path) -> list[Made]:
+        """Each medium's processor outputs that the family sends; more than one to try."""
+        wanted = Checkpoint.open(str(path)).family.inputs[self.modality]
+        medium = MEDIA[self.modality]
+        made = [medium.process(path, m) for m in (self.media or medium.media)()]
+        return [{name: one[name] for name in wanted} for one in made]
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    tower: Tower
+    projector: Projector
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype = F32) -> Halves:
+        checkpoint = Checkpoint.open(str(path))
+        architecture = towers.architecture(checkpoint.family)
+        return cls(
+            architecture.load_tower(checkpoint, dtype, CPU),
+            architecture.load_projector(checkpoint, dtype, CPU),
+        )
+
+    def items(self, made: Sequence[Made]) -> list[Item]:
+        return [self.tower.prepare(wire(one)) for one in made]
+
+    def embed(self, made: Sequence[Made]) -> list[torch.Tensor]:
+        """All in one batch."""
+        items = self.items(made)
+        return self.projector.project(self.tower.encode(items), items)
+
+
+def wire(made: Made) -> dict[str, Tensor]:
+    return {name: to_wire(tensor) for name, tensor in made.items()}
+
+
+def whole_model(path: Path) -> Any:
+    """transformers' own model, LLM and all."""
+    config = json.loads((path / "config.json").read_text())
+    cls = getattr(transformers, config["architectures"][0])
+    return cls.from_pretrained(path, dtype=F32, attn_implementation="sdpa").eval()
+
+
+def edit_config(path: Path, **fields: object) -> Path:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    return path
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(path: Path, to: Path, change: Callable[[Tensors], Tensors], shards: int = 1) -> Path:
+    """A copy whose tensors `change` has had its way with, in so many files."""
+    shutil.copytree(path, to)
+    tensors = change(load_file(to / "model.safetensors"))
+    if shards == 1:
+        save_file(tensors, to / "model.safetensors", {"format": "pt"})
+        return to
+    (to / "model.safetensors").unlink()
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        names = sorted(tensors)[i::shards]
+        save_file({name: tensors[name] for name in names}, to / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    (to / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return to
+
+
+def nudged(path: Path, to: Path, part: Any) -> Path:
+    """A copy in which one value of one tensor of this part, the last by name, has changed."""
+    name = sorted(stored for _, stored in Checkpoint.open(str(path)).locate(part).values())[-1]
+
+    def change(tensors: Tensors) -> Tensors:
+        flat = tensors[name].reshape(-1)
+        flat[len(flat) // 2] += 1e-3
+        return tensors
+
+    return rewritten(path, to, change)
+
+
+def fine_tuned_and_quantised(path: Path, to: Path) -> Path:
+    """A copy under another name with another LLM, in 8-bit integers; tower and projector untouched."""
+    language = {stored for _, stored in Checkpoint.open(str(path)).locate("language_model").values()}
+
+    def change(tensors: Tensors) -> Tensors:
+        out: Tensors = {}
+        for name, tensor in tensors.items():
+            if name not in language:
+                out[name] = tensor
+            elif tensor.ndim == 2:
+                scale = tensor.abs().amax(1, keepdim=True) / 127
+                out[f"{name.removesuffix('.weight')}.qweight"] = (tensor / scale).round().to(torch.int8)
+                out[f"{name.removesuffix('.weight')}.scales"] = scale
+            else:
+                out[name] = tensor * 1.01
+        return out
+
+    return edit_config(
+        rewritten(path, to, change),
+        _name_or_path="somebody/else",
+        quantization_config={"quant_method": "w8", "modules_to_not_convert": ["vision_tower", "visual"]},
+    )
