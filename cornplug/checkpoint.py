@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES, Family, Part, without_inert
+from cornplug.families import FAMILIES, Family, Modality, Part, without_inert
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
 from cornplug.tensor_files import TensorEntry, read_header, tensor_digests, tensor_files
 
@@ -26,6 +26,12 @@ NUMERIC_CLASS: Final = "any"
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
 _MAX_JSON_BYTES: Final = 16 << 20
+_PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
+    "image": ("image_processor", ("preprocessor_config.json",)),
+    "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
+    "audio": ("feature_extractor", ("preprocessor_config.json",)),
+}
+"""Where transformers 5 looks for a processor: its field in processor_config.json, then files of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,8 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     """config.json"""
-    preprocessor: dict[str, Any]
-    """preprocessor_config.json; empty for a text-only model."""
+    preprocessors: Mapping[Modality, dict[str, Any]]
+    """The JSON of each modality's processor; empty where the model has none."""
 
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
@@ -58,10 +64,8 @@ class Checkpoint:
         config = _read_json(path / "config.json")
         if config is None:
             raise CheckpointError(f"{path} has no config.json. Name a checkpoint folder.", reason="not_found")
-        # transformers looks in the same order.
-        nested = (_read_json(path / "processor_config.json") or {}).get("image_processor")
-        alone = _read_json(path / "preprocessor_config.json")
-        return cls(path, config, nested if isinstance(nested, dict) else alone or {})
+        together = _read_json(path / "processor_config.json") or {}
+        return cls(path, config, {modality: _processor(path, together, modality) for modality in _PROCESSORS})
 
     @property
     def family(self) -> Family:
@@ -74,6 +78,11 @@ class Checkpoint:
                 reason="unknown_family",
             )
         return family
+
+    @property
+    def preprocessor(self) -> dict[str, Any]:
+        """The JSON of the image processor."""
+        return self.preprocessors["image"]
 
     def fingerprint(self, part: Part) -> bytes:
         """Fingerprint of a part's weights, whatever the names' generation and the file split.
@@ -118,29 +127,48 @@ class Checkpoint:
         self,
         dtype: str,
         *,
+        modality: Modality | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str = NUMERIC_CLASS,
     ) -> dict[str, Any]:
-        """`tower_spec` with projector and preprocessor.
+        """`tower_spec` with projector and the modality's preprocessor.
 
-        `processor_kwargs` are an engine's overrides (vLLM's `mm_processor_kwargs`).
+        `modality` None is the family's first. `processor_kwargs` are an engine's overrides
+        (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") for one that the
+        family does not take.
         """
-        return {
+        family = self.family
+        chosen = modality or family.first_modality
+        if chosen not in family.inputs:
+            raise CheckpointError(
+                f"{self.path}: {family.name} takes no {chosen}, only {', '.join(family.inputs)}.",
+                reason="modality",
+            )
+        preprocessor = {**self.preprocessors[chosen], **(processor_kwargs or {})}
+        # The first modality goes unsaid: its identities are older than the second modality.
+        named = {} if chosen == family.first_modality else {"modality": chosen}
+        return named | {
             "tower": self.tower_spec(dtype, numeric_class=numeric_class),
-            "projector": self.family.projector_spec(self.config),
+            "projector": family.projector_spec(self.config),
             "projector_quantization": self._quantization("projector"),
-            "preprocessor": self.family.preprocess_spec({**self.preprocessor, **(processor_kwargs or {})}),
+            "preprocessor": family.preprocess_spec_of(chosen)(preprocessor),
         }
 
     def identity(
         self,
         dtype: str,
         *,
+        modality: Modality | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str = NUMERIC_CLASS,
     ) -> ModelIdentity:
-        """The identity under which this model's embeddings are shared. Reads weights."""
-        spec = self.embedding_spec(dtype, processor_kwargs=processor_kwargs, numeric_class=numeric_class)
+        """The identity under which this model's embeddings of one modality are shared.
+
+        Reads weights. Arguments and errors as `embedding_spec`.
+        """
+        spec = self.embedding_spec(
+            dtype, modality=modality, processor_kwargs=processor_kwargs, numeric_class=numeric_class
+        )
         tower, projector = self.fingerprint("tower"), self.fingerprint("projector")
         spec_fp = spec_fingerprint(spec)
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
@@ -225,6 +253,15 @@ def _cached_snapshot(model: str, revision: str | None) -> Path:
             f"{model} is neither a folder nor in the local Hugging Face cache. Run: hf download {model}",
             reason="not_found",
         ) from e
+
+
+def _processor(path: Path, together: Mapping[str, Any], modality: Modality) -> dict[str, Any]:
+    nested, files = _PROCESSORS[modality]
+    found = together.get(nested)
+    if isinstance(found, dict):
+        return found
+    given = (_read_json(path / name) for name in files)
+    return next((content for content in given if content is not None), {})
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

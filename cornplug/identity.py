@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -89,6 +90,33 @@ def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview
     return h.digest()
 
 
+def frames_digest(
+    width: int, height: int, times_s: Sequence[float], frames: Iterable[bytes | memoryview]
+) -> bytes:
+    """Media digest of a video as the processor receives it: sampled RGB frames with their times.
+
+    Args:
+        times_s: seconds from the video's start, one a frame; counted in whole microseconds, so
+            that readers who compute them in another way agree.
+        frames: row-major RGB bytes of each frame, width * height * 3.
+
+    What the sampling chose is in the frames and times. Raises ValueError for a frame of another
+    size, for more or fewer frames than times, and for a time that is not finite.
+    """
+    h = hashlib.sha256(b"cornplug-frames-v1")
+    h.update(struct.pack(">16sQQQ", b"RGB", width, height, len(times_s)))
+    for time_s in times_s:
+        if not math.isfinite(time_s):
+            raise ValueError(f"a frame at {time_s} s")
+        h.update(struct.pack(">q", round(time_s * 1e6)))
+    for frame, time_s in zip(frames, times_s, strict=True):
+        size = memoryview(frame).nbytes
+        if size != width * height * 3:
+            raise ValueError(f"the frame at {time_s} s has {size} bytes at {width} x {height} pixels")
+        h.update(frame)
+    return h.digest()
+
+
 def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
     """Digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
 
@@ -106,7 +134,7 @@ def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -
 
     Args:
         model: `model_identity`.
-        media: `pixels_digest` or `array_digest`.
+        media: `pixels_digest`, `frames_digest` or `array_digest`.
         salt: the tenant's salt; None is the deployment's shared domain, "" is a salt.
     """
     return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))

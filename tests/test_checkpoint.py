@@ -185,6 +185,41 @@ def test_preprocessor_inside_processor_config_comes_first(tmp_path: Path) -> Non
     assert _key(Checkpoint.open(str(tmp_path / "new"))) == _key(base)
 
 
+def _qwen(folder: Path, **files: Any) -> Checkpoint:
+    bare.write(folder, bare.qwen2_vl_tensors(), QWEN2_VL_CONFIG, {"image_processor_type": "X"})
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Checkpoint.open(str(folder))
+
+
+def test_each_modality_has_an_identity_of_its_own_preprocessor(tmp_path: Path) -> None:
+    base = _qwen(tmp_path / "base")
+    image, video = base.identity("float32"), base.identity("float32", modality="video")
+    assert base.identity("float32", modality="image") == image
+    assert (video.tower_fp, video.projector_fp) == (image.tower_fp, image.projector_fp)
+    assert video.identity != image.identity
+    other = _qwen(tmp_path / "other", video_preprocessor_config={"max_frames": 16})
+    assert other.identity("float32") == image
+    assert other.identity("float32", modality="video").identity != video.identity
+
+
+def test_a_modality_that_the_family_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="llava takes no video, only image") as caught:
+        _write(tmp_path / "x").identity("float32", modality="video")
+    assert caught.value.reason == "modality"
+
+
+def test_a_video_processor_is_read_where_transformers_reads_it(tmp_path: Path) -> None:
+    alone = {"video_preprocessor_config": {"max_frames": 8}}
+    nested = {"processor_config": {"video_processor": {"max_frames": 4}}}
+    found = [
+        _qwen(tmp_path / str(i), **files).preprocessors["video"]
+        for i, files in enumerate(({}, alone, nested, nested | alone, {"processor_config": {}}))
+    ]
+    old = {"image_processor_type": "X"}
+    assert found == [old, {"max_frames": 8}, {"max_frames": 4}, {"max_frames": 4}, old]
+
+
 # --- kv_spec ---
 
 

@@ -228,6 +228,37 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     assert canonical(spec(written)) == canonical(spec({}))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl"])
+def test_defaults_of_a_video_processor_are_those_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    family = FAMILIES[kind]
+    spec = family.preprocess_spec_of("video")
+    made = getattr(transformers, str(spec({})["kind"]))()
+    assert canonical(spec(made.to_dict())) == canonical(spec({}))
+    # None means False until transformers 5.22 and True from there on: then the default here must follow.
+    assert made.cap_pixels_per_frame is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_frames": 8}, {"fps": 4}, {"num_frames": 6}, {"do_sample_frames": True}, {"max_pixels": 50176},
+        {"size": {"shortest_edge": 1, "longest_edge": 2}}, {"cap_pixels_per_frame": True},
+        {"temporal_patch_size": 1}, {"video_processor_type": "Other"}, {"image_processor_type": "Other"},
+    ],
+)  # fmt: skip
+def test_fields_that_change_a_video_s_frames_count(change: dict[str, Any]) -> None:
+    spec = QWEN2_VL.preprocess_spec_of("video")
+    assert spec(change) != spec({})
+    assert spec({"processor_class": "Qwen2VLProcessor"}) == spec({})
+
+
+def test_every_modality_has_a_preprocess_spec() -> None:
+    for family in FAMILIES.values():
+        specs = [canonical(family.preprocess_spec_of(modality)({})) for modality in family.inputs]
+        assert len(set(specs)) == len(family.inputs)
+
+
 def test_qwen2_vl_s_pixel_bounds_override_size() -> None:
     by_size = QWEN2_VL.preprocess_spec({"size": {"shortest_edge": 3136, "longest_edge": 50176}})
     assert by_size == QWEN2_VL.preprocess_spec({"min_pixels": 3136, "max_pixels": 50176})

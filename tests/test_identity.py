@@ -41,6 +41,7 @@ CASES: dict[str, Case] = {
     "spec_fingerprint": lambda: identity.spec_fingerprint(SPEC),
     "model_identity": lambda: identity.model_identity(A, B, C),
     "pixels_digest": lambda: identity.pixels_digest("RGB", 4, 2, PIXELS),
+    "frames_digest": lambda: identity.frames_digest(4, 2, [0.0, 0.5], [PIXELS, PIXELS[::-1]]),
     "array_digest": lambda: identity.array_digest("float32", (2, 3), PIXELS),
     "embedding_key": lambda: identity.embedding_key(SECRET, A, B, None),
     "embedding_key/salted": lambda: identity.embedding_key(SECRET, A, B, "tenant"),
@@ -272,6 +273,31 @@ def test_a_link_with_a_placeholder_is_no_link_of_plain_tokens(
     assert identity.chain(b"", with_medium) != identity.chain(b"", plain)
     if cut_to_32_bits != with_medium:
         assert identity.chain(b"", with_medium) != identity.chain(b"", cut_to_32_bits)
+
+
+def test_frames_and_times_enter_the_digest_and_microseconds_are_enough() -> None:
+    frames = [PIXELS, PIXELS[::-1]]
+    same = identity.frames_digest(4, 2, [0.0, 0.5], frames)
+    assert identity.frames_digest(4, 2, [1e-9, 0.5 - 1e-9], (memoryview(f) for f in frames)) == same
+    others = {
+        identity.frames_digest(4, 2, [0.0, 0.6], frames),
+        identity.frames_digest(4, 2, [0.0, 0.5], frames[::-1]),
+        identity.frames_digest(2, 4, [0.0, 0.5], frames),
+        identity.frames_digest(4, 2, [0.0], frames[:1]),
+        identity.pixels_digest("RGB", 4, 2, PIXELS),
+        identity.array_digest("uint8", (2, 2, 4, 3), PIXELS + PIXELS[::-1]),
+    }
+    assert len(others) == 6
+    assert same not in others
+
+
+@pytest.mark.parametrize(
+    ("times_s", "frames"),
+    [([0.0], []), ([], [PIXELS]), ([0.0], [PIXELS[1:]]), ([math.nan], [PIXELS]), ([math.inf], [PIXELS])],
+)
+def test_a_video_that_contradicts_itself_has_no_digest(times_s: list[float], frames: list[bytes]) -> None:
+    with pytest.raises(ValueError, match=r"frame|zip"):
+        identity.frames_digest(4, 2, times_s, frames)
 
 
 @pytest.mark.parametrize("size", [0, 31, 33])

@@ -31,19 +31,34 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
     version: int = PROTOCOL_VERSION
 
 
+class ServedModality(msgspec.Struct, frozen=True):
+    """One kind of medium that a model takes. Its processor is another one, so its identity is too."""
+
+    name: str
+    """ "image", "video" or "audio"."""
+    identity: bytes
+    spec_fp: bytes
+
+
 class ServedModel(msgspec.Struct, frozen=True):
     """One model of the service, by what it is computed from. Fingerprints are 32 bytes."""
 
     name: str
     family: str
     identity: bytes
-    """`cornplug.identity.model_identity` of the three below."""
+    """`cornplug.identity.model_identity` of the three below, for the model's first modality."""
     tower_fp: bytes
     projector_fp: bytes
     spec_fp: bytes
     dtype: str
     hidden_size: int
     """Width of an embedding row, as the LLM consumes it."""
+    modalities: tuple[ServedModality, ...] = ()
+    """All that it takes, the first one first."""
+
+    def identity_for(self, modality: str) -> bytes | None:
+        """The identity of this model's embeddings of a modality, None where it takes none such."""
+        return next((m.identity for m in self.modalities if m.name == modality), None)
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):

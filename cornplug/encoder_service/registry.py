@@ -16,7 +16,7 @@ import torch
 from cornplug import identity
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.protocol import ServedModel
+from cornplug.encoder_service.protocol import ServedModality, ServedModel
 from cornplug.encoder_service.towers.base import Projector, Tower
 from cornplug.encoder_service.towers.tensors import float_dtype
 from cornplug.errors import ConfigError
@@ -97,6 +97,7 @@ class Registry:
                 spec_fp=ids.spec_fp,
                 dtype=self.dtype_name,
                 hidden_size=projector.hidden_size,
+                modalities=self._modalities(checkpoint),
             ),
             checkpoint=checkpoint,
             tower=tower,
@@ -106,8 +107,14 @@ class Registry:
         )
         self._by_name[name] = loaded
         # Of models with one identity any gives the same embedding: the first serves them all.
-        self._by_identity.setdefault(ids.identity, loaded)
+        for modality in loaded.served.modalities:
+            self._by_identity.setdefault(modality.identity, loaded)
         return loaded
+
+    def _modalities(self, checkpoint: Checkpoint) -> tuple[ServedModality, ...]:
+        family = checkpoint.family
+        each = ((name, checkpoint.identity(self.dtype_name, modality=name)) for name in family.inputs)
+        return tuple(ServedModality(name=m, identity=ids.identity, spec_fp=ids.spec_fp) for m, ids in each)
 
     def served(self) -> tuple[ServedModel, ...]:
         """Every model, in the order given."""
@@ -118,7 +125,7 @@ class Registry:
         return tuple(self._by_name.values())
 
     def by_identity(self, model_identity: bytes) -> Loaded | None:
-        """The model that makes these embeddings, whatever it is called."""
+        """The model that makes these embeddings, of whichever modality, whatever it is called."""
         return self._by_identity.get(model_identity)
 
     def by_name(self, name: str) -> Loaded | None:

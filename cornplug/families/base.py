@@ -8,7 +8,7 @@ kept: a spec that says too much costs a miss, one that says too little a wrong a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 Part = Literal["tower", "projector", "language_model"]
@@ -60,9 +60,22 @@ class Family:
     projector_spec: Callable[[Json], Spec]
     """config.json -> what shapes the projector, besides weights and dtype."""
     preprocess_spec: Callable[[Json], Spec]
-    """preprocessor_config.json -> every field that changes the tower's input."""
+    """The JSON of the first modality's processor -> every field that changes the tower's input."""
     before_cut: Callable[[Json, str], bool]
     """(config.json, normalised tower tensor) -> whether it can reach the tower's output."""
+    other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
+    """`preprocess_spec` of each further modality in `inputs`, whose processor is another one."""
+
+    @property
+    def first_modality(self) -> Modality:
+        """The one whose embeddings have the identity that clients of one modality know."""
+        return next(iter(self.inputs))
+
+    def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:
+        """KeyError for a modality that is not in `inputs`."""
+        if modality == self.first_modality:
+            return self.preprocess_spec
+        return self.other_preprocess_specs[modality]
 
     def classify(self, published: str) -> tuple[Part, str]:
         """Part and normalised name of a tensor. Tower and projector names lose their prefix."""
@@ -108,11 +121,16 @@ _NO_PIXELS: Final = frozenset(
 )
 
 
-def pixel_spec(preprocessor: Json, kind: str, defaults: Json) -> Spec:
-    """preprocessor_config.json over the defaults of its class `kind` and of all image processors."""
+def pixel_spec(
+    preprocessor: Json, kind: str, defaults: Json, type_field: str = "image_processor_type"
+) -> Spec:
+    """preprocessor_config.json over the defaults of its class `kind` and of all image processors.
+
+    `type_field` is where a processor of this modality writes its class.
+    """
     # A null is transformers' way to say "the class's default".
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
-    found = str(given.pop("image_processor_type", kind))
+    found = str(given.pop(type_field, kind))
     return {**_PIXEL_DEFAULTS, **defaults, **given, "kind": found.removesuffix("Fast").removesuffix("Pil")}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
-from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec, without_inert
+from cornplug.families.base import Family, Json, Modality, Spec, known_sides, pixel_spec, without_inert
 
 _QWEN2_VISION_DEFAULTS: Final[Json] = {
     "model_type": "qwen2_vl",
@@ -47,7 +48,8 @@ def _qwen2_projector(config: Json) -> Spec:
     return {k: vision[k] for k in ("embed_dim", "hidden_size", "spatial_merge_size")}
 
 
-def _qwen2_preprocess(preprocessor: Json) -> Spec:
+def picture_spec(preprocessor: Json) -> Spec:
+    """Of Qwen2VLImageProcessor, which all Qwen-VL families use."""
     spec = pixel_spec(
         preprocessor,
         "Qwen2VLImageProcessor",
@@ -63,10 +65,39 @@ def _qwen2_preprocess(preprocessor: Json) -> Spec:
     return known_sides(spec)
 
 
+def video_spec(preprocessor: Json) -> Spec:
+    """Of Qwen2VLVideoProcessor, Qwen2.5-VL's too. The frames that it samples follow from its input."""
+    spec = pixel_spec(preprocessor, "Qwen2VLVideoProcessor", VIDEO_DEFAULTS, "video_processor_type")
+    size = dict(spec.pop("size", None) or {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768})
+    for pixels, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if pixels in spec:
+            size[edge] = spec.pop(pixels)
+    spec["size"] = size
+    return known_sides(spec)
+
+
+VIDEO_DEFAULTS: Final[Json] = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_frames": 4,
+    "max_frames": 768,
+    "do_sample_frames": False,
+    "return_metadata": False,
+    # What an absent field means to transformers 5.19; 5.22 will take it for true.
+    "cap_pixels_per_frame": False,
+    "max_video_tokens": 128000,
+}
+"""Qwen2VLVideoProcessor's own, without `size`."""
+QWEN_INPUTS: Final[Mapping[Modality, tuple[str, ...]]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+
 FAMILY: Final = Family(
     name="qwen2_vl",
     network="qwen2_vl:Qwen2Vl",
-    inputs={"image": ("pixel_values", "image_grid_thw")},
+    inputs=QWEN_INPUTS,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=("visual.merger.", "model.visual.merger."),
     language_model_prefixes=(
@@ -77,6 +108,7 @@ FAMILY: Final = Family(
     shares_features=False,
     tower_spec=_qwen2_tower,
     projector_spec=_qwen2_projector,
-    preprocess_spec=_qwen2_preprocess,
+    preprocess_spec=picture_spec,
+    other_preprocess_specs={"video": video_spec},
     before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )

@@ -1,0 +1,29 @@
+"""The registry: models by the identity of each modality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.registry import Registry
+
+
+def test_a_model_is_found_by_the_identity_of_each_modality(registry: Registry, qwen: Path) -> None:
+    loaded = registry.by_name(str(qwen))
+    assert loaded is not None
+    served, checkpoint = loaded.served, Checkpoint.open(str(qwen))
+    assert [m.name for m in served.modalities] == ["image", "video"]
+    assert served.identity == served.identity_for("image")
+    assert served.identity_for("video") == checkpoint.identity("float32", modality="video").identity
+    assert served.identity_for("audio") is None
+    for modality in served.modalities:
+        assert registry.by_identity(modality.identity) is loaded
+
+
+def test_models_of_equal_identities_are_one(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+    first, second = (registry.by_name(str(path)) for path in llava_pair)
+    assert first is not None
+    assert second is not None
+    assert first.tower is second.tower
+    assert registry.by_identity(second.served.identity) is second
+    assert registry.by_identity(bytes(32)) is None
