@@ -6,15 +6,17 @@ named by `CORNPLUG_CONFIG`, the defaults below.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import secrets
 import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cornplug.errors import ConfigError
 
@@ -102,12 +104,67 @@ class EngineConfig(_Section):
     share_embeddings: bool = True
 
 
+class ClassConfig(_Section):
+    """One class of service; `cornplug.qos` has an example."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Part of the tower's time that it can count on."""
+    priority: int = 0
+    """Who goes first in what nobody reserved: the highest."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Of its requests that name none; None: `encoder.deadline_s`."""
+    api_keys: tuple[str, ...] = ()
+    """Who has one of them is of this class. As they are, or as "sha256:" and 64 hex digits; kept as
+    the latter."""
+    apps: tuple[str, ...] = ()
+
+    @field_validator("api_keys")
+    @classmethod
+    def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_digest_of_key(key) for key in keys)
+
+
+class QosConfig(_Section):
+    """Classes of service, by name, and the name of the one for everybody else."""
+
+    default: str = "default"
+    classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
+        default_factory=dict
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        total = sum(one.share for one in self.classes.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"the shares of all classes add up to {total:g}: make that 1 or less")
+        if self.default != "default" and self.default not in self.classes:
+            raise ValueError(f"default: no class {self.default!r}: add [qos.classes.{self.default}]")
+        if self.default in self.classes and self.classes[self.default].api_keys:
+            raise ValueError("api_keys: the default class is for those who have none: take them out")
+        for what in ("apps", "api_keys"):
+            named = [one for c in self.classes.values() for one in set(getattr(c, what))]
+            if len(named) != len(set(named)):
+                raise ValueError(f"{what}: one of them is in two classes: leave it in one")
+        return self
+
+
+def _digest_of_key(key: str) -> str:
+    if key.startswith("sha256:"):
+        if re.fullmatch(r"sha256:[0-9a-f]{64}", key) is None:
+            raise ValueError("after sha256: come 64 lower-case hex digits; make them with sha256sum")
+        return key
+    if not key:
+        raise ValueError("an empty key would let everybody in")
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
 class Config(_Section):
     """Everything. Frozen; make another with `load`."""
 
     store: StoreConfig = Field(default_factory=StoreConfig)
     encoder: EncoderConfig = Field(default_factory=EncoderConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    qos: QosConfig = Field(default_factory=QosConfig)
 
 
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
@@ -115,7 +172,7 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
 
     Raises ConfigError that names the field, where it was set, and what it accepts.
     """
-    values: dict[str, dict[str, Any]] = {"store": {}, "encoder": {}, "engine": {}}
+    values: dict[str, dict[str, Any]] = {"store": {}, "encoder": {}, "engine": {}, "qos": {}}
     path = environ.get("CORNPLUG_CONFIG")
     if path:
         for section, fields in _read_toml(Path(path)).items():
@@ -138,9 +195,11 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
     except ValidationError as e:
         first = e.errors()[0]
         field = ".".join(str(p) for p in first["loc"])
+        # A key is never said back, nor what may hold one.
+        said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
         raise ConfigError(
             field,
-            f"{first['msg']} (got {first.get('input')!r})",
+            f"{first['msg']} (got {first.get('input')!r})" if said else first["msg"],
             "Set it in the file named by CORNPLUG_CONFIG, as "
             f"CORNPLUG_{field.upper().replace('.', '_')}, or by the engine's --cornplug-* flag.",
         ) from None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused
+from cornplug.qos import ONE_CLASS, ServiceClass
 
 Answer = Encoded | Refused
 WorkT = TypeVar("WorkT")
@@ -25,6 +26,7 @@ class Wait:
 
     request: Encode
     received_s: float
+    qos: ServiceClass = ONE_CLASS
     inline: bool = False
     """The caller wants the tensor itself, stored or not."""
     future: Future[Answer] = field(default_factory=Future)

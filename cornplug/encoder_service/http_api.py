@@ -114,19 +114,21 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
         },
     )
     async def encode(request: Request) -> Response:
+        caller = encoder.classes.of_headers(request.headers)
         try:
             body, data = await _read(request)
-            deadline_s = body.deadline_s or config.deadline_s
+            deadline_s = body.deadline_s or caller.qos.deadline_s or config.deadline_s
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(
                 threads,
                 lambda: preparer.prepare(body.model, "image", data, salt=body.salt, deadline_s=deadline_s),
             )
         except (EncoderRefused, MediaError) as e:
-            encoder.meters.refusals.labels(e.reason).inc()
+            encoder.meters.refusals.labels(e.reason, caller.qos.name).inc()
             return _error(e.reason, str(e))
         # Cancelled with the request's task, so that no tower runs for a client that has gone.
-        answer = await asyncio.wrap_future(encoder.submit(prepared.request, inline=body.inline))
+        submitted = encoder.submit(prepared.request, inline=body.inline, caller=caller)
+        answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, Refused):
             return _error(answer.reason, answer.message, answer.retry_after_s)
         return _answer(answer, request.headers.get("accept", ""), prepared.dtype)

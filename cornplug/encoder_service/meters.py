@@ -29,12 +29,15 @@ class Meters:
         )
         self.answers = Counter(
             "cornplug_encoder_answers_total",
-            "Embeddings answered, by who ran the tower (ran, joined, reused).",
-            ("app", "tower"),
+            "Embeddings answered, by who ran the tower (ran, joined, reused) and class of service.",
+            ("app", "tower", "qos"),
             registry=registry,
         )
         self.refusals = Counter(
-            "cornplug_encoder_refusals_total", "Requests refused, by reason.", ("reason",), registry=registry
+            "cornplug_encoder_refusals_total",
+            "Requests refused, by reason and class of service.",
+            ("reason", "qos"),
+            registry=registry,
         )
         self.seconds = Histogram(
             "cornplug_encoder_seconds",

@@ -29,6 +29,7 @@ from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
+from cornplug.qos import Classes
 from cornplug.store.pool import PoolStore
 
 DRAIN_S: Final = 30.0
@@ -134,6 +135,7 @@ def main(argv: Sequence[str]) -> int:
             secret=secret,
             max_batch_items=config.encoder.max_batch_items,
             max_waiting=config.encoder.max_waiting,
+            classes=Classes(config.qos),
         )
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")

@@ -35,7 +35,7 @@ from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_wire as wire
-from cornplug.encoder_service.preparing import Prepared, Preparer, medium_bytes
+from cornplug.encoder_service.preparing import SGLANG, Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.registry import Loaded, Registry
@@ -231,7 +231,7 @@ def _peer(request: Request) -> str | None:
 
 
 def _refusal(encoder: Encoder, error: EncoderRefused | MediaError) -> JSONResponse:
-    encoder.meters.refusals.labels(error.reason).inc()
+    encoder.meters.refusals.labels(error.reason, encoder.classes.of_app(SGLANG).name).inc()
     return JSONResponse(
         {"status": "error", "reason": error.reason, "message": str(error)},
         status_code=status_of(error.reason),

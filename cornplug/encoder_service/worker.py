@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
+import msgspec
 import torch
 
 from cornplug import identity
@@ -30,6 +31,7 @@ from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.towers.base import Item
 from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
 from cornplug.errors import EncoderRefused
+from cornplug.qos import Caller, Classes
 
 Reason = Literal["unknown_model", "bad_input", "overloaded", "too_late", "internal"]
 Origin = Literal["ran", "joined", "reused"]
@@ -61,9 +63,11 @@ class Encoder:
         max_batch_items: int = 16,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_waiting: int = 256,
+        classes: Classes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
+        self.classes = classes or Classes.single()
         self.meters = Meters(self.waiting)
         self._shelf = shelf
         shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
@@ -83,13 +87,20 @@ class Encoder:
         self._dispatcher = threading.Thread(target=self._dispatch, name="cornplug-dispatch", daemon=True)
         self._dispatcher.start()
 
-    def submit(self, request: Encode, *, inline: bool = False) -> Future[Answer]:
+    def submit(
+        self, request: Encode, *, inline: bool = False, caller: Caller | None = None
+    ) -> Future[Answer]:
         """Ask for one embedding. The future never fails: errors are `Refused` answers.
+
+        Without a `caller` it is served in the class of its app, which is believed.
 
         Cancel the future when nobody waits any more. With `inline` the answer has the tensor
         even where the store took it.
         """
-        wait = Wait(request=request, received_s=self._clock(), inline=inline)
+        qos = self.classes.of_app(request.app) if caller is None else caller.qos
+        if caller is not None and caller.app is not None:
+            request = msgspec.structs.replace(request, app=caller.app)
+        wait = Wait(request=request, received_s=self._clock(), qos=qos, inline=inline)
         model = self.registry.by_identity(request.identity)
         if model is None:
             names = ", ".join(m.name for m in self.registry.served())
@@ -257,7 +268,7 @@ class Encoder:
             id=request.id, key=request.key, tower=tower, stored=stored, tensor=tensor, seconds=seconds
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
-        self.meters.answers.labels(request.app, tower).inc()
+        self.meters.answers.labels(request.app, tower, wait.qos.name).inc()
         self.meters.seconds.observe(seconds)
         wait.answer(answer)
 
@@ -268,7 +279,7 @@ class Encoder:
         if wait.future.done():
             return
         retry = self._pace.retry_after_s(self.waiting()) if reason == "overloaded" else None
-        self.meters.refusals.labels(reason).inc()
+        self.meters.refusals.labels(reason, wait.qos.name).inc()
         wait.answer(Refused(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
 
     def _check(self, done: Future[None], waits: Sequence[Wait]) -> None:

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from cornplug import identity
-from cornplug.config import Config
+from cornplug.config import Config, QosConfig
 from cornplug.encoder_service import media
 from cornplug.encoder_service.client import AsyncEncoderClient, EncoderClient
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.towers.clip import ClipTower
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError, StoreError
+from cornplug.qos import Classes
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
 
@@ -135,7 +136,10 @@ def test_refusals(service: Service, llava: str, body: dict[str, Any], status: in
     assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
     assert answer.json()["error"]["message"]
     assert service.post(data={"model": llava}, files={"image": png(picture(1))}).status_code == 200
-    assert f'cornplug_encoder_refusals_total{{reason="{reason}"}} 1.0' in service.call("GET", "/metrics").text
+    assert (
+        f'cornplug_encoder_refusals_total{{qos="default",reason="{reason}"}} 1.0'
+        in service.call("GET", "/metrics").text
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,21 @@ def test_a_body_without_a_length_is_counted(service: Service) -> None:
 
     answer = service.post(content=endless(), headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_large")
+
+
+def test_a_key_brings_its_class_and_its_deadline(
+    make_encoder: MakeEncoder, config: Config, llava: str
+) -> None:
+    gold = {"share": 0.5, "deadline_s": 1e-9, "api_keys": ["k"], "apps": ["shop"]}
+    classes = Classes(QosConfig.model_validate({"classes": {"gold": gold}}))
+    service = Service(make_encoder(classes=classes), config)
+    form = {"data": {"model": llava}, "files": {"image": png(picture(1))}}
+    late = service.post(headers={"authorization": "Bearer k", "x-cornplug-app": "shop"}, **form)
+    assert late.json()["error"]["reason"] == "too_late"
+    assert service.post(headers={"authorization": "Bearer wrong"}, **form).status_code == 200
+    metrics = service.call("GET", "/metrics").text
+    assert 'cornplug_encoder_refusals_total{qos="gold",reason="too_late"} 1.0' in metrics
+    assert 'cornplug_encoder_answers_total{app="http",qos="default",tower="ran"} 1.0' in metrics
 
 
 def test_overloaded_tells_when_to_come_back(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
@@ -192,7 +211,7 @@ def test_models_health_metrics_openapi(service: Service, llava: str) -> None:
     service.post(data={"model": llava}, files={"image": png(picture(1))})
     metrics = service.call("GET", "/metrics").text
     assert "cornplug_encoder_tower_passes_total 1.0" in metrics
-    assert 'cornplug_encoder_answers_total{app="http",tower="ran"} 1.0' in metrics
+    assert 'cornplug_encoder_answers_total{app="http",qos="default",tower="ran"} 1.0' in metrics
     spec = service.call("GET", "/openapi.json").json()
     content = spec["paths"]["/v1/encode"]["post"]["requestBody"]["content"]
     assert set(content) == {"application/json", "multipart/form-data"}

@@ -228,7 +228,10 @@ def test_bad_inputs_harm_nobody(
     unknown = no(encoder.submit(request_for(llava_pair[0], 1, identity=b"?" * 32)))
     assert unknown.reason == "unknown_model"
     assert str(llava_pair[0]) in unknown.message
-    assert value(encoder.meters.registry, "cornplug_encoder_refusals_total", reason="bad_input") == 4
+    assert (
+        value(encoder.meters.registry, "cornplug_encoder_refusals_total", reason="bad_input", qos="default")
+        == 4
+    )
 
 
 def test_too_late_and_overloaded(
