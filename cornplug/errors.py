@@ -10,7 +10,8 @@
     │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
     └── EncoderError
         ├── EncoderUnavailable no answer inside the deadline, or no service at all
-        └── EncoderRefused     the service answered that it will not do this
+        ├── EncoderRefused     the service answered that it will not do this
+        └── ReplicaLost        inside the service: the process that computed has ended
 
 Connectors catch `CornplugError` in exactly one place each and count a miss.
 """
@@ -74,3 +75,10 @@ class EncoderUnavailable(EncoderError):
 
 class EncoderRefused(EncoderError):
     """The service answered, and will not: unknown model, bad input, too late."""
+
+
+class ReplicaLost(EncoderError):
+    """The process of the service that was to compute this has ended ("replica_lost")."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="replica_lost")

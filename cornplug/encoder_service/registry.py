@@ -41,7 +41,7 @@ class Registry:
     def __init__(self, *, dtype: str, device: str) -> None:
         self.dtype_name: Final = dtype
         self._dtype = float_dtype(dtype)
-        self._device = torch.device(device)
+        self.device: Final = torch.device(device)
         self._by_name: dict[str, Loaded] = {}
         self._by_identity: dict[bytes, Loaded] = {}
         self._towers: dict[tuple[bytes, bytes], Tower] = {}
@@ -78,14 +78,14 @@ class Registry:
         tower = self._towers.get((ids.tower_fp, spec_fp))
         if tower is None:
             report(f"{name}: loading tower {ids.tower_fp.hex()[:12]} as {self.dtype_name}")
-            tower = architecture.load_tower(checkpoint, self._dtype, self._device)
+            tower = architecture.load_tower(checkpoint, self._dtype, self.device)
             self._towers[ids.tower_fp, spec_fp] = tower
         else:
             report(f"{name}: tower {ids.tower_fp.hex()[:12]} is loaded already")
         # The whole spec: equal weights behind another activation are another projector.
         projector = self._projectors.get((ids.projector_fp, ids.spec_fp))
         if projector is None:
-            projector = architecture.load_projector(checkpoint, self._dtype, self._device)
+            projector = architecture.load_projector(checkpoint, self._dtype, self.device)
             self._projectors[ids.projector_fp, ids.spec_fp] = projector
         loaded = Loaded(
             served=ServedModel(

@@ -1,0 +1,172 @@
+"""One batch on one device: the seam between the queue and whatever computes.
+
+    Task (items, features kept already, who wants what) ──Executor.run──> Made (on the CPU)
+
+`InProcess` computes in the caller's thread; `replica.Replica` hands the task to a process of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.towers.base import Item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One batch: at most one tower pass, then each projector once."""
+
+    items: tuple[Item, ...]
+    """Distinct media of one tower."""
+    features: tuple[torch.Tensor | None, ...]
+    """For each item what is kept of it, on the CPU; None: the tower runs for it."""
+    wanted: tuple[tuple[Loaded, int], ...]
+    """The embeddings to make: a model, and the index of an item. All models have one tower."""
+    keep: bool
+    """Whether `Made.features` is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a task gave: contiguous tensors on the CPU."""
+
+    features: dict[int, torch.Tensor]
+    """By index, of the items that the tower ran for; empty unless the task says `keep`."""
+    embeddings: tuple[torch.Tensor, ...]
+    """In the order of `Task.wanted`."""
+
+
+class Executor(Protocol):
+    """Computes tasks on one device. Thread-safe."""
+
+    @property
+    def lanes(self) -> int:
+        """Tasks worth holding at once: 2 where inputs travel to a device while the last task runs."""
+
+    def ready(self) -> bool:
+        """Whether `run` would begin now, or once the task before has ended."""
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """`ready`, waited for."""
+
+    def run(self, task: Task) -> Made:
+        """Compute. Raises ReplicaLost when what computes has died, and whatever the tower fails with."""
+
+    def load(self, models: Sequence[Loaded]) -> None:
+        """Make these ready beside what is loaded. Raises CheckpointError; then nothing has changed."""
+
+    def drop(self, models: Sequence[Loaded]) -> None:
+        """No task will want these any more: free their memory."""
+
+    def close(self) -> None:
+        """End it. Tasks under way may be lost."""
+
+
+class InProcess:
+    """Computes in the caller's thread, one task at a time.
+
+    On CUDA there are two lanes: while one task computes, the next one's inputs go to the
+    device from pinned memory on a stream of their own. So no more than two are ever there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._computing = threading.Lock()
+        self._copies = torch.cuda.Stream(device) if self._cuda else None
+
+    @property
+    def lanes(self) -> int:
+        return 2 if self._cuda else 1
+
+    def ready(self) -> bool:
+        return True
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        return True
+
+    def load(self, models: Sequence[Loaded]) -> None:
+        """Nothing to do: a `Loaded` of this process carries its weights."""
+
+    def drop(self, models: Sequence[Loaded]) -> None:
+        """Nothing to do: weights go with the last task that has them."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def run(self, task: Task) -> Made:
+        if self._copies is None:
+            with self._computing:
+                return compute(task)
+        with torch.cuda.stream(self._copies):
+            staged = replace(task, items=tuple(_to_device(item, self._device) for item in task.items))
+            arrived = self._copies.record_event()
+        with self._computing:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arrived)
+            # Their memory was taken on another stream, and may not be given away while this one reads.
+            for tensor in (t for item in staged.items for t in item.tensors if t.is_cuda):
+                tensor.record_stream(stream)
+            return compute(staged)
+
+
+@torch.inference_mode()
+def compute(task: Task) -> Made:
+    """Run one task here and now, wherever its models' weights are."""
+    missing = [i for i, kept in enumerate(task.features) if kept is None]
+    features = list(task.features)
+    if missing:
+        tower = task.wanted[0][0].tower
+        made = tower.encode([task.items[i] for i in missing])
+        for i, new in zip(missing, made, strict=True):
+            features[i] = new
+    wanted: list[torch.Tensor] = [torch.empty(0)] * len(task.wanted)
+    for places in _by_projector(task.wanted):
+        indices = [task.wanted[place][1] for place in places]
+        projector = task.wanted[places[0]][0].projector
+        out = projector.project([_there(features[i]) for i in indices], [task.items[i] for i in indices])
+        for place, embedding in zip(places, out, strict=True):
+            wanted[place] = embedding
+    keep = missing if task.keep else []
+    # On the CPU before the next task begins, so that a GPU's memory is free again.
+    host = _to_host([*wanted, *(_there(features[i]) for i in keep)])
+    return Made(
+        embeddings=tuple(host[: len(wanted)]), features=dict(zip(keep, host[len(wanted) :], strict=True))
+    )
+
+
+def _by_projector(wanted: Sequence[tuple[Loaded, int]]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for place, (model, _) in enumerate(wanted):
+        groups.setdefault(id(model.projector), []).append(place)
+    return list(groups.values())
+
+
+def _there(features: torch.Tensor | None) -> torch.Tensor:
+    assert features is not None
+    return features
+
+
+def _to_device(item: Item, device: torch.device) -> Item:
+    """Its numbers on the device; integers, which towers read as shapes, stay on the CPU."""
+    return replace(
+        item,
+        tensors=tuple(
+            t.pin_memory().to(device, non_blocking=True) if t.is_floating_point() else t for t in item.tensors
+        ),
+    )
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous on the CPU; from a GPU by one wait for all, through pinned memory."""
+    if not any(t.is_cuda for t in tensors):
+        return [t.to("cpu").contiguous() for t in tensors]
+    out = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    torch.cuda.current_stream(next(t.device for t in tensors if t.is_cuda)).synchronize()
+    return out

@@ -1,0 +1,243 @@
+"""Below the queue: batches to executors as they fall idle, embeddings to the store, answers to who waits.
+
+    Batcher ─take─> a lane of an executor ─Made─> publishing threads ─land─> Replies
+                    (one thread each)             store, then answers
+
+A batch is formed when a lane is free for it, as late as possible. What an executor fails on is
+tried again one by one; what a dying one held is tried once more on another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, Protocol
+
+import torch
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.compute import Executor, Made, Task
+from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.errors import ReplicaLost
+
+Origin = Literal["ran", "joined", "reused"]
+
+_LOOK_S: Final = 0.05
+"""How often a lane without its executor looks whether there is another."""
+_MAX_PUBLISHERS: Final = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a flight carries through the batcher."""
+
+    model: Loaded
+    item: Item
+
+
+class Replies(Protocol):
+    """Who tells those that wait. Thread-safe."""
+
+    def answer(self, wait: Wait, tower: Origin, *, stored: bool, tensor: Tensor | None) -> None: ...
+
+    def refuse_internal(self, wait: Wait, message: str, retry_after_s: float | None) -> None: ...
+
+    def computed(self, batch: Sequence[Flight[Work]], seconds: float) -> None:
+        """A batch has left its executor, `seconds` after it was formed."""
+
+
+class Dispatcher:
+    """Owns the threads between batcher and answers. Does not own the executors."""
+
+    def __init__(
+        self,
+        batcher: Batcher[Work],
+        executors: Sequence[Executor],
+        shelf: Shelf,
+        meters: Meters,
+        replies: Replies,
+    ) -> None:
+        self._batcher = batcher
+        self._executors = tuple(executors)
+        self._shelf = shelf
+        self._meters = meters
+        self._replies = replies
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._behind: dict[bytes, list[Flight[Work]]] = {}
+        """Feature keys in a tower now -> flights of other batches that want the same features."""
+        lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
+        # A future holds whatever a tower fails with, so that nothing ends a lane.
+        self._computing = ThreadPoolExecutor(len(lanes), "cornplug-compute")
+        self._publishing = ThreadPoolExecutor(min(_MAX_PUBLISHERS, len(lanes)), "cornplug-publish")
+        self._lanes = [
+            threading.Thread(target=self._serve, args=(executor,), name=f"cornplug-lane-{i}", daemon=True)
+            for i, executor in enumerate(lanes)
+        ]
+        for lane in self._lanes:
+            lane.start()
+
+    def alive(self) -> bool:
+        """Every lane goes on, and something computes."""
+        return all(lane.is_alive() for lane in self._lanes) and self.ready()
+
+    def ready(self) -> bool:
+        """Whether any executor would take a batch."""
+        return any(executor.ready() for executor in self._executors)
+
+    def close(self) -> None:
+        """Once the batcher is closed: finish what it holds, then end the threads."""
+        self._closing.set()
+        for lane in self._lanes:
+            lane.join()
+        self._computing.shutdown(wait=True)
+        self._publishing.shutdown(wait=True)
+
+    def _serve(self, executor: Executor) -> None:
+        while True:
+            # Where nothing computes, batches are taken all the same: to be refused, not to wait.
+            while not executor.ready() and self.ready() and not self._closing.is_set():
+                executor.wait_ready(_LOOK_S)
+            batch = self._batcher.take()
+            if not batch:
+                return
+            self._run(batch, executor)
+
+    def _run(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+        batch = self._alone_in_tower(batch)
+        if not batch:
+            return
+        started = time.monotonic()
+        self._attempt(batch, executor)
+        self._replies.computed(batch, time.monotonic() - started)
+        with self._lock:
+            waited = [f for key in {f.feature_key for f in batch} for f in self._behind.pop(key, ())]
+        if waited:
+            self._run(waited, executor)
+
+    def _alone_in_tower(self, batch: Sequence[Flight[Work]]) -> list[Flight[Work]]:
+        """What of the batch is in no other executor's tower; the rest is run when that has ended."""
+        mine: list[Flight[Work]] = []
+        with self._lock:
+            others = frozenset(self._behind)
+            for flight in batch:
+                if flight.feature_key in others:
+                    self._behind[flight.feature_key].append(flight)
+                    continue
+                mine.append(flight)
+                if flight.work.model.checkpoint.family.shares_features:
+                    self._behind.setdefault(flight.feature_key, [])
+        return mine
+
+    def _attempt(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+        chosen = self._ready_one(executor)
+        if chosen is None:
+            return self._refuse(batch, "no replica is running; they are being restarted", retry_after_s=1.0)
+        error = self._try(batch, chosen)
+        if error is None:
+            return None
+        if len(batch) == 1 and not isinstance(error, ReplicaLost):
+            return self._fail(batch, error)
+        log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
+        for flight in batch:
+            # One that has lost a replica already, alone in its batch, may be what kills them.
+            again = self._ready_one(chosen)
+            error = ReplicaLost("no replica is left") if again is None else self._try([flight], again)
+            if error is not None:
+                self._fail([flight], error)
+        return None
+
+    def _try(self, batch: Sequence[Flight[Work]], executor: Executor) -> BaseException | None:
+        return self._computing.submit(self._compute, batch, executor).exception()
+
+    def _ready_one(self, first: Executor) -> Executor | None:
+        return next((e for e in (first, *self._executors) if e.ready()), None)
+
+    def _compute(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+        """One task; its embeddings to the publishing threads. Nothing is published of a task that fails."""
+        index: dict[bytes, int] = {}
+        first: list[Flight[Work]] = []
+        for flight in batch:
+            if flight.feature_key not in index:
+                index[flight.feature_key] = len(first)
+                first.append(flight)
+        kept = tuple(self._kept(flight) for flight in first)
+        made = executor.run(
+            Task(
+                items=tuple(flight.work.item for flight in first),
+                features=kept,
+                wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
+                keep=first[0].work.model.checkpoint.family.shares_features,
+            )
+        )
+        ran = sum(features is None for features in kept)
+        if ran:
+            self._meters.batch_items.observe(ran)
+            self._meters.tower_passes.inc(ran)
+        origins: list[Origin] = ["ran" if features is None else "reused" for features in kept]
+        for flight, embedding in zip(batch, made.embeddings, strict=True):
+            place = index[flight.feature_key]
+            published = self._publishing.submit(self._publish, flight, embedding, origins[place])
+            published.add_done_callback(partial(self._published, flight))
+            if origins[place] == "ran":
+                origins[place] = "joined"
+        self._keep(first, made)
+
+    def _kept(self, flight: Flight[Work]) -> torch.Tensor | None:
+        model = flight.work.model
+        if not model.checkpoint.family.shares_features:
+            return None
+        return self._shelf.features(flight.feature_key, model.dtype)
+
+    def _keep(self, first: Sequence[Flight[Work]], made: Made) -> None:
+        for place, features in made.features.items():
+            flight = first[place]
+            self._shelf.keep(flight.feature_key, features)
+            app = flight.waits[0].request.app
+            self._publishing.submit(self._shelf.publish, Kind.FEATURE, flight.feature_key, features, app)
+
+    def _publish(self, flight: Flight[Work], embedding: torch.Tensor, origin: Origin) -> None:
+        app = flight.waits[0].request.app
+        stored = self._shelf.publish(Kind.EMBEDDING, flight.key[0], embedding, app)
+        # Landed after publishing: who asks in between joins, who asks later finds it in the store.
+        waits = self._batcher.land(flight)
+        tensor = None if stored and not any(w.inline for w in waits) else to_wire(embedding)
+        for wait in waits:
+            self._replies.answer(
+                wait, origin, stored=stored, tensor=tensor if wait.inline or not stored else None
+            )
+            origin = "joined" if origin == "ran" else origin
+
+    def _published(self, flight: Flight[Work], done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._fail([flight], error)
+
+    def _fail(self, batch: Sequence[Flight[Work]], error: BaseException) -> None:
+        """Whatever a thread failed with, those who wait for it are told so."""
+        log.error("encoding failed", exc_info=error)
+        retry_after_s = 1.0 if isinstance(error, ReplicaLost) else None
+        self._refuse(batch, f"{type(error).__name__}: {error}", retry_after_s)
+
+    def _refuse(self, batch: Sequence[Flight[Work]], message: str, retry_after_s: float | None) -> None:
+        for flight in batch:
+            for wait in self._batcher.land(flight):
+                self._replies.refuse_internal(wait, message, retry_after_s)
+
+
+def to_wire(tensor: torch.Tensor) -> Tensor:
+    """A CPU tensor as it crosses a socket."""
+    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))
