@@ -72,6 +72,8 @@ class EncoderConfig(_Section):
     max_batch_items: int = Field(default=16, gt=0)
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Largest picture accepted, in pixels after decoding."""
+    max_audio_s: float = Field(default=600.0, gt=0)
+    """Longest sound accepted, in seconds."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     max_waiting: int = Field(default=256, gt=0)
     """Items in the queue beyond which the service answers 503."""

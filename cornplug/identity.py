@@ -117,10 +117,18 @@ def frames_digest(
     return h.digest()
 
 
+def samples_digest(rate: int, samples: bytes | memoryview) -> bytes:
+    """Media digest of a decoded sound: samples a second, mono samples as little-endian float32."""
+    h = hashlib.sha256(b"cornplug-samples-v1")
+    h.update(struct.pack(">QQ", rate, len(samples)))
+    h.update(samples)
+    return h.digest()
+
+
 def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
     """Digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
 
-    Used for decoded audio and video frames, and for a tower's very input.
+    Used for a tower's very input.
     """
     h = hashlib.sha256(b"cornplug-array-v1")
     h.update(struct.pack(">16sB", dtype.encode(), len(shape)))
@@ -134,7 +142,7 @@ def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -
 
     Args:
         model: `model_identity`.
-        media: `pixels_digest`, `frames_digest` or `array_digest`.
+        media: `pixels_digest`, `frames_digest`, `samples_digest` or `array_digest`.
         salt: the tenant's salt; None is the deployment's shared domain, "" is a salt.
     """
     return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))

@@ -42,6 +42,7 @@ CASES: dict[str, Case] = {
     "model_identity": lambda: identity.model_identity(A, B, C),
     "pixels_digest": lambda: identity.pixels_digest("RGB", 4, 2, PIXELS),
     "frames_digest": lambda: identity.frames_digest(4, 2, [0.0, 0.5], [PIXELS, PIXELS[::-1]]),
+    "samples_digest": lambda: identity.samples_digest(16_000, PIXELS),
     "array_digest": lambda: identity.array_digest("float32", (2, 3), PIXELS),
     "embedding_key": lambda: identity.embedding_key(SECRET, A, B, None),
     "embedding_key/salted": lambda: identity.embedding_key(SECRET, A, B, "tenant"),
@@ -204,6 +205,11 @@ def test_mode_and_size_of_equal_bytes_count() -> None:
         identity.pixels_digest(mode, w, h, PIXELS)
         for mode, w, h in (("RGB", 4, 2), ("RGB", 2, 4), ("RGBA", 3, 2), ("L", 6, 4))
     }
+    assert len(seen) == 4
+
+
+def test_the_rate_and_every_sample_of_a_sound_count() -> None:
+    seen = {identity.samples_digest(rate, PIXELS[:size]) for rate in (8000, 16_000) for size in (20, 24)}
     assert len(seen) == 4
 
 

@@ -1,0 +1,186 @@
+"""From a sound's bytes to the samples that an engine hands on, and to their digest.
+
+The rule, which is vLLM's own (vllm/multimodal/media/audio.py, 0.32), so that engines and the
+service arrive at one digest for one sound:
+
+1. The first audio stream counts, at its own rate; what else the container holds is passed over.
+2. Integers are scaled to [-1, 1): divided by 2 to the (bits - 1).
+3. Channels become one by their mean, in float32.
+
+The processor's own rate comes later (`resampling`). Bytes are a stranger's: containers and
+protocols are named here one by one, since a playlist would otherwise open files and URLs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from cornplug.errors import MediaError
+from cornplug.identity import samples_digest
+
+FORMATS: Final = (
+    "wav", "w64", "aiff", "au", "caf", "flac", "mp3", "ogg", "aac", "amr", "mov", "mp4", "m4a", "3gp",
+    "matroska", "webm", "avi", "asf", "flv", "mpegts", "mpeg",
+)  # fmt: skip
+"""FFmpeg's demuxers that read one file and open no other. hls, dash and concat do: never."""
+MIN_RATE: Final = 1_000
+MAX_RATE: Final = 384_000
+MAX_CHANNELS: Final = 32
+MAX_SAMPLES: Final = 1 << 26
+"""Of one channel, at whatever rate: 256 MiB of float32."""
+PATIENCE_S: Final = 30.0
+"""Longest that one medium may take to decode."""
+_SHORT_BY: Final = 0.02
+"""Part of the announced duration whose absence is no truncation."""
+_ENDLESS: Final = 0x7FFF_F000
+"""RIFF sizes from here on are written by who streams, and does not know the size yet."""
+_EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
+"""Containers whose header says how long the sound is, and does not estimate it."""
+_SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
+
+# PyAV lets FFmpeg's errors out as its own, and Python's where a header is nonsense.
+BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeError, RuntimeError, MemoryError)
+
+Samples = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sound:
+    samples: Samples
+    """Mono, shape (samples,)."""
+    rate: int
+    """Samples a second."""
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / self.rate
+
+    def digest(self) -> bytes:
+        """Media digest (32 bytes) of these samples at this rate."""
+        return samples_digest(self.rate, self.samples.astype("<f4", copy=False).tobytes())
+
+
+def decode(data: bytes, *, max_s: float) -> Sound:
+    """Decode one sound, whole, at its own rate.
+
+    What the header says is checked before anything is decoded, and what comes out while it does:
+    a header that lies costs at most `max_s` of samples.
+
+    Raises MediaError: "empty" (no bytes, or 0 s), "unknown_format", "no_audio", "sample_rate",
+    "channels", "too_long", "too_slow", "damaged" (truncated, inconsistent, not finite).
+    """
+    if data[:4] == b"RIFF" and len(data) < int.from_bytes(data[4:8], "little") + 8 < _ENDLESS:
+        raise MediaError(f"the WAV is truncated: {len(data)} bytes are not what it says", reason="damaged")
+    with opened(data, "sound") as container:
+        if not container.streams.audio:
+            raise MediaError("the file has no audio stream", reason="no_audio")
+        stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise MediaError("the sound's codec is unknown", reason="unknown_format")
+        announced_s = announced_duration_s(container, stream)
+        _check_header(stream, announced_s, max_s)
+        rate: int = stream.rate
+        samples = np.concatenate([*_mono(container, stream, max_s), np.zeros(0, np.float32)])
+        exact = container.format.name in _EXACT
+    if not len(samples):
+        raise MediaError("the sound has no samples: 0 s", reason="empty")
+    if not np.isfinite(samples).all():
+        raise MediaError("the sound has NaN or infinite samples", reason="damaged")
+    if exact and announced_s is not None and len(samples) / rate < announced_s * (1 - _SHORT_BY):
+        raise MediaError(
+            f"the sound is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
+        )
+    return Sound(samples=samples, rate=rate)
+
+
+def opened(data: bytes, what: str, **options: str) -> Any:
+    """PyAV's container over bytes; a context manager. Raises MediaError("empty", "unknown_format")."""
+    if not data:
+        raise MediaError(f"the {what} has no bytes", reason="empty")
+    try:
+        return av.open(
+            io.BytesIO(data),
+            metadata_errors="replace",
+            # A protocol that does not exist: nothing inside the file can name another one to read.
+            container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"},
+            options=options,
+        )
+    except BROKEN as e:
+        raise MediaError(
+            f"{len(data)} bytes are no {what} that we know; send one of {', '.join(FORMATS)}",
+            reason="unknown_format",
+        ) from e
+
+
+def announced_duration_s(container: Any, stream: Any) -> float | None:
+    """What the header says of the duration, None where it says nothing."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    return container.duration / av.time_base if container.duration and container.duration > 0 else None
+
+
+def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
+    """Decoded frames. Raises MediaError("damaged", "too_slow")."""
+    end = time.monotonic() + PATIENCE_S
+    stream.codec_context.thread_count = 1
+    decoded = container.decode(stream)
+    while True:
+        try:
+            frame = next(decoded, None)
+        except BROKEN as e:
+            raise MediaError(f"the {what} is damaged: {e}", reason="damaged") from e
+        if frame is None:
+            return
+        if time.monotonic() > end:
+            raise MediaError(f"the {what} takes over {PATIENCE_S:g} s to decode", reason="too_slow")
+        yield frame
+
+
+def _check_header(stream: Any, announced_s: float | None, max_s: float) -> None:
+    rate, channels = stream.rate, stream.channels
+    if not rate or not MIN_RATE <= rate <= MAX_RATE:
+        raise MediaError(
+            f"a rate of {rate} Hz; {MIN_RATE} to {MAX_RATE} are accepted: resample it", reason="sample_rate"
+        )
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise MediaError(f"{channels} channels, at most {MAX_CHANNELS} are accepted", reason="channels")
+    if announced_s is not None and announced_s > max_s:
+        raise MediaError(f"{announced_s:.0f} s of sound, at most {max_s:g} are accepted", reason="too_long")
+
+
+def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
+    rate, channels, total = stream.rate, stream.channels, 0
+    most = min(math.floor(max_s * rate), MAX_SAMPLES)
+    for frame in frames(container, stream, "sound"):
+        # A frame may change both in mid-stream; no engine follows it there.
+        if frame.sample_rate != rate or frame.layout.nb_channels != channels:
+            raise MediaError("the sound changes its rate or channels on its way", reason="damaged")
+        total += frame.samples
+        if total > most:
+            raise MediaError(
+                f"over {most / rate:.0f} s of sound at {rate} Hz, at most {max_s:g} s are accepted",
+                reason="too_long",
+            )
+        yield _floats(frame, channels).mean(axis=0)
+
+
+def _floats(frame: Any, channels: int) -> Samples:
+    """(channels, samples) float32 of one decoded frame."""
+    name: str = frame.format.name
+    array = frame.to_ndarray()
+    if not frame.format.is_planar:
+        array = array.reshape(-1, channels).T
+    kind = name.removesuffix("p")
+    if kind not in _SCALE:
+        return np.asarray(array, np.float32)
+    wide = array.astype(np.float64) - (128 if kind == "u8" else 0)
+    return np.asarray(wide / _SCALE[kind], np.float32)

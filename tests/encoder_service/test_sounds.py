@@ -1,0 +1,197 @@
+"""Sounds good, odd and hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cornplug.encoder_service import sounds
+from cornplug.errors import MediaError
+from cornplug.identity import samples_digest
+
+from .conftest import picture, png
+from .corpus import encoded, tone, wav, wav_header
+
+MAX_S = 5.0
+MONO = tone(0.5)
+NOISE = np.random.default_rng(0).integers(-20_000, 20_000, (48_000, 1), dtype=np.int16)
+WHOLE = {
+    "wav": wav(MONO),
+    "flac": encoded(MONO, "flac", "flac"),
+    "mp3": encoded(MONO, "mp3", "libmp3lame"),
+    "ogg": encoded(MONO, "ogg", "libopus"),
+    "mp4": encoded(MONO, "mp4", "aac"),
+    "matroska": encoded(MONO, "matroska", "libopus"),
+}
+
+
+def decode(data: bytes) -> sounds.Sound:
+    return sounds.decode(data, max_s=MAX_S)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        wav(MONO),
+        encoded(MONO, "flac", "flac"),
+        encoded(MONO, "aiff", "pcm_s16be"),
+        encoded(MONO, "matroska", "pcm_s16le"),
+        encoded(MONO, "wav", "pcm_s24le"),
+        encoded(MONO, "wav", "pcm_f32le"),
+    ],
+)
+def test_the_container_does_not_matter(data: bytes) -> None:
+    sound = decode(data)
+    want = MONO[:, 0].astype(np.float32) / 32768
+    assert sound.rate == 16_000
+    assert np.array_equal(sound.samples, want)
+    assert sound.digest() == samples_digest(16_000, want.tobytes())
+
+
+def test_one_sample_or_the_rate_matters() -> None:
+    other = MONO.copy()
+    other[100] ^= 1
+    seen = {decode(d).digest() for d in (wav(MONO), wav(other), wav(MONO, 8000), wav(MONO[:-1]))}
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("codec", ["mp3", "ogg", "adts", "mp4"])
+def test_lossy_containers_give_the_sound_that_went_in(codec: str) -> None:
+    names = {"mp3": "libmp3lame", "ogg": "libopus", "adts": "aac", "mp4": "aac"}
+    sound = decode(encoded(tone(1.0), codec, names[codec]))
+    assert 0.95 < sound.duration_s < 1.2
+    loudest = np.abs(np.fft.rfft(sound.samples))[100:]
+    assert abs((loudest.argmax() + 100) / sound.duration_s - 440) < 5
+
+
+def test_channels_become_their_mean() -> None:
+    stereo = tone(0.25, channels=2)
+    want = (stereo.astype(np.float32) / 32768).T.mean(axis=0)
+    assert np.array_equal(decode(wav(stereo)).samples, want)
+    assert np.array_equal(decode(encoded(stereo, "flac", "flac")).samples, want)
+
+
+@pytest.mark.parametrize(("codec", "levels"), [("pcm_u8", 128), ("pcm_s32le", 2**31), ("pcm_f64le", 1)])
+def test_samples_of_any_width_lie_in_one_range(codec: str, levels: int) -> None:
+    sound = decode(encoded(MONO, "wav", codec))
+    assert np.abs(sound.samples - MONO[:, 0] / 32768).max() <= 1 / min(levels, 128) * (levels == 128)
+
+
+def test_agrees_with_vllm() -> None:
+    """Its loader is the rule, where it scales: run it on floats, which it takes as they are."""
+    audio = pytest.importorskip("vllm.multimodal.media.audio")
+    data = encoded(tone(0.3, channels=2), "matroska", "libopus")
+    theirs, rate = audio.load_audio(io.BytesIO(data), sr=None, backend="pyav")
+    ours = decode(data)
+    assert rate == ours.rate
+    assert np.array_equal(ours.samples, theirs)
+
+
+def test_a_stream_of_unknown_length_is_decoded() -> None:
+    """What speech synthesis sends: the size is all ones."""
+    data = wav_header(2**32 - 1) + MONO.tobytes()
+    assert len(decode(data).samples) == len(MONO)
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
+CONCAT = b"ffconcat version 1.0\nfile /etc/hostname\n"
+HOUR_BYTES = 3600 * 16_000 * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\0" * 5000, "unknown_format"),
+        (b"hello, this is text" * 50, "unknown_format"),
+        (PLAYLIST, "unknown_format"),
+        (CONCAT, "unknown_format"),
+        (wav(MONO[:0]), "empty"),
+        (wav(tone(6.0)), "too_long"),
+        (wav_header(10 * HOUR_BYTES) + MONO.tobytes(), "damaged"),
+        (wav(tone(0.5, 500), 500), "sample_rate"),
+        (wav_header(MONO.nbytes, rate=2_000_000) + MONO.tobytes(), "sample_rate"),
+        (wav_header(MONO.nbytes, channels=64) + MONO.tobytes(), "channels"),
+        (wav(MONO)[:6000], "damaged"),
+        (encoded(NOISE, "flac", "flac")[:60_000], "damaged"),
+        (wav_header(4096, bits=32, tag=3) + np.full(1024, np.nan, "<f4").tobytes(), "damaged"),
+    ],
+)
+def test_bad_sounds_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(MediaError) as e:
+        decode(data)
+    assert e.value.reason == reason
+
+
+def test_a_picture_is_no_sound() -> None:
+    with pytest.raises(MediaError) as e:
+        decode(png(picture(1)))
+    assert e.value.reason == "unknown_format"
+
+
+def test_ten_hours_are_refused_before_they_are_decoded() -> None:
+    """Silence in FLAC: 10 hours in a few kilobytes a minute; the header tells."""
+    data = bytearray(encoded(tone(1.0), "flac", "flac"))
+    # STREAMINFO: the total of samples is 36 bits, 13 bytes after the block's begin at 8.
+    total = 10 * 3600 * 16_000
+    data[21] = (data[21] & 0xF0) | (total >> 32)
+    data[22:26] = (total & 0xFFFFFFFF).to_bytes(4, "big")
+    started = time.monotonic()
+    with pytest.raises(MediaError) as e:
+        decode(bytes(data))
+    assert e.value.reason == "too_long"
+    assert time.monotonic() - started < 1
+
+
+def test_a_header_that_lies_costs_no_more_than_the_limit() -> None:
+    """A long stream that announces nothing is cut off where the limit is."""
+    silence = np.zeros((60 * 16_000, 1), np.int16)
+    with pytest.raises(MediaError) as e:
+        decode(wav_header(2**32 - 1) + silence.tobytes())
+    assert e.value.reason == "too_long"
+
+
+def test_nothing_inside_a_file_opens_another(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.wav"
+    inner.write_bytes(wav(MONO))
+    for text in (
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{inner}\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {inner}\n",
+    ):
+        with pytest.raises(MediaError):
+            decode(text.encode())
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_damage_gives_a_sound_or_a_media_error(kind: str) -> None:
+    """Never another exception: 60 mutations of each container."""
+    rng = random.Random(kind)
+    refused = 0
+    for i in range(60):
+        data = bytearray(WHOLE[kind])
+        if i % 3 == 0:
+            data = data[: rng.randrange(1, len(data))]
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(min(len(data), 200 if i % 2 else len(data)))] = rng.randrange(256)
+        try:
+            sound = decode(bytes(data))
+        except MediaError:
+            refused += 1
+        else:
+            assert 0 < sound.duration_s <= MAX_S
+    assert refused > 0
+
+
+@settings(max_examples=60, deadline=2000)
+@given(st.binary(max_size=400), st.sampled_from([b"", *(w[:64] for w in WHOLE.values())]))
+def test_any_bytes_give_a_sound_or_a_media_error(data: bytes, begin: bytes) -> None:
+    with contextlib.suppress(MediaError):
+        assert decode(begin + data).duration_s > 0
