@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused
 from cornplug.qos import ONE_CLASS, ServiceClass
 
@@ -30,6 +32,9 @@ class Wait:
     inline: bool = False
     """The caller wants the tensor itself, stored or not."""
     future: Future[Answer] = field(default_factory=Future)
+    span: Span = INVALID_SPAN
+    queued_s: float | None = None
+    """When it began to wait for a batch; of the observer, by `time.monotonic`."""
 
     def late(self, now_s: float) -> bool:
         return now_s - self.received_s > self.request.deadline_s
@@ -121,6 +126,16 @@ class Batcher(Generic[WorkT]):
         """Flights that no batch has taken yet."""
         with self._changed:
             return len(self._queue)
+
+    def queue(self) -> dict[str, tuple[int, int]]:
+        """By class of the first who waits: (requests, tokens) that no batch has taken yet."""
+        with self._changed:
+            waiting: dict[str, tuple[int, int]] = {}
+            for flight in self._queue:
+                qos = flight.waits[0].qos.name
+                requests, tokens = waiting.get(qos, (0, 0))
+                waiting[qos] = (requests + len(flight.waits), tokens + flight.tokens)
+            return waiting
 
     def _drop_late(self) -> list[Wait]:
         now = self._clock()

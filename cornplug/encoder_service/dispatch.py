@@ -23,7 +23,7 @@ import torch
 from cornplug.codec import Kind
 from cornplug.encoder_service.batcher import Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, Made, Task
-from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.observer import Observer
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.registry import Loaded
 from cornplug.encoder_service.shelf import Shelf
@@ -67,13 +67,13 @@ class Dispatcher:
         batcher: Batcher[Work],
         executors: Sequence[Executor],
         shelf: Shelf,
-        meters: Meters,
+        observer: Observer,
         replies: Replies,
     ) -> None:
         self._batcher = batcher
         self._executors = tuple(executors)
         self._shelf = shelf
-        self._meters = meters
+        self._observer = observer
         self._replies = replies
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -175,18 +175,15 @@ class Dispatcher:
                 index[flight.feature_key] = len(first)
                 first.append(flight)
         kept = tuple(self._kept(flight) for flight in first)
-        made = executor.run(
-            Task(
-                items=tuple(flight.work.item for flight in first),
-                features=kept,
-                wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
-                keep=first[0].work.model.checkpoint.family.shares_features,
-            )
+        task = Task(
+            items=tuple(flight.work.item for flight in first),
+            features=kept,
+            wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
+            keep=first[0].work.model.checkpoint.family.shares_features,
         )
-        ran = sum(features is None for features in kept)
-        if ran:
-            self._meters.batch_items.observe(ran)
-            self._meters.tower_passes.inc(ran)
+        ran = [flight.tokens for flight, known in zip(first, kept, strict=True) if known is None]
+        with self._observer.computing(batch, ran):
+            made = executor.run(task)
         origins: list[Origin] = ["ran" if features is None else "reused" for features in kept]
         for flight, embedding in zip(batch, made.embeddings, strict=True):
             place = index[flight.feature_key]
@@ -211,7 +208,8 @@ class Dispatcher:
 
     def _publish(self, flight: Flight[Work], embedding: torch.Tensor, origin: Origin) -> None:
         app = flight.waits[0].request.app
-        stored = self._shelf.publish(Kind.EMBEDDING, flight.key[0], embedding, app)
+        with self._observer.stage("publish", flight.waits[0]):
+            stored = self._shelf.publish(Kind.EMBEDDING, flight.key[0], embedding, app)
         # Landed after publishing: who asks in between joins, who asks later finds it in the store.
         waits = self._batcher.land(flight)
         tensor = None if stored and not any(w.inline for w in waits) else to_wire(embedding)

@@ -30,6 +30,7 @@ from cornplug.encoder_service import sglang_epd
 from cornplug.encoder_service.preparing import Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.refusals import status_of
+from cornplug.encoder_service.tracing import TraceRequests
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -96,6 +97,7 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
     app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
     app.include_router(sglang_epd.router(parts, encoder))
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
     body_schema = EncodeBody.model_json_schema()
     file_schema = {"type": "string", "format": "binary"}
     form_schema = {**body_schema, "properties": {**body_schema["properties"], "image": file_schema}}
@@ -124,7 +126,7 @@ def create_app(encoder: Encoder, config: EncoderConfig, *, secret: bytes) -> Fas
                 lambda: preparer.prepare(body.model, "image", data, salt=body.salt, deadline_s=deadline_s),
             )
         except (EncoderRefused, MediaError) as e:
-            encoder.meters.refusals.labels(e.reason, caller.qos.name).inc()
+            encoder.meters.refused(e.reason, caller.qos.name)
             return _error(e.reason, str(e))
         # Cancelled with the request's task, so that no tower runs for a client that has gone.
         submitted = encoder.submit(prepared.request, inline=body.inline, caller=caller)

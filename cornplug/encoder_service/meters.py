@@ -1,31 +1,97 @@
-"""What the service shows at `/metrics`."""
+"""What the service shows at `/metrics`: every name, in one place.
+
+Labels are bounded: classes come from the configuration, reasons from the code, and of app
+names, which clients choose, the first `APPS_MAX` have a series of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
+from cornplug.encoder_service.protocol import ServedModel
 from cornplug.metrics import WAIT_BUCKETS_S
+
+Stage = Literal["prepare", "queue", "compute", "publish"]
+STAGES: Final[tuple[Stage, ...]] = ("prepare", "queue", "compute", "publish")
+OTHER: Final = "other"
+APPS_MAX: Final = 64
+_ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+_RECENT_MAX: Final = 8192
+
+Queue = Mapping[str, tuple[int, int]]
+"""By class: (requests waiting for a batch, tokens that they ask the tower for)."""
+
+
+class Bounded:
+    """Label values that clients choose: the first `limit` and those `known` as they are, the rest "other"."""
+
+    def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
+        self._limit = limit
+        self._seen = set(known)
+        self._lock = threading.Lock()
+
+    def label(self, value: str) -> str:
+        """The label under which `value` is counted."""
+        with self._lock:
+            if value in self._seen:
+                return value
+            if len(self._seen) >= self._limit:
+                return OTHER
+            self._seen.add(value)
+            return value
 
 
 class Meters:
-    """Counters of one service, in a registry of its own."""
+    """Counters of one service, in a registry of its own. Thread-safe.
 
-    def __init__(self, waiting: Callable[[], float]) -> None:
+    `waiting`, `queue`, `models` and `executors` are asked at each scrape; they must not block.
+    """
+
+    def __init__(
+        self,
+        waiting: Callable[[], float],
+        *,
+        classes: Sequence[str] = ("default",),
+        queue: Callable[[], Queue] = dict,
+        models: Callable[[], Sequence[ServedModel]] = tuple,
+        executors: Callable[[], tuple[int, int]] = lambda: (1, 1),
+        known_apps: Iterable[str] = (),
+    ) -> None:
         registry = CollectorRegistry()
-        self.registry = registry
-        Gauge(
-            "cornplug_encoder_waiting", "Requests admitted and not answered yet.", registry=registry
-        ).set_function(waiting)
+        self.registry: Final = registry
+        self.classes: Final = tuple(classes)
+        self.waiting: Final = waiting
+        self.queue: Final = queue
+        self.models: Final = models
+        self.executors: Final = executors
+        self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
+        """Receipt to answer of the latest answers, for who drains it (the status page)."""
+        self._apps = Bounded(APPS_MAX, known_apps)
+        registry.register(_Live(self))
         self.batch_items = Histogram(
-            "cornplug_encoder_batch_items",
-            "Media in one tower pass.",
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-            registry=registry,
+            "cornplug_encoder_batch_items", "Media in one tower pass.", buckets=_ITEMS, registry=registry
+        )
+        self.batch_tokens = Histogram(
+            "cornplug_encoder_batch_tokens", "Tokens in one tower pass.", buckets=_TOKENS, registry=registry
         )
         self.tower_passes = Counter(
             "cornplug_encoder_tower_passes_total", "Media that a tower was run for.", registry=registry
+        )
+        self.tower_tokens = Counter(
+            "cornplug_encoder_tower_tokens_total", "Tokens that a tower was run for.", registry=registry
+        )
+        self.tower_seconds = Histogram(
+            "cornplug_encoder_tower_seconds",
+            "Seconds of one batch that a tower ran for, projectors included.",
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
         )
         self.answers = Counter(
             "cornplug_encoder_answers_total",
@@ -41,7 +107,16 @@ class Meters:
         )
         self.seconds = Histogram(
             "cornplug_encoder_seconds",
-            "Seconds from receipt to answer.",
+            "Seconds from receipt to answer, by class.",
+            ("qos",),
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self.stages = Histogram(
+            "cornplug_encoder_stage_seconds",
+            "Seconds in one stage: prepare (decode, preprocess, check), queue (until a batch takes it), "
+            "compute (tower and projector of its batch), publish (store, answer).",
+            ("stage",),
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
@@ -51,7 +126,77 @@ class Meters:
             ("reason",),
             registry=registry,
         )
+        # A rate needs a first value: what can be counted is there from the start, as 0.
+        for stage in STAGES:
+            self.stages.labels(stage)
+        for qos in self.classes:
+            self.seconds.labels(qos)
+
+    def answered(self, app: str, qos: str, tower: str, seconds: float) -> None:
+        """Count one embedding answered, `seconds` after its receipt."""
+        self.answers.labels(self._apps.label(app), tower, qos).inc()
+        self.seconds.labels(qos).observe(seconds)
+        self.recent_s.append(seconds)
+
+    def refused(self, reason: str, qos: str = "default") -> None:
+        """Count one request refused."""
+        self.refusals.labels(reason, qos).inc()
+
+    def passed(self, items: int, tokens: int, seconds: float) -> None:
+        """Count one tower pass."""
+        self.batch_items.observe(items)
+        self.batch_tokens.observe(tokens)
+        self.tower_passes.inc(items)
+        self.tower_tokens.inc(tokens)
+        self.tower_seconds.observe(seconds)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _Live:
+    """What is read off the service at each scrape: series of a model that has gone, go."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+
+    def collect(self) -> Iterator[Metric]:
+        meters = self._meters
+        yield GaugeMetricFamily(
+            "cornplug_encoder_waiting", "Requests admitted and not answered yet.", value=meters.waiting()
+        )
+        requests = GaugeMetricFamily(
+            "cornplug_encoder_queue_requests", "Requests that no batch has taken yet.", labels=("qos",)
+        )
+        tokens = GaugeMetricFamily(
+            "cornplug_encoder_queue_tokens", "Tokens that no batch has taken yet.", labels=("qos",)
+        )
+        waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.queue()}
+        for qos, (count, size) in waiting.items():
+            requests.add_metric((qos,), count)
+            tokens.add_metric((qos,), size)
+        yield requests
+        yield tokens
+        executors = GaugeMetricFamily(
+            "cornplug_encoder_executors", "Executors of tower passes, by state.", labels=("state",)
+        )
+        alive, total = meters.executors()
+        executors.add_metric(("alive",), alive)
+        executors.add_metric(("dead",), total - alive)
+        yield executors
+        yield _model_info(meters.models())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def _model_info(models: Sequence[ServedModel]) -> Metric:
+    names = ("model", "family", "identity", "tower_fp", "projector_fp", "spec_fp", "dtype")
+    info = GaugeMetricFamily(
+        "cornplug_encoder_model_info", "1 for each served model; fingerprints in hex.", labels=names
+    )
+    for m in models:
+        digests = (digest.hex() for digest in (m.identity, m.tower_fp, m.projector_fp, m.spec_fp))
+        info.add_metric((m.name, m.family, *digests, m.dtype), 1)
+    return info

@@ -81,6 +81,8 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     app: str
     deadline_s: float
     """Seconds from receipt after which nobody waits for the answer any more."""
+    trace: dict[str, str] | None = None
+    """W3C `traceparent` and `tracestate` of who asks. An older peer leaves it out, or ignores it."""
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):

@@ -27,6 +27,7 @@ from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.tracing import open_tracing
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
 from cornplug.qos import Classes
@@ -129,10 +130,12 @@ def main(argv: Sequence[str]) -> int:
         store = None if args.no_store else PoolStore(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
         shelf = Shelf(store, deadline_s=config.store.patience_s)
+        tracing = open_tracing()
         encoder = Encoder(
             registry,
             shelf,
             secret=secret,
+            tracing=tracing,
             max_batch_items=config.encoder.max_batch_items,
             max_waiting=config.encoder.max_waiting,
             classes=Classes(config.qos),
@@ -145,6 +148,7 @@ def main(argv: Sequence[str]) -> int:
             asyncio.run(serve(encoder, config, listeners, secret=secret))
         finally:
             encoder.close()
+            tracing.close()
             if store is not None:
                 store.close()
     finally:

@@ -231,7 +231,7 @@ def _peer(request: Request) -> str | None:
 
 
 def _refusal(encoder: Encoder, error: EncoderRefused | MediaError) -> JSONResponse:
-    encoder.meters.refusals.labels(error.reason, encoder.classes.of_app(SGLANG).name).inc()
+    encoder.meters.refused(error.reason, encoder.classes.of_app(SGLANG).name)
     return JSONResponse(
         {"status": "error", "reason": error.reason, "message": str(error)},
         status_code=status_of(error.reason),

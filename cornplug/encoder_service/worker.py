@@ -24,9 +24,11 @@ from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Pace, Wait
 from cornplug.encoder_service.compute import Executor, InProcess
 from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work, to_wire
 from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.observer import Observer
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused, Tensor
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.tracing import OFF, Tracing
 from cornplug.errors import EncoderRefused
 from cornplug.qos import Caller, Classes
 
@@ -53,11 +55,20 @@ class Encoder:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_waiting: int = 256,
         classes: Classes | None = None,
+        tracing: Tracing = OFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
         self.classes = classes or Classes.single()
-        self.meters = Meters(self.waiting)
+        self._executors = tuple(executors) or (InProcess(registry.device),)
+        self.meters = Meters(
+            self.waiting,
+            classes=[c.name for c in self.classes.all()],
+            queue=self._queue,
+            models=registry.served,
+            executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
+        )
+        self.observer = Observer(self.meters, tracing)
         self._shelf = shelf
         shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
@@ -71,9 +82,7 @@ class Encoder:
             max_items=max_batch_items, max_tokens=max_batch_tokens, clock=clock, on_late=self._refuse_late
         )
         self._admission = ThreadPoolExecutor(2, "cornplug-admit")
-        self._dispatcher = Dispatcher(
-            self._batcher, executors or (InProcess(registry.device),), shelf, self.meters, self
-        )
+        self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
 
     def submit(
         self, request: Encode, *, inline: bool = False, caller: Caller | None = None
@@ -90,6 +99,7 @@ class Encoder:
             request = msgspec.structs.replace(request, app=caller.app)
         wait = Wait(request=request, received_s=self._clock(), qos=qos, inline=inline)
         model = self.registry.by_identity(request.identity)
+        self.observer.received(wait, model)
         if model is None:
             names = ", ".join(m.name for m in self.registry.served())
             self._refuse(wait, "unknown_model", f"no model of that identity is served; served: {names}")
@@ -151,12 +161,14 @@ class Encoder:
         if self._answer_from_store(wait, model):
             return None
         try:
-            item = model.tower.prepare(request.inputs)
+            with self.observer.stage("prepare", wait):
+                item = model.tower.prepare(request.inputs)
         except EncoderRefused as e:
             return self._refuse(wait, "bad_input", str(e))
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.salt
         )
+        self.observer.queued(wait, item.tokens)
         self._batcher.join_or_add(
             Flight(
                 key=(request.key, request.identity),
@@ -189,8 +201,7 @@ class Encoder:
             id=request.id, key=request.key, tower=tower, stored=stored, tensor=tensor, seconds=seconds
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
-        self.meters.answers.labels(request.app, tower, wait.qos.name).inc()
-        self.meters.seconds.observe(seconds)
+        self.observer.answered(wait, tower, stored=stored, seconds=seconds)
         wait.answer(answer)
 
     def refuse_internal(self, wait: Wait, message: str, retry_after_s: float | None) -> None:
@@ -209,7 +220,7 @@ class Encoder:
             return
         if reason == "overloaded" and retry is None:
             retry = self._pace.retry_after_s(self.waiting())
-        self.meters.refusals.labels(reason, wait.qos.name).inc()
+        self.observer.refused(wait, reason)
         wait.answer(Refused(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
 
     def _check(self, done: Future[None], waits: Sequence[Wait]) -> None:
@@ -221,6 +232,10 @@ class Encoder:
         for wait in waits:
             self._refuse(wait, "internal", f"{type(error).__name__}: {error}")
 
+    def _queue(self) -> dict[str, tuple[int, int]]:
+        return self._batcher.queue()
+
     def _forget(self, wait: Wait) -> None:
+        self.observer.gone(wait)
         with self._lock:
             self._waiting.discard(wait)

@@ -1,0 +1,114 @@
+"""What happens to a request, told once: counted by `Meters` and traced by `Tracing`.
+
+received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
+         └───────────────────────── refused, or gone ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from opentelemetry.trace import SpanKind, StatusCode
+
+from cornplug.encoder_service.batcher import Flight, Wait
+from cornplug.encoder_service.meters import Meters, Stage
+from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.tracing import OFF, Tracing
+
+
+class Observer:
+    """Thread-safe; never raises into who tells it, never blocks."""
+
+    def __init__(self, meters: Meters, tracing: Tracing = OFF) -> None:
+        self.meters = meters
+        self.tracing = tracing
+
+    def received(self, wait: Wait, model: Loaded | None) -> None:
+        """A request has come: its span begins."""
+        request = wait.request
+        wait.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
+        wait.span.set_attributes({"cornplug.app": request.app, "cornplug.class": wait.qos.name})
+        if model is not None:
+            wait.span.set_attributes(
+                {
+                    "cornplug.model": model.served.name,
+                    "cornplug.family": model.served.family,
+                    "cornplug.modality": _modality(model, wait),
+                }
+            )
+
+    @contextmanager
+    def stage(self, stage: Stage, wait: Wait) -> Iterator[None]:
+        """Around one stage of a request."""
+        began = time.monotonic()
+        with self.tracing.child(wait.span, f"cornplug.{stage}"):
+            try:
+                yield
+            finally:
+                self.meters.stages.labels(stage).observe(time.monotonic() - began)
+
+    def queued(self, wait: Wait, tokens: int) -> None:
+        """From now on it waits for a batch."""
+        wait.queued_s = time.monotonic()
+        wait.span.set_attribute("cornplug.tokens", tokens)
+
+    @contextmanager
+    def computing(self, flights: Sequence[Flight[Any]], tokens: Sequence[int]) -> Iterator[None]:
+        """Around a batch: its requests' waiting is over. `tokens` of each medium that the tower runs for."""
+        waits = [wait for flight in flights for wait in tuple(flight.waits)]
+        for wait in waits:
+            self._waited(wait)
+        began = time.monotonic()
+        first, *others = (wait.span for wait in waits)
+        with self.tracing.child(first, "cornplug.tower", also=others) as span:
+            span.set_attributes(
+                {
+                    "cornplug.batch.requests": len(waits),
+                    "cornplug.batch.media": len(tokens),
+                    "cornplug.batch.tokens": sum(tokens),
+                }
+            )
+            yield
+        seconds = time.monotonic() - began
+        self.meters.stages.labels("compute").observe(seconds)
+        if tokens:
+            self.meters.passed(len(tokens), sum(tokens), seconds)
+
+    def answered(self, wait: Wait, tower: str, *, stored: bool, seconds: float) -> None:
+        """Its embedding is about to be handed over."""
+        self.meters.answered(wait.request.app, wait.qos.name, tower, seconds)
+        wait.span.set_attributes({"cornplug.tower": tower, "cornplug.stored": stored})
+        wait.span.end()
+
+    def refused(self, wait: Wait, reason: str) -> None:
+        """It is about to be refused."""
+        self.meters.refused(reason, wait.qos.name)
+        wait.span.set_attribute("cornplug.reason", reason)
+        wait.span.set_status(StatusCode.ERROR, reason)
+        wait.span.end()
+
+    def gone(self, wait: Wait) -> None:
+        """Nobody waits for it any more: it was answered, or its client has gone."""
+        if wait.span.is_recording():
+            wait.span.set_attribute("cornplug.cancelled", True)
+            wait.span.end()
+
+    def _waited(self, wait: Wait) -> None:
+        # None: an earlier batch had it, which failed.
+        queued_s, wait.queued_s = wait.queued_s, None
+        if queued_s is None:
+            return
+        seconds = time.monotonic() - queued_s
+        now_ns = time.time_ns()
+        self.meters.stages.labels("queue").observe(seconds)
+        self.tracing.past(wait.span, "cornplug.queue", began_ns=now_ns - int(seconds * 1e9), ended_ns=now_ns)
+
+
+def _modality(model: Loaded, wait: Wait) -> str:
+    for modality, names in model.checkpoint.family.inputs.items():
+        if set(names) <= wait.request.inputs.keys():
+            return modality
+    return "unknown"

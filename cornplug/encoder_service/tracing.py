@@ -1,0 +1,162 @@
+"""Spans of what the service does, in the trace of who asked (OpenTelemetry).
+
+    POST /v1/encode (server span, if HTTP)
+    └ cornplug.encode            one request, from receipt to answer
+        ├ cornplug.prepare       decode, preprocess, check
+        ├ cornplug.queue         until a batch took it
+        ├ cornplug.tower         its batch: child of the first request, linked to all of them
+        └ cornplug.publish       store, answer
+
+Callers name their trace by W3C headers, or by `protocol.Encode.trace`. Without an SDK the API's
+own no-op tracer stands here: nothing is recorded and nobody asks whether tracing is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.trace import Link, NoOpTracer, Span, SpanKind, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cornplug import __version__
+
+CARRIED: Final = ("traceparent", "tracestate")
+"""What names a trace, in HTTP headers and in `Encode.trace`. Everything else is left out."""
+_SWITCHES: Final = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_TRACES_EXPORTER",
+)
+_TRACED: Final = re.compile(r"/v1/encode|(/sglang/.+)?/encode")
+_FLUSH_S: Final = 5.0
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+
+log = logging.getLogger(__name__)
+
+
+class Tracing:
+    """Begins spans with one tracer. Thread-safe."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def request(self, carrier: Mapping[str, str] | None, kind: SpanKind, name: str) -> Span:
+        """A span in the trace that `carrier` names, else in the one that is current here."""
+        context = _PROPAGATOR.extract(carrier) if carrier else None
+        return self._tracer.start_span(name, context=context, kind=kind)
+
+    @contextmanager
+    def child(self, parent: Span, name: str, also: Sequence[Span] = ()) -> Iterator[Span]:
+        """A span below `parent`, linked to `also` and back, for as long as the block runs."""
+        links = [Link(span.get_span_context()) for span in (parent, *also)] if also else None
+        context = trace.set_span_in_context(parent)
+        with self._tracer.start_as_current_span(name, context=context, links=links) as span:
+            for other in also:
+                other.add_link(span.get_span_context())
+            yield span
+
+    def past(self, parent: Span, name: str, *, began_ns: int, ended_ns: int) -> None:
+        """A span that is over already. Times are of `time.time_ns`."""
+        context = trace.set_span_in_context(parent)
+        self._tracer.start_span(name, context=context, start_time=began_ns).end(ended_ns)
+
+    def close(self) -> None:
+        """Send what is left, for five seconds at most."""
+
+
+OFF: Final = Tracing(NoOpTracer())
+
+
+class _Exported(Tracing):
+    """Spans go to the collector that the standard OTEL_* variables name."""
+
+    def __init__(self, exporter: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        attributes = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in attributes
+        resource = Resource.create() if named else Resource.create({"service.name": "cornplug-encoder"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter(exporter)()))
+        super().__init__(self._provider.get_tracer("cornplug", __version__))
+
+    def close(self) -> None:
+        # The SDK waits half a minute for a collector that is down.
+        ending = threading.Thread(target=self._provider.shutdown, name="cornplug-trace-end", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_S)
+
+
+def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
+    """Tracing as the OTEL_* variables want it: OFF without them; OFF, and said so, without an SDK.
+
+    Under `opentelemetry-instrument` its provider is used.
+    """
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return OFF
+    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return Tracing(trace.get_tracer("cornplug", __version__))
+    name = environ.get("OTEL_TRACES_EXPORTER", "otlp").partition(",")[0].strip()
+    if name == "none" or not any(environ.get(switch) for switch in _SWITCHES):
+        return OFF
+    if name == "otlp":
+        protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
+            "OTEL_EXPORTER_OTLP_PROTOCOL"
+        )
+        name = "otlp_proto_http" if protocol == "http/protobuf" else "otlp_proto_grpc"
+    try:
+        return _Exported(name)
+    except ImportError as e:
+        log.warning(
+            "OTEL_* variables ask for traces, but %s: none are sent. "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp",
+            e,
+        )
+        return OFF
+
+
+class TraceRequests:
+    """ASGI middleware: a server span, joining the caller's trace, around each encode request."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _TRACED.fullmatch(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        # Not the path: it may hold a model's name, and a span's name is of few.
+        route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
+        span = self._tracing.request(named(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.set_attribute("http.response.status_code", message["status"])
+            await send(message)
+
+        with trace.use_span(span, end_on_exit=True):
+            await self._app(scope, receive, marked)
+
+
+def named(headers: Mapping[str, str] | None) -> dict[str, str] | None:
+    """The headers that name a trace, None where there is none."""
+    return {name: headers[name] for name in CARRIED if name in headers} or None if headers else None
+
+
+def _exporter(name: str) -> type:
+    for found in entry_points(group="opentelemetry_traces_exporter", name=name):
+        return found.load()
+    raise ImportError(f"no exporter {name!r} is installed")
