@@ -75,6 +75,12 @@ class EncoderConfig(_Section):
     max_audio_s: float = Field(default=600.0, gt=0)
     """Longest sound accepted, in seconds."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
+    max_held_bytes: int = Field(default=1 << 30, gt=0)
+    """Of all HTTP bodies under way together."""
+    body_deadline_s: float = Field(default=30.0, gt=0)
+    """Longest that a body may take to arrive."""
+    max_items: int = Field(default=64, gt=0)
+    """Media in one HTTP request."""
     max_waiting: int = Field(default=256, gt=0)
     """Items in the queue beyond which the service answers 503."""
     receivers: str = ""

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from cornplug.config import Config, load, read_secret
 from cornplug.encoder_service.endpoint import Endpoint, claim
+from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
@@ -35,6 +36,9 @@ from cornplug.store.pool import PoolStore
 
 DRAIN_S: Final = 30.0
 """Longest time that a stopping service works on what it has admitted."""
+
+UNREAD_S: Final = 30.0
+"""Longest time that a client may leave its answer unread."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -60,6 +64,8 @@ class Listeners:
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
         http = socket.socket(family, socket.SOCK_STREAM)
         http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it: a client that takes nothing of its answer for so long is cut off.
+        http.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         try:
             http.bind((encoder.host, encoder.port))
             http.listen(128)
@@ -86,8 +92,9 @@ class Listeners:
 
 
 async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secret: bytes) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    app = create_app(encoder, config.encoder, secret=secret)
+    """Serve until SIGTERM or SIGINT, then drain: `/ready` says so while the streams finish."""
+    gate = Gate()
+    app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(DRAIN_S))
     )
@@ -101,9 +108,13 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    end = loop.time() + DRAIN_S
     endpoint.stop_accepting()
+    gate.close()
+    # What HTTP clients have begun may still submit media, so the encoder closes after them.
+    await gate.idle(DRAIN_S)
+    await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
     web.should_exit = True
-    await asyncio.to_thread(encoder.drain, DRAIN_S)
     await serving
     await endpoint.close()
 

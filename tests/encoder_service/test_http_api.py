@@ -19,37 +19,17 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service import media
 from cornplug.encoder_service.client import AsyncEncoderClient, EncoderClient
-from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.towers.clip import ClipTower
-from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError, StoreError
 from cornplug.qos import Classes
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
 
 from .conftest import SECRET, MakeEncoder, inputs_of, picture, png
+from .http_service import Service
 from .test_media import bomb
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-
-
-class Service:
-    """A service and an httpx client in its process."""
-
-    def __init__(self, encoder: Encoder, config: Config) -> None:
-        self.encoder = encoder
-        self.app = create_app(encoder, config.encoder, secret=SECRET)
-
-    def call(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
-                return await client.request(method, path, **options)
-
-        return anyio.run(send)
-
-    def post(self, **options: Any) -> httpx.Response:
-        return self.call("POST", "/v1/encode", **options)
 
 
 @pytest.fixture
@@ -146,7 +126,9 @@ def test_refusals(service: Service, llava: str, body: dict[str, Any], status: in
     ("options", "status"),
     [
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 422),
-        ({"content": b"x", "headers": {"content-type": "text/plain"}}, 422),
+        ({"content": b"x", "headers": {"content-type": "text/plain"}}, 415),
+        ({"data": {"model": "m", "image": "x"}}, 415),
+        ({"content": b"x"}, 415),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 422),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}}, 422),
         ({"data": {"model": "m", "image": "text"}, "files": {"other": b"x"}}, 422),

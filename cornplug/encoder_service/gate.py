@@ -1,0 +1,71 @@
+"""Whether the service takes requests: counts those under way by HTTP, and closes when it is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cornplug.encoder_service.http_answers import Failed, refused
+
+CLOSED: Final = Failed(
+    reason="draining", message="the service is stopping; ask another one", retry_after_s=1.0
+)
+
+
+class Gate:
+    """For one event loop. What came in before `close` may finish, streams included."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around one request, until the last byte of its answer."""
+        self._inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+
+    async def idle(self, deadline_s: float) -> bool:
+        """Wait until nobody is inside. False when the deadline passed first."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Gated:
+    """ASGI middleware: what is posted passes the gate, or hears that it is closed."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif self._gate.closed:
+            await refused(CLOSED)(scope, receive, send)
+        else:
+            with self._gate.passing():
+                await self._app(scope, receive, send)

@@ -1,0 +1,186 @@
+"""What a client gets: embeddings as JSON, raw bytes, lines or parts; refusals as one JSON form."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pydantic
+from fastapi import Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cornplug.encoder_service.protocol import Encoded, Refused
+from cornplug.encoder_service.refusals import status_of
+from cornplug.errors import EncoderRefused, MediaError
+
+RAW: Final = "application/octet-stream"
+LINES: Final = "application/x-ndjson"
+PARTS: Final = "multipart/mixed"
+
+
+class EncodeAnswer(pydantic.BaseModel):
+    """An embedding. `data` is base64 of a C-contiguous little-endian tensor."""
+
+    key: str = pydantic.Field(examples=["5e" * 32])
+    shape: list[int] | None = pydantic.Field(examples=[[576, 4096]])
+    """(rows, hidden_size); None where `data` is left out: the store's entry tells it."""
+    dtype: str = pydantic.Field(examples=["bfloat16"])
+    tower: Literal["ran", "joined", "reused"]
+    stored: bool
+    seconds: float
+    data: str | None = None
+
+
+class ErrorDetail(pydantic.BaseModel):
+    """Why not. `reason` is a fixed word, `message` names the field and the remedy."""
+
+    reason: str = pydantic.Field(examples=["bad_input"])
+    message: str = pydantic.Field(examples=["image: not base64"])
+    retry_after_s: float | None = None
+
+
+class ErrorAnswer(pydantic.BaseModel):
+    """Every status that is not 200."""
+
+    error: ErrorDetail
+
+
+class EncodeLine(pydantic.BaseModel):
+    """One line of `application/x-ndjson`: `index` and the fields of EncodeAnswer, or `error`."""
+
+    index: int
+    key: str | None = None
+    shape: list[int] | None = None
+    dtype: str | None = None
+    tower: Literal["ran", "joined", "reused"] | None = None
+    stored: bool | None = None
+    seconds: float | None = None
+    data: str | None = None
+    error: ErrorDetail | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """One medium's embedding."""
+
+    answer: Encoded
+    dtype: str
+
+    def meta(self) -> dict[str, Any]:
+        """Everything but the bytes."""
+        tensor = self.answer.tensor
+        return {
+            "key": self.answer.key.hex(),
+            "shape": list(tensor.shape) if tensor is not None else None,
+            "dtype": self.dtype,
+            "tower": self.answer.tower,
+            "stored": self.answer.stored,
+            "seconds": round(self.answer.seconds, 6),
+        }
+
+    def fields(self) -> dict[str, Any]:
+        """With the bytes, as base64."""
+        tensor = self.answer.tensor
+        data = base64.b64encode(tensor.data).decode() if tensor is not None else None
+        return {**self.meta(), "data": data}
+
+    def headers(self) -> dict[str, str]:
+        """`meta` for an answer whose body is the bytes."""
+        return {
+            f"x-cornplug-{name}": ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            for name, value in self.meta().items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Why there is none."""
+
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, refusal: Refused | EncoderRefused | MediaError) -> Failed:
+        if isinstance(refusal, Refused):
+            return cls(reason=refusal.reason, message=refusal.message, retry_after_s=refusal.retry_after_s)
+        return cls(reason=refusal.reason, message=str(refusal))
+
+    def fields(self) -> dict[str, Any]:
+        """As ErrorAnswer has it."""
+        detail: dict[str, Any] = {"reason": self.reason, "message": self.message}
+        if self.retry_after_s is not None:
+            detail["retry_after_s"] = round(self.retry_after_s, 3)
+        return {"error": detail}
+
+
+Outcome = Done | Failed
+
+
+def one(outcome: Outcome, accept: str) -> Response:
+    """The answer to a request for one medium."""
+    if isinstance(outcome, Failed):
+        return refused(outcome)
+    tensor = outcome.answer.tensor
+    if RAW in accept and tensor is not None:
+        return Response(tensor.data, media_type=RAW, headers=outcome.headers())
+    return JSONResponse(outcome.fields())
+
+
+class Streamed(StreamingResponse):
+    """Lines or parts. However it ends, what is left of the work is let go at once."""
+
+    def __init__(self, outcomes: AsyncGenerator[tuple[int, Outcome], None], accept: str) -> None:
+        self._outcomes = outcomes
+        if PARTS in accept:
+            # Random, so that no embedding holds it.
+            boundary = secrets.token_hex(16)
+            super().__init__(_parts(outcomes, boundary), media_type=f'{PARTS}; boundary="{boundary}"')
+        else:
+            super().__init__(_lines(outcomes), media_type=LINES)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._outcomes.aclose()
+
+
+def wants_many(accept: str) -> bool:
+    """Whether the client names a form that holds several answers."""
+    return LINES in accept or PARTS in accept
+
+
+def refused(failed: Failed) -> JSONResponse:
+    """One refusal, with its status."""
+    headers = {}
+    if failed.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(failed.retry_after_s)))
+    return JSONResponse(failed.fields(), status_code=status_of(failed.reason), headers=headers)
+
+
+async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[bytes]:
+    async for index, outcome in outcomes:
+        yield json.dumps({"index": index, **outcome.fields()}, separators=(",", ":")).encode() + b"\n"
+
+
+async def _parts(outcomes: AsyncIterator[tuple[int, Outcome]], boundary: str) -> AsyncIterator[bytes]:
+    """RFC 2046, 5.1.1. A part is the bytes with `x-cornplug-*` headers, or JSON where there are none."""
+    async for index, outcome in outcomes:
+        tensor = outcome.answer.tensor if isinstance(outcome, Done) else None
+        if isinstance(outcome, Done) and tensor is not None:
+            kind, headers, body = RAW, outcome.headers(), tensor.data
+        else:
+            kind, headers, body = "application/json", {}, json.dumps(outcome.fields()).encode()
+        head = {"content-type": kind, "content-length": str(len(body)), "x-cornplug-index": str(index)}
+        lines = [f"--{boundary}", *(f"{name}: {value}" for name, value in (head | headers).items()), "", ""]
+        yield "\r\n".join(lines).encode()
+        yield bytes(body)
+        yield b"\r\n"
+    yield f"--{boundary}--\r\n".encode()

@@ -1,0 +1,194 @@
+"""What a client asks for: the schema of `POST /v1/encode`, and reading it off the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import pydantic
+from fastapi import Request
+from pydantic import JsonValue
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+
+from cornplug.encoder_service.preparing import medium_bytes
+from cornplug.errors import EncoderRefused
+from cornplug.families import Modality
+
+MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
+_ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
+_MAX_FIELDS: Final = 16
+_MAX_FIELD_BYTES: Final = 16 << 10
+_SHOWN: Final = 200
+"""Characters of a client's own words that a message repeats."""
+
+
+class Medium(pydantic.BaseModel):
+    """One medium: exactly one of the three, as base64, as a `data:` URL with base64, or as an
+    `http(s)` URL of a host that the operator allows (none unless configured)."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_MEDIUM})
+    image: str = ""
+    video: str = ""
+    audio: str = ""
+
+    @pydantic.model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if len(self._named()) != 1:
+            raise ValueError(f"name one of {', '.join(MODALITIES)}")
+        return self
+
+    def _named(self) -> list[Modality]:
+        return [modality for modality in MODALITIES if modality in self.model_fields_set]
+
+    def source(self, where: str = "") -> Source:
+        """The medium, and what a message calls it."""
+        modality = self._named()[0]
+        return Source(modality=modality, field=where + modality, content=getattr(self, modality))
+
+
+class EncodeBody(Medium):
+    """What to encode: one medium, or `items`. In a multipart form the media are files."""
+
+    model_config = pydantic.ConfigDict(
+        json_schema_extra={
+            "oneOf": [*_ONE_MEDIUM, {"required": ["items"]}],
+            "examples": [
+                {"model": "llava-hf/llava-1.5-7b-hf", "image": "data:image/png;base64,iVBORw0KGgo="}
+            ],
+        }
+    )
+    model: str = pydantic.Field(min_length=1, max_length=1024)
+    items: list[Medium] = pydantic.Field(default_factory=list, min_length=1)
+    """Answered as each finishes, by `index`."""
+    salt: str | None = pydantic.Field(default=None, max_length=256)
+    """Tenant: equal media of different salts never share a key."""
+    inline: bool = True
+    """False: leave the data out where the host's store has it under `key`."""
+    deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
+    """Counts from the receipt of the body, for all items together."""
+
+    @pydantic.model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if len(self._named()) + ("items" in self.model_fields_set) != 1:
+            raise ValueError(f"name one of {', '.join(MODALITIES)}, or items")
+        return self
+
+    def sources(self) -> tuple[Source, ...]:
+        """Every medium, in the order given."""
+        if not self.items:
+            return (self.source(),)
+        return tuple(item.source(f"items.{i}.") for i, item in enumerate(self.items))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One medium as it came: a file's bytes, or a JSON text."""
+
+    modality: Modality
+    field: str
+    content: bytes | str
+
+    def url(self) -> str | None:
+        """Where the bytes are to be fetched from, if they are not here."""
+        if isinstance(self.content, str) and self.content[:8].lower().startswith(("http://", "https://")):
+            return self.content
+        return None
+
+    def data(self) -> bytes:
+        """The bytes that came. Raises EncoderRefused("bad_input", "remote_url")."""
+        return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked request. `many`: the client wants its answers one by one, as they finish."""
+
+    model: str
+    sources: tuple[Source, ...]
+    many: bool
+    salt: str | None
+    inline: bool
+    deadline_s: float | None
+
+
+async def read(request: Request, threads: Executor, *, max_items: int) -> Asked:
+    """Raises EncoderRefused: "media_type", "too_many_items", or "bad_input" with the field's name."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        asked = await _read_form(request, max_items)
+    elif kind == "application/json":
+        text = await request.body()
+        # Tens of megabytes of base64 take tenths of a second: not in the loop that others are served by.
+        body = await asyncio.get_running_loop().run_in_executor(threads, _validate, text)
+        asked = _asked(body, body.sources(), many=bool(body.items))
+    else:
+        raise EncoderRefused(
+            f"content-type {kind[:_SHOWN]!r}: send multipart/form-data or application/json",
+            reason="media_type",
+        )
+    if len(asked.sources) > max_items:
+        raise _too_many(max_items)
+    return asked
+
+
+async def _read_form(request: Request, max_items: int) -> Asked:
+    sources: list[Source] = []
+    fields: dict[str, str] = {}
+    try:
+        async with request.form(
+            max_files=max_items + 1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
+        ) as form:
+            for name, value in form.multi_items():
+                if isinstance(value, UploadFile) and name in MODALITIES:
+                    sources.append(Source(modality=name, field=name, content=await value.read()))
+                elif isinstance(value, UploadFile) or name in MODALITIES:
+                    raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
+                elif name in fields:
+                    raise _bad(f"{name[:_SHOWN]}: given twice")
+                else:
+                    fields[name] = value
+    except HTTPException as e:  # Starlette's form for a body that is no multipart
+        if e.detail.startswith("Too many files"):
+            raise _too_many(max_items) from e
+        raise _bad(f"form: {e.detail[:_SHOWN]}") from e
+    if not sources:
+        raise _bad("image: send the medium as a file named image, video or audio")
+    # Only the fields are validated here: the files stand for the body's media.
+    body = _validate({**fields, sources[0].modality: ""})
+    return _asked(body, tuple(sources), many=len(sources) > 1)
+
+
+def _asked(body: EncodeBody, sources: tuple[Source, ...], *, many: bool) -> Asked:
+    return Asked(
+        model=body.model,
+        sources=sources,
+        many=many,
+        salt=body.salt,
+        inline=body.inline,
+        deadline_s=body.deadline_s,
+    )
+
+
+def _validate(value: bytes | Mapping[str, Any]) -> EncodeBody:
+    try:
+        if isinstance(value, bytes):
+            return EncodeBody.model_validate_json(value, strict=True)
+        return EncodeBody.model_validate(value)
+    except pydantic.ValidationError as e:
+        first = e.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:_SHOWN] or "body"
+        raise _bad(f"{where}: {first['msg'][:_SHOWN]}") from None
+
+
+def _bad(message: str) -> EncoderRefused:
+    return EncoderRefused(message, reason="bad_input")
+
+
+def _too_many(max_items: int) -> EncoderRefused:
+    return EncoderRefused(
+        f"items: at most {max_items} a request; send several requests", reason="too_many_items"
+    )

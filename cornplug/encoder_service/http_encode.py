@@ -1,0 +1,194 @@
+"""From what a client asked to outcomes: fetch, prepare, submit, and let go when the client goes.
+
+read ─> each medium: fetch or decode base64 ─> prepare (threads) ─> Encoder.submit ─> Outcome
+                at most two of one request at a time               as each finishes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service import http_answers, http_bodies
+from cornplug.encoder_service.http_answers import Done, Failed, Outcome
+from cornplug.encoder_service.http_bodies import Asked, Source
+from cornplug.encoder_service.preparing import Prepared, Preparer
+from cornplug.encoder_service.protocol import Refused
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import EncoderRefused, MediaError
+from cornplug.qos import Caller
+
+_AT_ONCE: Final = 2
+"""Media of one request that are prepared at a time: sixty-four of one do not delay one of another."""
+_MARGIN_S: Final = 1.0
+"""What is begun in time may end this much after the deadline."""
+
+ResultT = TypeVar("ResultT")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One request under way: whose, and when (by the monotonic clock) nobody waits any more."""
+
+    asked: Asked
+    caller: Caller
+    end: float
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+
+class Encodes:
+    """`POST /v1/encode`, for one event loop."""
+
+    def __init__(
+        self, encoder: Encoder, preparer: Preparer, threads: Executor, config: EncoderConfig
+    ) -> None:
+        self._encoder = encoder
+        self._preparer = preparer
+        self._threads = threads
+        self._config = config
+
+    async def __call__(self, request: Request) -> Response:
+        """Raises EncoderRefused and MediaError for what is wrong with the whole request, and
+        ClientDisconnect."""
+        asked = await http_bodies.read(request, self._threads, max_items=self._config.max_items)
+        if self._encoder.registry.by_name(asked.model) is None:
+            served = ", ".join(model.name for model in self._encoder.registry.served())
+            raise EncoderRefused(
+                f"model: {asked.model!r} is not served; served: {served}", reason="unknown_model"
+            )
+        caller = self._encoder.classes.of_headers(request.headers)
+        deadline_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
+        job = _Job(asked=asked, caller=caller, end=time.monotonic() + deadline_s)
+        accept = request.headers.get("accept", "")
+        if not (asked.many or http_answers.wants_many(accept)):
+            outcome = await _unless_gone(request, self._outcome(job, asked.sources[0]))
+            return http_answers.one(outcome, accept)
+        outcomes = self._outcomes(job)
+        try:
+            held = await _unless_gone(request, _opening(outcomes))
+        except ClientDisconnect:
+            await outcomes.aclose()
+            raise
+        if (failed := _all_alike(held, len(asked.sources))) is not None:
+            return http_answers.refused(failed)
+        return http_answers.Streamed(_chain(held, outcomes), accept)
+
+    async def _outcomes(self, job: _Job) -> AsyncGenerator[tuple[int, Outcome], None]:
+        """(index, outcome) of each medium as it finishes. Closing it cancels what is left."""
+        tasks = {
+            asyncio.create_task(self._outcome(job, source)): index
+            for index, source in enumerate(job.asked.sources)
+        }
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=tasks.__getitem__):
+                    yield tasks[task], _result(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _outcome(self, job: _Job, source: Source) -> Outcome:
+        try:
+            async with job.turn:
+                prepared = await self._prepare(job, source)
+        except (EncoderRefused, MediaError) as e:
+            return self._failed(job, Failed.of(e))
+        left = max(job.end - time.monotonic(), 0.001)
+        request = msgspec.structs.replace(prepared.request, deadline_s=left)
+        submitted = self._encoder.submit(request, inline=job.asked.inline, caller=job.caller)
+        try:
+            async with asyncio.timeout(left + _MARGIN_S):
+                # Cancelled with this task, so that no tower runs for a client that has gone.
+                answer = await asyncio.wrap_future(submitted)
+        except TimeoutError:
+            return self._failed(job, Failed(reason="too_late", message="not answered inside the deadline"))
+        return Failed.of(answer) if isinstance(answer, Refused) else Done(answer=answer, dtype=prepared.dtype)
+
+    async def _prepare(self, job: _Job, source: Source) -> Prepared:
+        asked = job.asked
+        left = job.end - time.monotonic()
+        if left <= 0:
+            raise EncoderRefused(f"{source.field}: its turn came after the deadline", reason="too_late")
+
+        def prepare() -> Prepared:
+            return self._preparer.prepare(
+                asked.model, source.modality, source.data(), salt=asked.salt, deadline_s=left
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+
+    def _failed(self, job: _Job, failed: Failed) -> Failed:
+        """Counted here what the worker never saw."""
+        self._encoder.meters.refused(failed.reason, job.caller.qos.name)
+        return failed
+
+
+async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:
+    """What came until the first success, or until two refusals differ."""
+    held: list[tuple[int, Outcome]] = []
+    async for index, outcome in outcomes:
+        held.append((index, outcome))
+        if _all_alike(held, len(held)) is None:
+            break
+    return held
+
+
+def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> Failed | None:
+    """The one refusal that stands for all: then the status can say it."""
+    failed = [outcome for _, outcome in held if isinstance(outcome, Failed)]
+    if len(failed) < expected or len({f.reason for f in failed}) > 1:
+        return None
+    return max(failed, key=lambda f: f.retry_after_s or 0.0)
+
+
+async def _chain(
+    held: list[tuple[int, Outcome]], rest: AsyncGenerator[tuple[int, Outcome], None]
+) -> AsyncGenerator[tuple[int, Outcome], None]:
+    async with contextlib.aclosing(rest):
+        for pair in held:
+            yield pair
+        async for pair in rest:
+            yield pair
+
+
+def _result(task: asyncio.Task[Outcome]) -> Outcome:
+    """A fault of ours is that medium's answer, as in `worker`."""
+    error = task.exception()
+    if error is None:
+        return task.result()
+    log.error("preparing failed", exc_info=error)
+    return Failed(reason="internal", message=f"{type(error).__name__}: {error}")
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The work's result, or ClientDisconnect as soon as the client has gone: uvicorn cancels nothing."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait({working, watching})
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

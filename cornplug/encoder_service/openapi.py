@@ -1,0 +1,92 @@
+"""What `/openapi.json` says beyond the routes' own types: bodies, every status, every content type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from cornplug.encoder_service.http_answers import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
+from cornplug.encoder_service.http_bodies import MODALITIES, EncodeBody
+
+Responses = Mapping[int | str, Mapping[str, Any]]
+_REF: Final = "#/components/schemas/"
+_BINARY: Final = {"type": "string", "format": "binary"}
+
+_HEADERS: Final = {
+    f"x-cornplug-{name}": {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
+    for name in ("key", "shape", "dtype", "tower", "stored", "seconds")
+}
+_RETRY: Final = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
+
+
+def _error(description: str, *, retry: bool = False) -> dict[str, Any]:
+    return {"model": ErrorAnswer, "description": description, **({"headers": _RETRY} if retry else {})}
+
+
+ENCODE: Final[Responses] = {
+    200: {
+        "description": "The embedding; of several media, one line or part each, as they finish. An error "
+        "of one is its line. Where all are refused for one reason, the status says so.",
+        "headers": _HEADERS,
+        "content": {
+            RAW: {"schema": _BINARY},
+            LINES: {"schema": {"$ref": f"{_REF}EncodeLine"}},
+            PARTS: {"schema": _BINARY},
+        },
+    },
+    404: _error("The model is not served."),
+    408: _error("The body did not arrive in time."),
+    413: _error("Too many bytes, pixels or items."),
+    415: _error("Neither multipart/form-data nor application/json."),
+    422: _error("A field is wrong, or a medium is damaged or of a form that the model does not take."),
+    424: _error("A remote URL could not be fetched."),
+    500: _error("A fault of the service."),
+    503: _error("Full or stopping: ask another one, or again.", retry=True),
+    504: _error("Not begun inside the deadline."),
+}
+NOT_READY: Final[Responses] = {503: _error("Stopping, or no tower can run.", retry=True)}
+METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+_FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
+_FORM_FIELDS: Final = ("model", "salt", "inline", "deadline_s")
+
+
+def _form() -> dict[str, Any]:
+    fields = EncodeBody.model_json_schema()["properties"]
+    return {
+        "type": "object",
+        "required": ["model"],
+        "properties": {**{name: fields[name] for name in _FORM_FIELDS}, **_FILES},
+        "additionalProperties": False,
+    }
+
+
+BODY: Final[Mapping[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": {"$ref": f"{_REF}EncodeBody"}},
+            "multipart/form-data": {"schema": _form()},
+        },
+    }
+}
+
+
+def complete(app: FastAPI) -> None:
+    """Have `app.openapi` add the schemas that no route's signature names."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, extra = models_json_schema(
+                [(EncodeBody, "validation"), (EncodeLine, "serialization")], ref_template=_REF + "{model}"
+            )
+            made["components"]["schemas"] |= extra["$defs"]
+            app.openapi_schema = made
+        return dict(app.openapi_schema)
+
+    app.openapi = document

@@ -1,0 +1,278 @@
+"""Several media in one request: lines and parts as each finishes, errors each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import email.parser
+import email.policy
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from cornplug.config import Config
+from cornplug.encoder_service.towers.clip import ClipTower
+
+from .conftest import MakeEncoder, eventually, picture, png
+from .http_service import Service
+
+
+def image64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.fixture
+def service(make_encoder: MakeEncoder, config: Config) -> Service:
+    small = config.encoder.model_copy(update={"max_items": 6})
+    return Service(make_encoder(), config.model_copy(update={"encoder": small}))
+
+
+@pytest.fixture
+def llava(llava_pair: tuple[Path, Path]) -> str:
+    return str(llava_pair[0])
+
+
+def lines(answer: httpx.Response) -> dict[int, dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    rows = [json.loads(line) for line in answer.text.splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(len(rows)))
+    return {row.pop("index"): row for row in rows}
+
+
+def test_items_are_answered_as_if_asked_one_by_one(service: Service, llava: str) -> None:
+    images = [png(picture(seed)) for seed in (1, 2, 3, 1)]
+    rows = lines(service.post(json={"model": llava, "items": [{"image": image64(i)} for i in images]}))
+    for index, image in enumerate(images):
+        alone = service.post(data={"model": llava}, files={"image": image}).json()
+        assert {k: rows[index][k] for k in ("key", "shape", "data")} == {
+            k: alone[k] for k in ("key", "shape", "data")
+        }
+    metrics = service.call("GET", "/metrics").text
+    assert "cornplug_encoder_tower_passes_total 3.0" in metrics
+
+
+def test_several_files_of_a_form_are_items(service: Service, llava: str) -> None:
+    files = [("image", png(picture(seed))) for seed in (1, 2)]
+    by_form = lines(service.post(data={"model": llava}, files=files))
+    items = [{"image": image64(data)} for _, data in files]
+    by_json = lines(service.post(json={"model": llava, "items": items}))
+    assert [by_form[i]["data"] for i in (0, 1)] == [by_json[i]["data"] for i in (0, 1)]
+
+
+def test_a_bad_item_is_its_own_line(service: Service, llava: str) -> None:
+    items = [
+        {"image": "!!"},
+        {"image": image64(png(picture(1)))},
+        {"image": "https://x.org/a"},
+        {"image": ""},
+    ]
+    rows = lines(service.post(json={"model": llava, "items": items}))
+    assert rows[1]["shape"] == [16, 64]
+    assert [rows[i]["error"]["reason"] for i in (0, 2, 3)] == ["bad_input", "remote_url", "empty"]
+    assert "items.0.image" in rows[0]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ({"model": "nobody", "items": [{"image": "x"}, {"image": "y"}]}, 404, "unknown_model"),
+        ({"model": "M", "items": [{"image": ""}, {"image": ""}]}, 422, "empty"),
+        ({"model": "M", "items": []}, 422, "bad_input"),
+        ({"model": "M", "items": [{}]}, 422, "bad_input"),
+        ({"model": "M", "items": [{"image": "x", "audio": "y"}]}, 422, "bad_input"),
+        ({"model": "M", "items": [{"image": "x"}], "image": "y"}, 422, "bad_input"),
+        ({"model": "M", "items": [{"image": "x"}] * 7}, 413, "too_many_items"),
+    ],
+)
+def test_what_is_wrong_with_all_is_the_status(
+    service: Service, llava: str, body: dict[str, Any], status: int, reason: str
+) -> None:
+    body = {**body, "model": llava if body["model"] == "M" else body["model"]}
+    answer = service.post(json=body)
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
+
+
+def test_a_full_service_refuses_all_items_with_a_status(
+    make_encoder: MakeEncoder, config: Config, llava: str
+) -> None:
+    service = Service(make_encoder(max_waiting=0), config)
+    answer = service.post(json={"model": llava, "items": [{"image": image64(png(picture(1)))}] * 2})
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("count", [7, 8, 20])
+def test_a_form_has_a_limit_of_files(service: Service, llava: str, count: int) -> None:
+    answer = service.post(data={"model": llava}, files=[("image", b"x")] * count)
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_many_items")
+
+
+def test_parts_carry_raw_bytes(service: Service, llava: str) -> None:
+    images = [png(picture(1)), b"no picture", png(picture(2))]
+    answer = service.post(
+        json={"model": llava, "items": [{"image": image64(i)} for i in images]},
+        headers={"accept": "multipart/mixed"},
+    )
+    head = b"content-type: " + answer.headers["content-type"].encode() + b"\r\n\r\n"
+    message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(head + answer.content)
+    parts = {int(part["x-cornplug-index"]): part for part in message.iter_parts()}
+    assert parts.keys() == {0, 1, 2}
+    for index in (0, 2):
+        alone = service.post(data={"model": llava}, files={"image": images[index]}).json()
+        assert parts[index].get_payload(decode=True) == base64.b64decode(alone["data"])
+        assert parts[index]["x-cornplug-key"] == alone["key"]
+        assert parts[index]["x-cornplug-shape"] == "16,64"
+    assert json.loads(parts[1].get_content())["error"]["reason"] == "unknown_format"
+
+
+def test_one_medium_is_a_line_for_who_asks_for_lines(service: Service, llava: str) -> None:
+    accept = {"accept": "application/x-ndjson"}
+    rows = lines(service.post(data={"model": llava}, files={"image": png(picture(1))}, headers=accept))
+    assert rows[0]["shape"] == [16, 64]
+
+
+class Held:
+    """Holds the tower until it is let go; says what entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        self.passes = 0
+        real = ClipTower.encode
+
+        def encode(tower: ClipTower, items: Any) -> Any:
+            self.passes += len(items)
+            assert self.release.wait(20)
+            return real(tower, items)
+
+        monkeypatch.setattr(ClipTower, "encode", encode)
+
+
+@pytest.mark.parametrize("items", [1, 4])
+def test_who_goes_away_cancels_what_nobody_else_waits_for(
+    make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch, items: int
+) -> None:
+    """uvicorn tells an application of a lost client by `http.disconnect` only."""
+    service = Service(make_encoder(max_batch_items=1), config)
+    held = Held(monkeypatch)
+
+    def body(seeds: range) -> dict[str, Any]:
+        return {"model": llava, "items": [{"image": image64(png(picture(seed)))} for seed in seeds]}
+
+    async def scenario() -> httpx.Response:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
+            # The first picture is in the tower, the second waits for this caller too.
+            stays = asyncio.create_task(client.post("/v1/encode", json=body(range(2))))
+            await asyncio.to_thread(eventually, lambda: held.passes == 1 and service.encoder.waiting() == 2)
+            gone = asyncio.create_task(_post_and_leave(service, body(range(1, 1 + items)), leave))
+            waiting = 2 + items
+            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == waiting)
+            leave.set()
+            await gone
+            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 2)
+            held.release.set()
+            return await stays
+
+    leave = asyncio.Event()
+    rows = lines(anyio.run(scenario))
+    assert all(rows[i]["shape"] == [16, 64] for i in (0, 1))
+    assert held.passes == 2
+
+
+async def _post_and_leave(service: Service, body: dict[str, Any], leave: asyncio.Event) -> None:
+    """An ASGI server whose client hangs up."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/encode",
+        "raw_path": b"/v1/encode",
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("e", 80),
+    }
+    sent = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    await service.app(scope, receive, send)
+
+
+def test_a_closed_gate_refuses_and_is_not_ready(service: Service, llava: str) -> None:
+    assert service.call("GET", "/ready").status_code == 200
+    service.gate.close()
+    for answer in (
+        service.call("GET", "/ready"),
+        service.post(data={"model": llava}, files={"image": png(picture(1))}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "draining")
+        assert answer.headers["retry-after"] == "1"
+    assert service.call("GET", "/health").status_code == 200
+
+
+def test_not_ready_when_no_tower_can_run(make_encoder: MakeEncoder, config: Config) -> None:
+    service = Service(make_encoder(), config)
+    service.encoder.close()
+    answer = service.call("GET", "/ready")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "down")
+
+
+def test_all_bodies_together_have_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
+    small = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 200_000})
+    service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
+    image = png(picture(1))
+
+    async def scenario() -> list[int]:
+        go = asyncio.Event()
+
+        async def slow(holds: int) -> Any:
+            yield b"x" * holds
+            await go.wait()
+
+        transport = httpx.ASGITransport(service.app)
+        json_kind = {"content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
+            waiting = [
+                asyncio.create_task(client.post("/v1/encode", content=slow(99_000), headers=json_kind))
+                for _ in range(2)
+            ]
+            await asyncio.sleep(0.05)
+            big = await client.post("/v1/encode", content=b"x" * 90_000, headers=json_kind)
+            go.set()
+            ends = [(await task).status_code for task in waiting]
+            after = await client.post("/v1/encode", data={"model": llava}, files={"image": image})
+            return [big.status_code, *ends, after.status_code]
+
+    assert anyio.run(scenario) == [503, 422, 422, 200]
+
+
+def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) -> None:
+    short = config.encoder.model_copy(update={"body_deadline_s": 0.2})
+    service = Service(make_encoder(), config.model_copy(update={"encoder": short}))
+
+    async def trickle() -> Any:
+        for _ in range(100):
+            yield b" "
+            await asyncio.sleep(0.02)
+
+    answer = service.post(content=trickle(), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "too_slow")
