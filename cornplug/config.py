@@ -65,6 +65,8 @@ class EncoderConfig(_Section):
     socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
     host: str = "127.0.0.1"
     port: int = Field(default=8750, ge=0, le=65535)
+    urls: tuple[str, ...] = ()
+    """Services that `EncoderClient` asks, e.g. "http://a:8750, http://b:8750"; none: `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0)
     """Longest wait for an embedding before the engine encodes by itself."""
     patience_s: float = Field(default=60.0, gt=0)
@@ -86,6 +88,15 @@ class EncoderConfig(_Section):
     receivers: str = ""
     """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that are sent embeddings though another
     host asks for them. A server's own host needs no mention."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return (
+            tuple(part.strip() for part in value.split(",") if part.strip())
+            if isinstance(value, str)
+            else value
+        )
 
     @field_validator("receivers")
     @classmethod

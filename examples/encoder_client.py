@@ -1,9 +1,11 @@
-"""Embeddings of pictures from a running `cornplug encoder`, as an app would use them.
+"""Embeddings of pictures from one or several `cornplug encoder`, as an app would use them.
 
     cornplug encoder --model llava-hf/llava-1.5-7b-hf &
     python examples/encoder_client.py llava-hf/llava-1.5-7b-hf photo.jpg another.png
 
-MODEL is a name that the encoder was started with. The second round finds every picture known.
+MODEL is a name that the encoder was started with. For several services set
+CORNPLUG_ENCODER_URLS="http://a:8750, http://b:8750": each picture has its own order of them, and
+while one is down the next one answers. Kill one while this runs, and every picture is answered.
 """
 
 from __future__ import annotations
@@ -16,21 +18,34 @@ from cornplug import AsyncEncoderClient, EncoderClient
 from cornplug.errors import CornplugError
 
 
-def one_by_one(model: str, pictures: Sequence[str]) -> None:
-    """The plain client."""
-    with EncoderClient() as client:
-        for picture in pictures:
-            ref = client.encode(picture, model=model)
-            array = ref.numpy()  # (rows, hidden_size), read-only; ref.tensor() for torch
-            print(f"{picture}: {ref.dtype} {array.shape}, tower {ref.tower}, {1000 * ref.seconds:.1f} ms")
+def three_lines(model: str, picture: str) -> None:
+    """All that a notebook needs."""
+    client = EncoderClient()
+    ref = client.encode(picture, model=model)
+    array = ref.numpy()  # (rows, hidden_size), read-only; ref.tensor() for torch
+
+    print(f"{picture}: {ref.dtype} {array.shape}, tower {ref.tower}, {1000 * ref.seconds:.1f} ms")
+    client.close()
 
 
-async def all_at_once(model: str, pictures: Sequence[str]) -> None:
-    """The same for asyncio: the service batches what arrives together."""
+def many(model: str, pictures: Sequence[str]) -> int:
+    """A folder of pictures, each as it finishes: an error is one picture's, not the loop's."""
+    failures = 0
+    with EncoderClient(app="example") as client:
+        for index, result in client.encode_many(pictures, model=model):
+            if isinstance(result, CornplugError):
+                failures += 1
+                print(f"{pictures[index]}: {result.reason}: {result}", file=sys.stderr)
+            else:
+                print(f"{pictures[index]}: key {result.key.hex()[:16]}, tower {result.tower}")
+    return failures
+
+
+async def for_asyncio(model: str, pictures: Sequence[str]) -> None:
+    """The same in an event loop: the service batches what arrives together."""
     async with AsyncEncoderClient() as client:
-        refs = await asyncio.gather(*(client.encode(picture, model=model) for picture in pictures))
-    for picture, ref in zip(pictures, refs, strict=True):
-        print(f"{picture}: key {ref.key.hex()[:16]}, tower {ref.tower}")
+        async for index, result in client.encode_many(pictures, model=model):
+            print(f"{pictures[index]}: {result if isinstance(result, CornplugError) else result.shape}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,12 +53,13 @@ def main(argv: Sequence[str]) -> int:
         print("usage: encoder_client.py MODEL PICTURE ...", file=sys.stderr)
         return 2
     try:
-        one_by_one(argv[0], argv[1:])
-        asyncio.run(all_at_once(argv[0], argv[1:]))
+        three_lines(argv[0], argv[1])
+        failures = many(argv[0], argv[1:])
+        asyncio.run(for_asyncio(argv[0], argv[1:]))
     except CornplugError as e:
         print(f"encoder_client: {e}", file=sys.stderr)
         return 1
-    return 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

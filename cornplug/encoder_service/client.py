@@ -7,87 +7,119 @@ ref.shape, ref.numpy(), ref.tensor()
 
 from __future__ import annotations
 
-import io
-import time
-from collections.abc import Mapping
-from pathlib import Path
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import httpx
-from PIL import Image
 
-from cornplug.config import Config, load
-from cornplug.encoder_service.reference import EmbeddingRef, leased
+from cornplug.encoder_service.async_client import CONCURRENCY, AsyncEncoderClient, Result, Services
+from cornplug.encoder_service.outgoing import Item, Medium
+from cornplug.encoder_service.reference import EmbeddingRef
 from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
+from cornplug.errors import EncoderUnavailable
 from cornplug.store.base import Store
-from cornplug.store.pool import PoolStore
 
 __all__ = ["AsyncEncoderClient", "EmbeddingRef", "EncoderClient", "SocketEncoder"]
 
-Picture = str | Path | bytes | Image.Image
-RAW: Final = "application/octet-stream"
-_MARGIN_S: Final = 0.5
-"""What a client waits beyond the deadline that it gave the service, for the way back."""
+_CLOSE_S: Final = 5.0
+T = TypeVar("T")
 
 
 class EncoderClient:
-    """Embeddings of pictures, over HTTP. Thread-safe; `close` it, or use it in `with`.
+    """`AsyncEncoderClient` for everyone else: the same arguments, answers and errors.
 
-    Args:
-        url: the service; None: where the configuration says (`encoder.host`, `encoder.port`).
-        store: read embeddings from here, without a copy, where the service has put them.
-            None: the host's store if one answers, but only for a service found by configuration.
-        deadline_s: longest wait for one answer; None: `encoder.deadline_s`.
-        transport: how to reach the service, for tests and proxies (httpx's own seam).
+    Thread-safe; `close` it, or use it in `with`. It works in a notebook, whose own event loop is
+    busy: the asyncio client runs in a thread of this one's. Not for use after a fork.
     """
 
     def __init__(
         self,
-        url: str | None = None,
+        services: Services | None = None,
         *,
         store: Store | None = None,
         deadline_s: float | None = None,
-        transport: httpx.BaseTransport | None = None,
+        api_key: str | None = None,
+        app: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        config = load()
-        self._deadline_s = deadline_s or config.encoder.deadline_s
-        self._own_store = None if store is not None or url is not None else _local_store(config)
-        self._store = store or self._own_store
-        self._http = httpx.Client(base_url=url or _url(config), transport=transport)
+        self._client = AsyncEncoderClient(
+            services, store=store, deadline_s=deadline_s, api_key=api_key, app=app, transport=transport
+        )
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cornplug-client", daemon=True)
+        self._thread.start()
 
-    def encode(self, image: Picture, *, model: str, salt: str | None = None) -> EmbeddingRef:
-        """The embedding of a picture: a path, the bytes of a file, or a PIL image.
+    def encode(
+        self,
+        image: Medium | None = None,
+        *,
+        model: str,
+        video: Medium | None = None,
+        audio: Medium | None = None,
+        salt: str | None = None,
+        deadline_s: float | None = None,
+    ) -> EmbeddingRef:
+        """As `AsyncEncoderClient.encode`."""
+        return self._run(
+            self._client.encode(
+                image, model=model, video=video, audio=audio, salt=salt, deadline_s=deadline_s
+            )
+        )
 
-        Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_garbage"),
-        EncoderRefused (the service's reason and message), MediaError("not_found").
-        """
-        name, data = picture_bytes(image)
-        end = time.monotonic() + self._deadline_s
-        ref = None
-        if self._store is not None:
-            response = self._post(_form(model, salt, self._deadline_s, inline=False), name, data, end)
-            ref = _read(response, self._store)
-        if ref is None:
-            # No store, or the entry was gone before we came: the bytes travel in the answer.
-            response = self._post(_form(model, salt, self._deadline_s, inline=True), name, data, end)
-            ref = _read(response, None)
-        if ref is None:
-            raise EncoderUnavailable("the service answered without the data", reason="encoder_garbage")
-        return ref
+    def encode_many(
+        self,
+        items: Iterable[Item],
+        *,
+        model: str,
+        salt: str | None = None,
+        deadline_s: float | None = None,
+        concurrency: int = CONCURRENCY,
+    ) -> Iterator[Result]:
+        """As `AsyncEncoderClient.encode_many`. What was sent when the iterator is closed is given up."""
+        waiting = iter(enumerate(items))
+        under_way: set[Future[Result]] = set()
+        ended: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+        try:
+            while True:
+                # Taken in the caller's thread: a generator may itself use this client.
+                while len(under_way) < concurrency and (following := next(waiting, None)) is not None:
+                    work = self._client.settled(*following, model=model, salt=salt, deadline_s=deadline_s)
+                    future = self._start(work)
+                    under_way.add(future)
+                    future.add_done_callback(ended.put)
+                if not under_way:
+                    return
+                # Each ends by its own deadline.
+                future = ended.get()
+                under_way.discard(future)
+                yield _result(future)
+        finally:
+            for future in under_way:
+                future.cancel()
 
     def models(self) -> list[dict[str, Any]]:
-        """What is served: name, family, identity and fingerprints (hex), dtype, hidden_size."""
-        try:
-            return _models(self._http.get("/v1/models", timeout=self._deadline_s))
-        except httpx.HTTPError as e:
-            raise _unavailable(e) from e
+        """As `AsyncEncoderClient.models`."""
+        return self._run(self._client.models())
 
     def close(self) -> None:
-        """End the connections. References that were read from the store stay valid."""
-        self._http.close()
-        # The host's store is left open: references hold leases that end with its connection.
+        """As `AsyncEncoderClient.close`. What other threads wait for fails with "closed"."""
+        with self._lock:
+            if self._ended or self._pid != os.getpid():
+                return
+            self._ended = True
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,177 +129,35 @@ class EncoderClient:
     ) -> None:
         self.close()
 
-    def _post(self, form: Mapping[str, str], name: str, data: bytes, end: float) -> httpx.Response:
+    async def _shut(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._client.close()
+        self._loop.stop()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which ends by its own deadlines."""
+        future = self._start(work)
         try:
-            return self._http.post(
-                "/v1/encode",
-                data=form,
-                files={"image": (name, data)},
-                headers={"accept": RAW},
-                timeout=_left(end),
-            )
-        except httpx.HTTPError as e:
-            raise _unavailable(e) from e
+            return _result(future)
+        finally:
+            # An interrupted caller waits for nothing any more; what is done stays as it is.
+            future.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._ended or self._pid != os.getpid():
+                work.close()
+                raise EncoderUnavailable(
+                    "this client was closed, or made before a fork: make another", reason="closed"
+                )
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-class AsyncEncoderClient:
-    """`EncoderClient` for asyncio; the same arguments, answers and errors."""
-
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        store: Store | None = None,
-        deadline_s: float | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        config = load()
-        self._deadline_s = deadline_s or config.encoder.deadline_s
-        self._store = store or (None if url is not None else _local_store(config))
-        self._http = httpx.AsyncClient(base_url=url or _url(config), transport=transport)
-
-    async def encode(self, image: Picture, *, model: str, salt: str | None = None) -> EmbeddingRef:
-        """As `EncoderClient.encode`."""
-        name, data = picture_bytes(image)
-        end = time.monotonic() + self._deadline_s
-        ref = None
-        if self._store is not None:
-            response = await self._post(_form(model, salt, self._deadline_s, inline=False), name, data, end)
-            # Microseconds, and bounded by the store's deadline: not worth a thread.
-            ref = _read(response, self._store)
-        if ref is None:
-            response = await self._post(_form(model, salt, self._deadline_s, inline=True), name, data, end)
-            ref = _read(response, None)
-        if ref is None:
-            raise EncoderUnavailable("the service answered without the data", reason="encoder_garbage")
-        return ref
-
-    async def models(self) -> list[dict[str, Any]]:
-        """As `EncoderClient.models`."""
-        try:
-            return _models(await self._http.get("/v1/models", timeout=self._deadline_s))
-        except httpx.HTTPError as e:
-            raise _unavailable(e) from e
-
-    async def close(self) -> None:
-        """As `EncoderClient.close`."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def _post(self, form: Mapping[str, str], name: str, data: bytes, end: float) -> httpx.Response:
-        try:
-            return await self._http.post(
-                "/v1/encode",
-                data=form,
-                files={"image": (name, data)},
-                headers={"accept": RAW},
-                timeout=_left(end),
-            )
-        except httpx.HTTPError as e:
-            raise _unavailable(e) from e
-
-
-def picture_bytes(image: Picture) -> tuple[str, bytes]:
-    """(file name, bytes) to send. A PIL image travels as PNG, which loses nothing.
-
-    Raises MediaError("not_found") for a path that cannot be read, "unprocessable" for a PIL
-    image of a mode that PNG has not.
-    """
-    if isinstance(image, bytes):
-        return "image", image
-    if isinstance(image, Image.Image):
-        out = io.BytesIO()
-        try:
-            image.save(out, "PNG", compress_level=1)
-        except OSError as e:
-            raise MediaError(f"convert it to RGB first: {e}", reason="unprocessable") from e
-        return "image.png", out.getvalue()
+def _result(future: Future[T]) -> T:
     try:
-        return Path(image).name, Path(image).read_bytes()
-    except OSError as e:
-        raise MediaError(f"cannot read {image}: {e.strerror}", reason="not_found") from e
-
-
-def _form(model: str, salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
-    form = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
-    return form if salt is None else {**form, "salt": salt}
-
-
-def _read(response: httpx.Response, store: Store | None) -> EmbeddingRef | None:
-    """None where the data is neither in the answer nor, any more, in the store."""
-    if response.status_code != 200:
-        raise _refusal(response)
-    try:
-        if response.headers.get("content-type", "").startswith(RAW):
-            return EmbeddingRef.inline(
-                key=bytes.fromhex(response.headers["x-cornplug-key"]),
-                shape=tuple(int(n) for n in response.headers["x-cornplug-shape"].split(",")),
-                dtype=response.headers["x-cornplug-dtype"],
-                tower=response.headers["x-cornplug-tower"],
-                seconds=float(response.headers["x-cornplug-seconds"]),
-                data=response.content,
-            )
-        meta = response.json()
-        if store is None:
-            return None
-        return leased(
-            store, bytes.fromhex(meta["key"]), tower=str(meta["tower"]), seconds=float(meta["seconds"])
-        )
-    except (KeyError, ValueError, TypeError) as e:
-        raise EncoderUnavailable(
-            f"not an answer of an encoder service: {e!r}", reason="encoder_garbage"
-        ) from e
-
-
-def _models(response: httpx.Response) -> list[dict[str, Any]]:
-    if response.status_code != 200:
-        raise _refusal(response)
-    try:
-        return list(response.json()["models"])
-    except (KeyError, ValueError, TypeError) as e:
-        raise EncoderUnavailable(
-            f"not an answer of an encoder service: {e!r}", reason="encoder_garbage"
-        ) from e
-
-
-def _refusal(response: httpx.Response) -> EncoderRefused | EncoderUnavailable:
-    try:
-        error = response.json()["error"]
-        reason, message = str(error["reason"]), str(error["message"])
-    except (KeyError, ValueError, TypeError):
-        return EncoderUnavailable(
-            f"HTTP {response.status_code} at {response.url}, not of an encoder service",
-            reason="encoder_garbage",
-        )
-    return EncoderRefused(message, reason=reason)
-
-
-def _unavailable(e: httpx.HTTPError) -> EncoderUnavailable:
-    timeout = isinstance(e, httpx.TimeoutException)
-    return EncoderUnavailable(
-        f"no answer from the encoder service in time: {e!r}" if timeout
-        else f"no encoder service: {e}; start one with: cornplug encoder --model ...",
-        reason="encoder_timeout" if timeout else "encoder_down",
-    )  # fmt: skip
-
-
-def _left(end: float) -> float:
-    return max(0.05, end - time.monotonic()) + _MARGIN_S
-
-
-def _url(config: Config) -> str:
-    host = config.encoder.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"
-
-
-def _local_store(config: Config) -> Store | None:
-    if not config.store.socket.exists():
-        return None
-    return PoolStore(config.store, autostart=False)
+        return future.result()
+    except CancelledError:
+        raise EncoderUnavailable("this client was closed", reason="closed") from None

@@ -5,25 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
-import httpx
 import numpy as np
 import pytest
-import torch
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service import media
-from cornplug.encoder_service.client import AsyncEncoderClient, EncoderClient
 from cornplug.encoder_service.towers.clip import ClipTower
-from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError, StoreError
 from cornplug.qos import Classes
-from cornplug.store import entry
-from cornplug.store.memory import MemoryStore
 
 from .conftest import SECRET, MakeEncoder, inputs_of, picture, png
 from .http_service import Service
@@ -198,143 +191,3 @@ def test_models_health_metrics_openapi(service: Service, llava: str) -> None:
     content = spec["paths"]["/v1/encode"]["post"]["requestBody"]["content"]
     assert set(content) == {"application/json", "multipart/form-data"}
     assert "key" in json.dumps(spec["components"]["schemas"]["EncodeAnswer"])
-
-
-class Bridge(httpx.BaseTransport):
-    """Lets the synchronous client speak to an ASGI application."""
-
-    def __init__(self, app: Any) -> None:
-        self._inner = httpx.ASGITransport(app)
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        async def send() -> tuple[httpx.Response, bytes]:
-            async with httpx.AsyncClient(transport=self._inner) as client:
-                response = await client.send(
-                    httpx.Request(
-                        request.method, request.url, headers=request.headers, content=request.read()
-                    )
-                )
-                return response, await response.aread()
-
-        response, content = anyio.run(send)
-        return httpx.Response(response.status_code, headers=response.headers, content=content)
-
-
-@pytest.fixture
-def client(service: Service) -> Iterator[EncoderClient]:
-    with EncoderClient("http://e", transport=Bridge(service.app)) as client:
-        yield client
-
-
-def test_client_by_path_bytes_and_image(client: EncoderClient, llava: str, tmp_path: Path) -> None:
-    file = tmp_path / "photo.png"
-    picture(1).save(file)
-    refs = [client.encode(image, model=llava) for image in (str(file), file, png(picture(1)), picture(1))]
-    assert len({ref.key for ref in refs}) == 1
-    assert (refs[0].shape, refs[0].dtype, refs[0].tower, refs[1].tower) == (
-        (16, 64),
-        "float32",
-        "ran",
-        "reused",
-    )
-    assert not refs[0].in_store
-    assert refs[0].seconds > 0
-    np.testing.assert_array_equal(refs[0].numpy(), refs[0].tensor().numpy())
-    assert client.models()[0]["name"] == llava
-
-
-def test_client_errors(client: EncoderClient, llava: str, tmp_path: Path) -> None:
-    with pytest.raises(EncoderRefused) as refused:
-        client.encode(b"no picture", model=llava)
-    assert refused.value.reason == "unknown_format"
-    with pytest.raises(EncoderRefused, match="nobody"):
-        client.encode(picture(1), model="nobody")
-    with pytest.raises(MediaError, match="cannot read"):
-        client.encode(tmp_path / "absent.png", model=llava)
-    with EncoderClient("http://127.0.0.1:9", deadline_s=1) as down, pytest.raises(EncoderUnavailable) as e:
-        down.encode(picture(1), model=llava)
-    assert e.value.reason == "encoder_down"
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        httpx.Response(200, text="hello"),
-        httpx.Response(200, json={"x": 1}),
-        httpx.Response(502, text="bad gateway"),
-        httpx.Response(200, headers={"content-type": "application/octet-stream"}, content=b"abc"),
-        httpx.Response(
-            200,
-            content=b"abc",
-            headers={
-                "content-type": "application/octet-stream",
-                "x-cornplug-key": "00",
-                "x-cornplug-shape": "16,64",
-                "x-cornplug-dtype": "float32",
-                "x-cornplug-tower": "ran",
-                "x-cornplug-seconds": "1",
-            },
-        ),
-    ],
-)
-def test_client_garbage(answer: httpx.Response) -> None:
-    transport = httpx.MockTransport(lambda request: answer)
-    with EncoderClient("http://e", transport=transport) as client, pytest.raises(EncoderUnavailable) as e:
-        client.encode(picture(1), model="m")
-    assert e.value.reason == "encoder_garbage"
-
-
-def test_client_reads_from_the_store_without_a_copy(
-    make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
-) -> None:
-    service = Service(make_encoder(memory_store.connect()), config)
-    mine = memory_store.connect()
-    client = EncoderClient("http://e", transport=Bridge(service.app), store=mine)
-    ref = client.encode(picture(1), model=llava)
-    assert ref.in_store
-    found = entry.get(mine, ref.key, deadline_s=1)
-    assert found is not None
-    assert ref.numpy().tobytes() == bytes(found[1])
-    assert not ref.numpy().flags.owndata
-    assert torch.equal(ref.tensor(), torch.from_numpy(ref.numpy().copy()))
-    assert mine.stat(deadline_s=1).leases == 1
-    ref.close()
-    assert mine.stat(deadline_s=1).leases == 0
-    with pytest.raises(StoreError) as e:
-        ref.numpy()
-    assert e.value.reason == "lease_expired"
-    collected = client.encode(picture(1), model=llava)
-    del collected
-    assert mine.stat(deadline_s=1).leases == 0
-
-
-def test_client_falls_back_to_bytes(
-    make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
-) -> None:
-    """The client's store is another one, or the entry is damaged: the answer carries the bytes."""
-    service = Service(make_encoder(memory_store.connect()), config)
-    elsewhere = MemoryStore(capacity_bytes=1 << 20).connect()
-    client = EncoderClient("http://e", transport=Bridge(service.app), store=elsewhere)
-    want = client.encode(picture(1), model=llava)
-    assert not want.in_store
-    mine = memory_store.connect()
-    lease = mine.lease([want.key], ttl_s=9, deadline_s=1)[0]
-    assert lease is not None
-    mine.view(lease.location, writable=True)[0] ^= 1
-    mine.release([lease.token], deadline_s=1)
-    near = EncoderClient("http://e", transport=Bridge(service.app), store=mine)
-    ref = near.encode(picture(1), model=llava)
-    assert not ref.in_store
-    assert ref.numpy().tobytes() == want.numpy().tobytes()
-
-
-def test_async_client(service: Service, llava: str) -> None:
-    async def use() -> None:
-        async with AsyncEncoderClient("http://e", transport=httpx.ASGITransport(service.app)) as client:
-            ref = await client.encode(picture(1), model=llava)
-            assert ref.shape == (16, 64)
-            assert len(await client.models()) == 3
-            with pytest.raises(EncoderRefused):
-                await client.encode(b"", model=llava)
-
-    anyio.run(use)

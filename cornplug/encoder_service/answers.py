@@ -1,0 +1,112 @@
+"""A service's HTTP answers, read: an embedding, a list of models, or the error that a client raises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from cornplug.encoder_service.reference import EmbeddingRef, leased
+from cornplug.errors import EncoderRefused, EncoderUnavailable
+from cornplug.store.base import Store
+
+RAW: Final = "application/octet-stream"
+_BUSY: Final = frozenset({429, 503})
+"""Too many requests now, or draining: another service may do it, or this one later."""
+_FAILED: Final = frozenset({500, 504})
+"""It could not do this one, or not in its time; another one may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpAnswer:
+    """Status, headers (names in lower case) and body, read whole."""
+
+    url: str
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Busy(Exception):
+    """The service is alive and asks to be left alone: `refusal` is what a caller would see."""
+
+    def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+        self.retry_after_s = retry_after_s
+
+
+class Failed(Exception):
+    """The service is alive and has failed at this request: `refusal` is what a caller would see."""
+
+    def __init__(self, refusal: EncoderRefused) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
+    """None where the data is neither in the answer nor, any more, in the store.
+
+    Raises EncoderUnavailable("encoder_garbage") and whatever `check` raises.
+    """
+    check(answer)
+    try:
+        if answer.headers.get("content-type", "").startswith(RAW):
+            return EmbeddingRef.inline(
+                key=bytes.fromhex(answer.headers["x-cornplug-key"]),
+                shape=tuple(int(n) for n in answer.headers["x-cornplug-shape"].split(",")),
+                dtype=answer.headers["x-cornplug-dtype"],
+                tower=answer.headers["x-cornplug-tower"],
+                seconds=float(answer.headers["x-cornplug-seconds"]),
+                data=answer.body,
+            )
+        meta = msgspec.json.decode(answer.body)
+        if store is None:
+            return None
+        return leased(
+            store, bytes.fromhex(meta["key"]), tower=str(meta["tower"]), seconds=float(meta["seconds"])
+        )
+    except (KeyError, ValueError, TypeError) as e:
+        raise _garbage(answer, repr(e)) from e
+
+
+def models(answer: HttpAnswer) -> list[dict[str, Any]]:
+    """The rows of `/v1/models`. Raises as `embedding`."""
+    check(answer)
+    try:
+        return list(msgspec.json.decode(answer.body)["models"])
+    except (KeyError, ValueError, TypeError) as e:
+        raise _garbage(answer, repr(e)) from e
+
+
+def check(answer: HttpAnswer) -> None:
+    """Pass a 200. Raises Busy (429, 503), Failed (500, 504), EncoderRefused (the service's reason
+    and message) or EncoderUnavailable("encoder_garbage")."""
+    if answer.status == 200:
+        return
+    try:
+        error = msgspec.json.decode(answer.body)["error"]
+        refusal = EncoderRefused(str(error["message"]), reason=str(error["reason"]))
+        precise = error.get("retry_after_s")
+    except (KeyError, ValueError, TypeError, AttributeError) as e:
+        raise _garbage(answer, f"HTTP {answer.status}") from e
+    if answer.status in _BUSY:
+        raise Busy(refusal, _seconds(precise) or _seconds(answer.headers.get("retry-after")))
+    if answer.status in _FAILED:
+        raise Failed(refusal)
+    raise refusal
+
+
+def _seconds(value: object) -> float | None:
+    """A Retry-After in seconds; None for none, or a date, which no service of ours sends."""
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) else math.nan
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _garbage(answer: HttpAnswer, why: str) -> EncoderUnavailable:
+    return EncoderUnavailable(f"{answer.url} is no encoder service: {why}", reason="encoder_garbage")

@@ -1,0 +1,283 @@
+"""The asyncio client of one or several encoder services, torch-free.
+
+    medium ──Outgoing──> ranking by its content ──> Attempts ──> POST ──> EmbeddingRef
+                                       └─ next service <── Circuits <──┘ down, busy, garbage
+
+Asking again is always safe: an embedding is named by what it is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from cornplug.config import Config, load
+from cornplug.encoder_service import answers, rendezvous
+from cornplug.encoder_service.answers import Busy, Failed, HttpAnswer
+from cornplug.encoder_service.attempts import Attempts, Circuits, Try, Wait
+from cornplug.encoder_service.outgoing import Item, Medium, Outgoing
+from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.encoder_service.tracing_headers import trace_headers
+from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
+from cornplug.store.base import Store
+from cornplug.store.pool import PoolStore
+
+CONCURRENCY: Final = 16
+"""Items of one `encode_many` under way at a time."""
+_CONNECT_S: Final = 1.0
+"""A host that takes longer to accept a connection is down."""
+_MAX_ANSWER_BYTES: Final = 1 << 30
+
+Services = str | Sequence[str] | Mapping[str, float]
+"""A URL, several, or {url: weight}."""
+Result = tuple[int, EmbeddingRef | CornplugError]
+T = TypeVar("T")
+
+
+class AsyncEncoderClient:
+    """Embeddings of media, over HTTP. For one event loop; `close` it, or use it in `async with`.
+
+    Args:
+        services: one URL, several, or {url: weight}: each medium has its own order of them, so that
+            repeats meet their cache. None: `encoder.urls`, else `encoder.host` and `encoder.port`.
+        store: read embeddings from here, without a copy, where the service has put them.
+            None: this host's store if one answers, for services of this host found by configuration.
+        deadline_s: longest wait for one embedding, with all that is tried; None: `encoder.deadline_s`.
+        api_key: sent as `Authorization: Bearer`.
+        app: in whose name, for the service's metrics and classes; None: the service's default.
+        transport: how to reach the services, for tests and proxies (httpx's own seam).
+    """
+
+    def __init__(
+        self,
+        services: Services | None = None,
+        *,
+        store: Store | None = None,
+        deadline_s: float | None = None,
+        api_key: str | None = None,
+        app: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        config = load()
+        self._services = rendezvous.services(services or configured(config))
+        self._deadline_s = deadline_s or config.encoder.deadline_s
+        self._stores = dict.fromkeys(self._services, store)
+        if store is None and services is None:
+            near = _local_store(config)
+            self._stores = {url: near if _is_here(url) else None for url in self._services}
+        self._circuits = Circuits(self._services, random.random)
+        headers = {"accept": answers.RAW, "accept-encoding": "identity"}
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
+        if app is not None:
+            headers["x-cornplug-app"] = app
+        self._http = httpx.AsyncClient(headers=headers, transport=transport, follow_redirects=False)
+
+    async def encode(
+        self,
+        image: Medium | None = None,
+        *,
+        model: str,
+        video: Medium | None = None,
+        audio: Medium | None = None,
+        salt: str | None = None,
+        deadline_s: float | None = None,
+    ) -> EmbeddingRef:
+        """The embedding of one medium: a path, the bytes of a file, or a PIL image.
+
+        Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_garbage",
+        "encoder_backoff": all were down a moment ago), EncoderRefused (the service's reason and
+        message), MediaError("not_found", "unprocessable").
+        """
+        given = {"image": image, "video": video, "audio": audio}
+        item: Any = {modality: medium for modality, medium in given.items() if medium is not None}
+        return await self.encode_item(item, model=model, salt=salt, deadline_s=deadline_s)
+
+    async def encode_item(
+        self, item: Item, *, model: str, salt: str | None = None, deadline_s: float | None = None
+    ) -> EmbeddingRef:
+        """As `encode`, for a picture or {"image" | "video" | "audio": medium}."""
+        # A PIL image is packed as PNG: a tenth of a second for a large one.
+        medium = await asyncio.to_thread(Outgoing.of, item)
+
+        async def send(url: str, timeout_s: float) -> EmbeddingRef:
+            return await self._encode_at(url, timeout_s, medium, model, salt)
+
+        return await self._attempt(medium.content, send, deadline_s)
+
+    async def encode_many(
+        self,
+        items: Iterable[Item],
+        *,
+        model: str,
+        salt: str | None = None,
+        deadline_s: float | None = None,
+        concurrency: int = CONCURRENCY,
+    ) -> AsyncIterator[Result]:
+        """(index, reference or error) of each item as it finishes, in any order.
+
+        `deadline_s` is for each item, from when it is sent; `concurrency` are under way at a time.
+        Items are taken as there is room for them, so a generator of millions costs no memory.
+        """
+        waiting = iter(enumerate(items))
+        under_way: set[asyncio.Task[Result]] = set()
+        try:
+            while True:
+                while len(under_way) < concurrency and (following := next(waiting, None)) is not None:
+                    work = self.settled(*following, model=model, salt=salt, deadline_s=deadline_s)
+                    under_way.add(asyncio.create_task(work))
+                if not under_way:
+                    return
+                done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def settled(self, index: int, item: Item, **options: Any) -> Result:
+        """`encode_item` as a result of `encode_many`; raises nothing of ours."""
+        try:
+            return index, await self.encode_item(item, **options)
+        except CornplugError as e:
+            return index, e
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the first service that answers serves: name, family, identity and fingerprints (hex),
+        dtype, hidden_size."""
+
+        async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
+            return answers.models(await self._exchange("GET", f"{url}/v1/models", timeout_s))
+
+        return await self._attempt(b"", send, None)
+
+    async def close(self) -> None:
+        """End the connections. References that were read from the store stay valid."""
+        await self._http.aclose()
+        # The host's store is left open: references hold leases that end with its connection.
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _attempt(
+        self, content: bytes, send: Callable[[str, float], Awaitable[T]], deadline_s: float | None
+    ) -> T:
+        """What `send(url, timeout_s)` gives at the first service that does it."""
+        order = rendezvous.ranking(content, self._services)
+        attempts = Attempts(
+            order,
+            self._circuits,
+            now=time.monotonic(),
+            deadline_s=deadline_s or self._deadline_s,
+            random=random.random,
+        )
+        last: EncoderError | None = None
+        while (step := attempts.next(time.monotonic())) is not None:
+            if isinstance(step, Wait):
+                await asyncio.sleep(step.seconds)
+                continue
+            try:
+                return await self._try(step, send)
+            except Busy as busy:
+                last = busy.refusal
+            except Failed as failed:
+                last = failed.refusal
+            except EncoderUnavailable as e:
+                last = e
+        raise last or EncoderUnavailable(
+            f"{', '.join(order)} failed a moment ago, or asked to be left alone", reason="encoder_backoff"
+        )
+
+    async def _try(self, step: Try, send: Callable[[str, float], Awaitable[T]]) -> T:
+        sent = time.monotonic()
+        try:
+            async with asyncio.timeout(step.timeout_s):
+                made = await send(step.url, step.timeout_s)
+        except Busy as busy:
+            self._circuits.refused(step.url, time.monotonic(), busy.retry_after_s)
+            raise
+        except (EncoderUnavailable, httpx.HTTPError, TimeoutError) as e:
+            self._circuits.failed(step.url, time.monotonic(), sent=sent)
+            raise e if isinstance(e, EncoderUnavailable) else _unavailable(step.url, e) from e
+        except (Failed, EncoderError):
+            self._circuits.answered(step.url)
+            raise
+        self._circuits.answered(step.url)
+        return made
+
+    async def _encode_at(
+        self, url: str, timeout_s: float, medium: Outgoing, model: str, salt: str | None
+    ) -> EmbeddingRef:
+        form = {"model": model, "deadline_s": f"{timeout_s:g}"} | ({} if salt is None else {"salt": salt})
+        store = self._stores[url]
+        # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
+        for source in [store, None] if store is not None else [None]:
+            answer = await self._exchange(
+                "POST",
+                f"{url}/v1/encode",
+                timeout_s,
+                data={**form, "inline": "true" if source is None else "false"},
+                files={medium.modality: (medium.name, medium.data)},
+            )
+            # The store answers in microseconds, within its own deadline: not worth a thread.
+            ref = answers.embedding(answer, source)
+            if ref is not None:
+                return ref
+        raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_garbage")
+
+    async def _exchange(self, method: str, url: str, timeout_s: float, **body: Any) -> HttpAnswer:
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+        async with self._http.stream(
+            method, url, timeout=timeout, headers=trace_headers(), **body
+        ) as response:
+            chunks, size = [], 0
+            async for chunk in response.aiter_raw():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > _MAX_ANSWER_BYTES:
+                    raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_garbage")
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
+
+
+def configured(config: Config) -> Sequence[str]:
+    """The services that the configuration names."""
+    host = config.encoder.host
+    return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _local_store(config: Config) -> Store | None:
+    if not config.store.socket.exists():
+        return None
+    return PoolStore(config.store, autostart=False)
+
+
+def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
+    late = isinstance(e, TimeoutError | httpx.TimeoutException) and not isinstance(e, httpx.ConnectTimeout)
+    return EncoderUnavailable(
+        f"no answer from {url} in time" if late
+        else f"no encoder service at {url}: {e!r}; start one with: cornplug encoder --model ...",
+        reason="encoder_timeout" if late else "encoder_down",
+    )  # fmt: skip

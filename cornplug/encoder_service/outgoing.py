@@ -1,0 +1,75 @@
+"""What a client sends of a medium: its bytes, and a digest that says which service keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from PIL import Image
+
+from cornplug.errors import MediaError
+from cornplug.families import Modality
+from cornplug.identity import pixels_digest
+
+Medium = str | Path | bytes | Image.Image
+"""A path, the bytes of a file, or a PIL image."""
+Item = Medium | Mapping[Modality, Medium]
+"""A picture, or {"image" | "video" | "audio": medium}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """One medium, ready to be sent as a file."""
+
+    modality: Modality
+    name: str
+    data: bytes = field(repr=False)
+    content: bytes
+    """SHA-256 of the bytes sent; of a PIL image the digest of its pixels, as PNG's bytes depend on
+    who writes them. It chooses the service and is told to nobody."""
+
+    @classmethod
+    def of(cls, item: Item) -> Self:
+        """Reads a path, packs a PIL image. A PIL image travels as PNG, which loses nothing.
+
+        Raises MediaError("not_found") for a path that cannot be read, "unprocessable" for a PIL
+        image of a mode that PNG has not, or that is no picture's; "bad_input" for an item that
+        does not name one medium.
+        """
+        modality: Modality
+        medium: Medium
+        if not isinstance(item, Mapping):
+            modality, medium = "image", item
+        else:
+            if len(item) != 1:
+                raise MediaError(
+                    f'an item has one of "image", "video" and "audio", this has {sorted(item) or "none"}',
+                    reason="bad_input",
+                )
+            ((modality, medium),) = item.items()
+        if isinstance(medium, Image.Image):
+            return cls._packed(modality, medium)
+        if isinstance(medium, bytes):
+            name, data = str(modality), medium
+        else:
+            try:
+                name, data = Path(medium).name, Path(medium).read_bytes()
+            except OSError as e:
+                raise MediaError(f"cannot read {medium}: {e.strerror}", reason="not_found") from e
+        return cls(modality=modality, name=name, data=data, content=hashlib.sha256(data).digest())
+
+    @classmethod
+    def _packed(cls, modality: Modality, image: Image.Image) -> Self:
+        if modality != "image":
+            raise MediaError(f"{modality}: send a path or the bytes of a file", reason="unprocessable")
+        out = io.BytesIO()
+        try:
+            image.save(out, "PNG", compress_level=1)
+        except OSError as e:
+            raise MediaError(f"convert it to RGB first: {e}", reason="unprocessable") from e
+        content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        return cls(modality=modality, name="image.png", data=out.getvalue(), content=content)

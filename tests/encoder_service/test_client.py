@@ -1,0 +1,441 @@
+"""The HTTP clients against real services and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from cornplug.config import Config, load
+from cornplug.encoder_service import rendezvous
+from cornplug.encoder_service.client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.outgoing import Outgoing
+from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError, StoreError
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+from cornplug.testing.processes import EncoderProcess
+from cornplug.testing.store import fill, present
+
+from .conftest import SECRET, MakeEncoder, picture, png
+from .services import (
+    Misbehaving,
+    Served,
+    drips,
+    drips_body,
+    half,
+    raves,
+    resets,
+    says,
+    says_nothing,
+)
+
+OVERLOADED = b'{"error": {"reason": "overloaded", "message": "256 wait", "retry_after_s": 0.3}}'
+
+
+def asgi(app: Any) -> httpx.ASGITransport:
+    return httpx.ASGITransport(app)
+
+
+@pytest.fixture
+def app(make_encoder: MakeEncoder, config: Config) -> Any:
+    return create_app(make_encoder(), config.encoder, secret=SECRET)
+
+
+@pytest.fixture
+def llava(llava_pair: tuple[Path, Path]) -> str:
+    return str(llava_pair[0])
+
+
+@pytest.fixture
+def client(app: Any) -> Iterator[EncoderClient]:
+    with EncoderClient("http://e", transport=asgi(app)) as client:
+        yield client
+
+
+@pytest.fixture
+def two(make_encoder: MakeEncoder, config: Config) -> Iterator[list[Served]]:
+    with (
+        Served(create_app(make_encoder(), config.encoder, secret=SECRET)) as one,
+        Served(create_app(make_encoder(), config.encoder, secret=SECRET)) as other,
+    ):
+        yield [one, other]
+
+
+# -- one service ---------------------------------------------------------------------------------
+
+
+def test_a_path_the_bytes_and_a_pil_image_give_the_same(
+    client: EncoderClient, llava: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "photo.png"
+    picture(1).save(file)
+    refs = [client.encode(image, model=llava) for image in (str(file), file, png(picture(1)), picture(1))]
+    assert len({ref.key for ref in refs}) == 1
+    assert (refs[0].shape, refs[0].dtype) == ((16, 64), "float32")
+    assert [ref.tower for ref in refs] == ["ran", "reused", "reused", "reused"]
+    assert not refs[0].in_store
+    assert refs[0].seconds > 0
+    np.testing.assert_array_equal(refs[0].numpy(), refs[0].tensor().numpy())
+    assert client.models()[0]["name"] == llava
+
+
+def test_errors_say_what_is_wrong(client: EncoderClient, llava: str, tmp_path: Path) -> None:
+    with pytest.raises(EncoderRefused) as refused:
+        client.encode(b"no picture", model=llava)
+    assert refused.value.reason == "unknown_format"
+    with pytest.raises(EncoderRefused, match="nobody"):
+        client.encode(picture(1), model="nobody")
+    with pytest.raises(MediaError, match="cannot read"):
+        client.encode(tmp_path / "absent.png", model=llava)
+    with pytest.raises(MediaError, match="one of"):
+        client.encode(model=llava)
+    with pytest.raises(MediaError, match="one of"):
+        client.encode(picture(1), audio=b"RIFF", model=llava)
+    with EncoderClient("http://127.0.0.1:9", deadline_s=1) as down, pytest.raises(EncoderUnavailable) as e:
+        down.encode(picture(1), model=llava)
+    assert e.value.reason == "encoder_down"
+
+
+def test_the_services_that_are_configured_are_asked(
+    two: list[Served], llava: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORNPLUG_ENCODER_URLS", f"{two[0].url} , {two[1].url}")
+    assert load().encoder.urls == (two[0].url, two[1].url)
+    with EncoderClient() as client:
+        assert client.encode(picture(1), model=llava).shape == (16, 64)
+
+
+def test_who_asks_and_in_which_trace_is_passed_on(llava: str) -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    context = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
+    with Misbehaving(says(404, b'{"error": {"reason": "unknown_model", "message": "m"}}')) as server:
+
+        async def ask() -> None:
+            async with AsyncEncoderClient(server.url, api_key="k3y", app="search") as client:
+                with trace.use_span(trace.NonRecordingSpan(context)), pytest.raises(EncoderRefused):
+                    await client.encode(b"x", model=llava)
+
+        asyncio.run(ask())
+        with (
+            trace.use_span(trace.NonRecordingSpan(context)),
+            EncoderClient(server.url) as client,
+            pytest.raises(EncoderRefused),
+        ):
+            client.encode(b"x", model=llava)
+    first, second = (request.lower() for request in server.requests)
+    assert b"authorization: bearer k3y\r\n" in first
+    assert b"x-cornplug-app: search\r\n" in first
+    traceparent = b"traceparent: 00-00000000000000000000000000000abc-0000000000000def-01\r\n"
+    assert traceparent in first
+    assert traceparent in second
+    assert b"authorization" not in second
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+FAULTS = {
+    "text": (says(200, b"hello"), "encoder_garbage"),
+    "another json": (says(200, b'{"x": 1}'), "encoder_garbage"),
+    "a list": (says(200, b"[1]"), "encoder_garbage"),
+    "a redirect": (says(302, b"", location="http://127.0.0.1:1/"), "encoder_garbage"),
+    "a proxy's error": (says(502, b"<html>bad gateway"), "encoder_garbage"),
+    "bytes without headers": (says(200, b"abc", content_type="application/octet-stream"), "encoder_garbage"),
+    "too few bytes": (
+        says(
+            200,
+            b"abc",
+            content_type="application/octet-stream",
+            x_cornplug_key="00",
+            x_cornplug_shape="16,64",
+            x_cornplug_dtype="float32",
+            x_cornplug_tower="ran",
+            x_cornplug_seconds="1",
+        ),
+        "encoder_garbage",
+    ),
+    "no http": (raves, "encoder_down"),
+    "half an answer": (half, "encoder_down"),
+    "a reset": (resets, "encoder_down"),
+    "silence": (says_nothing, "encoder_timeout"),
+    "a dripping header": (drips, "encoder_timeout"),
+    "a dripping body": (drips_body, "encoder_timeout"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_an_error_in_time_alone_and_nothing_beside_a_good_service(
+    fault: str, app: Any, llava: str
+) -> None:
+    behave, reason = FAULTS[fault]
+    with Misbehaving(behave) as bad, Served(app) as good:
+        with EncoderClient(bad.url, deadline_s=0.3) as client, pytest.raises(EncoderUnavailable) as e:
+            client.encode(picture(1), model=llava)
+        assert e.value.reason == reason
+        bad.requests.clear()
+        content = Outgoing.of(picture(1)).content
+        # Weighted so that the bad one is first.
+        urls = {bad.url: 1e6, good.url: 1.0}
+        assert rendezvous.ranking(content, urls)[0] == bad.url
+        with EncoderClient(urls, deadline_s=1.2) as client:
+            assert client.encode(picture(1), model=llava).shape == (16, 64)
+            assert client.encode(picture(1), model=llava).tower == "reused"
+        assert len(bad.requests) >= 1
+
+
+def test_retry_after_is_kept(app: Any, llava: str) -> None:
+    """The only service is busy twice, for 0.3 s each, by the body's precise number."""
+    busy = says(503, OVERLOADED, retry_after="1")
+
+    async def twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await (busy if len(server.requests) <= 2 else gone)(reader, writer)
+
+    gone = says(422, b'{"error": {"reason": "damaged", "message": "m"}}')
+    with Misbehaving(twice) as server, EncoderClient(server.url, deadline_s=5) as client:
+        began = time.monotonic()
+        with pytest.raises(EncoderRefused) as e:
+            client.encode(picture(1), model=llava)
+        assert 0.6 < time.monotonic() - began < 2
+        assert e.value.reason == "damaged"
+        assert len(server.requests) == 3
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(llava: str) -> None:
+    busy = says(503, OVERLOADED.replace(b"0.3", b"30"))
+    with Misbehaving(busy) as server, EncoderClient(server.url, deadline_s=5) as client:
+        began = time.monotonic()
+        with pytest.raises(EncoderRefused) as e:
+            client.encode(picture(1), model=llava)
+        assert e.value.reason == "overloaded"
+        with pytest.raises(EncoderUnavailable) as again:
+            client.encode(picture(1), model=llava)
+        assert again.value.reason == "encoder_backoff"
+        assert time.monotonic() - began < 1
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_what_is_wrong_with_a_request_is_said_once(status: int, app: Any, llava: str) -> None:
+    refusal = says(status, b'{"error": {"reason": "no", "message": "never"}}')
+    with Misbehaving(refusal) as server, Served(app) as good:
+        with (
+            EncoderClient({server.url: 1e6, good.url: 1.0}, deadline_s=2) as client,
+            pytest.raises(EncoderRefused, match="never"),
+        ):
+            client.encode(picture(1), model=llava)
+        assert len(server.requests) == 1
+
+
+def test_a_service_that_fails_at_one_medium_is_not_left_alone(app: Any, llava: str) -> None:
+    internal = says(500, b'{"error": {"reason": "internal", "message": "oops"}}')
+    with Misbehaving(internal) as bad, Served(app) as good:
+        with EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=2) as client:
+            for _ in range(3):
+                assert client.encode(picture(1), model=llava).shape == (16, 64)
+        assert len(bad.requests) == 3
+
+
+# -- several services ----------------------------------------------------------------------------
+
+
+def test_repeats_meet_their_cache(two: list[Served], llava: str) -> None:
+    """Each picture's tower runs once, wherever it is kept, and both services are used."""
+    urls = [served.url for served in two]
+    firsts = Counter(
+        rendezvous.ranking(Outgoing.of(picture(seed)).content, rendezvous.services(urls))[0]
+        for seed in range(12)
+    )
+    assert set(firsts) == set(urls)
+    with EncoderClient(urls) as client, EncoderClient(urls[::-1]) as another:
+        first = [client.encode(picture(seed), model=llava) for seed in range(12)]
+        again = [another.encode(picture(seed), model=llava) for seed in range(12)]
+    assert {ref.tower for ref in first} == {"ran"}
+    assert {ref.tower for ref in again} == {"reused"}
+
+
+def test_one_service_is_killed_in_the_middle_and_every_item_is_answered(
+    two: list[Served], llava: str
+) -> None:
+    items = [png(picture(seed)) for seed in range(60)]
+    with EncoderClient([served.url for served in two], deadline_s=20) as client:
+        found: dict[int, Any] = {}
+        for index, result in client.encode_many(items, model=llava, concurrency=4):
+            if len(found) == 10:
+                two[0].kill()
+            found[index] = result
+    assert sorted(found) == list(range(60))
+    assert [r for r in found.values() if not isinstance(r, EmbeddingRef)] == []
+
+
+@pytest.mark.integration
+def test_two_real_processes_of_which_one_is_killed(short_path: Path, llava_pair: tuple[Path, Path]) -> None:
+    model = str(llava_pair[0])
+    items = [png(picture(seed)) for seed in range(80)]
+    processes = [EncoderProcess([model], "--no-store", socket=short_path / f"{i}.sock") for i in range(2)]
+    with processes[0] as a, processes[1] as b, EncoderClient([a.url, b.url], deadline_s=30) as client:
+        found = {}
+        for index, result in client.encode_many(items, model=model):
+            if len(found) == 20:
+                a.kill()
+            found[index] = result
+    assert len([r for r in found.values() if isinstance(r, EmbeddingRef)]) == 80
+
+
+def test_many_items_come_as_they_finish_with_their_errors(client: EncoderClient, llava: str) -> None:
+    items = [picture(1), b"no picture", {"image": png(picture(2))}, "absent.png"]
+    found = dict(client.encode_many(items, model=llava))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert isinstance(found[0], EmbeddingRef)
+    assert isinstance(found[1], EncoderRefused)
+    assert isinstance(found[2], EmbeddingRef)
+    assert isinstance(found[3], MediaError)
+    assert dict(client.encode_many([], model=llava)) == {}
+
+
+def test_items_are_taken_as_there_is_room(client: EncoderClient, llava: str) -> None:
+    """A generator is not read ahead, and may use the client itself."""
+    taken = 0
+
+    def items() -> Iterator[bytes]:
+        nonlocal taken
+        for seed in range(1000):
+            taken += 1
+            client.encode(picture(0), model=llava)
+            yield png(picture(seed % 3))
+
+    results = client.encode_many(items(), model=llava, concurrency=3)
+    for _ in range(5):
+        next(results)
+    results.close()
+    assert taken <= 8
+
+
+def test_asyncio_has_the_same(app: Any, llava: str) -> None:
+    async def use() -> None:
+        async with AsyncEncoderClient("http://e", transport=asgi(app)) as client:
+            ref = await client.encode(picture(1), model=llava)
+            assert ref.shape == (16, 64)
+            assert len(await client.models()) == 3
+            with pytest.raises(EncoderRefused):
+                await client.encode(b"", model=llava)
+            found = {i: r async for i, r in client.encode_many([picture(1), b"x"], model=llava)}
+            assert isinstance(found[0], EmbeddingRef)
+            assert isinstance(found[1], EncoderRefused)
+
+    asyncio.run(use())
+
+
+# -- threads and processes -----------------------------------------------------------------------
+
+
+def test_closing_ends_what_other_threads_wait_for(llava: str) -> None:
+    with Misbehaving(says_nothing) as server:
+        client = EncoderClient(server.url, deadline_s=60)
+        errors: list[EncoderUnavailable] = []
+
+        def wait() -> None:
+            with pytest.raises(EncoderUnavailable) as e:
+                client.encode(picture(1), model=llava)
+            errors.append(e.value)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while not server.requests:
+            time.sleep(0.01)
+        client.close()
+        waiter.join(5)
+        assert [e.reason for e in errors] == ["closed"]
+        with pytest.raises(EncoderUnavailable):
+            client.encode(picture(1), model=llava)
+        client.close()
+
+
+def test_a_forked_child_is_told_to_make_its_own_client(client: EncoderClient, llava: str) -> None:
+    def child(out: Any) -> None:
+        try:
+            client.encode(b"x", model=llava)
+        except EncoderUnavailable as e:
+            out.send(e.reason)
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(there,))
+    process.start()
+    assert here.poll(10)
+    assert here.recv() == "closed"
+    process.join(5)
+
+
+# -- the store -----------------------------------------------------------------------------------
+
+
+def test_the_stores_bytes_are_read_without_a_copy(
+    make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
+) -> None:
+    app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
+    mine = memory_store.connect()
+    with EncoderClient("http://e", transport=asgi(app), store=mine) as client:
+        ref = client.encode(picture(1), model=llava)
+        assert ref.in_store
+        found = entry.get(mine, ref.key, deadline_s=1)
+        assert found is not None
+        assert ref.numpy().tobytes() == bytes(found[1])
+        assert not ref.numpy().flags.owndata
+        lease = mine.lease([ref.key], ttl_s=9, deadline_s=1)[0]
+        assert lease is not None
+        arena = torch.frombuffer(mine.view(lease.location, writable=True), dtype=torch.uint8)
+        assert ref.tensor().data_ptr() == arena.data_ptr()
+        mine.release([lease.token], deadline_s=1)
+        assert mine.stat(deadline_s=1).leases == 1
+        ref.close()
+        assert mine.stat(deadline_s=1).leases == 0
+        with pytest.raises(StoreError) as e:
+            ref.numpy()
+        assert e.value.reason == "lease_expired"
+        collected = client.encode(picture(1), model=llava)
+        del collected
+        assert mine.stat(deadline_s=1).leases == 0
+
+
+def test_what_is_read_outlives_a_full_store(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
+    """Others write until everything that may go has gone: the leased bytes stay where they are."""
+    store = MemoryStore(capacity_bytes=1 << 18)
+    app = create_app(make_encoder(store.connect(), kept_bytes=0), config.encoder, secret=SECRET)
+    mine, other = store.connect(), store.connect()
+    with EncoderClient("http://e", transport=asgi(app), store=mine) as client:
+        ref = client.encode(picture(1), model=llava)
+        held, want = ref.tensor(), ref.tensor().clone()
+        for i in range(200):
+            fill(other, i, bytes(8192))
+        assert not present(other, 0)[0]
+        assert torch.equal(held, want)
+        assert entry.get(mine, ref.key, deadline_s=1) is not None
+
+
+def test_bytes_travel_where_the_store_has_them_not(
+    make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
+) -> None:
+    """The client's store is another one, or the entry is damaged."""
+    app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
+    elsewhere = MemoryStore(capacity_bytes=1 << 20).connect()
+    with EncoderClient("http://e", transport=asgi(app), store=elsewhere) as client:
+        want = client.encode(picture(1), model=llava)
+    assert not want.in_store
+    mine = memory_store.connect()
+    lease = mine.lease([want.key], ttl_s=9, deadline_s=1)[0]
+    assert lease is not None
+    mine.view(lease.location, writable=True)[0] ^= 1
+    mine.release([lease.token], deadline_s=1)
+    with EncoderClient("http://e", transport=asgi(app), store=mine) as near:
+        ref = near.encode(picture(1), model=llava)
+    assert not ref.in_store
+    assert ref.numpy().tobytes() == want.numpy().tobytes()
