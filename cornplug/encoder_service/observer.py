@@ -63,7 +63,9 @@ class Observer:
             self._waited(wait)
         began = time.monotonic()
         first, *others = (wait.span for wait in waits)
-        with self.tracing.child(first, "cornplug.tower", also=others) as span:
+        # Where every medium's features were kept, only projectors run.
+        name = "cornplug.tower" if tokens else "cornplug.project"
+        with self.tracing.child(first, name, also=others) as span:
             span.set_attributes(
                 {
                     "cornplug.batch.requests": len(waits),

@@ -9,12 +9,14 @@ speak HTTP, where the service computes every digest itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
 
 PROTOCOL_VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 256 << 20
+_TRACE_MAX: Final = 512
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -110,3 +112,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Request = Describe | Encode
 Reply = Described | Encoded | Refused
+
+
+def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
+    """What of a request's headers (names in lower case) names its trace; None where nothing does.
+
+    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on, a longer one may go.
+    """
+    found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
+    kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}
+    return kept if "traceparent" in kept else None

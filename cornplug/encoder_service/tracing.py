@@ -5,6 +5,7 @@
         ├ cornplug.prepare       decode, preprocess, check
         ├ cornplug.queue         until a batch took it
         ├ cornplug.tower         its batch: child of the first request, linked to all of them
+        │                        (cornplug.project where all features were kept)
         └ cornplug.publish       store, answer
 
 Callers name their trace by W3C headers, or by `protocol.Encode.trace`. Without an SDK the API's
@@ -28,9 +29,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug import __version__
+from cornplug.encoder_service.protocol import trace_of
 
-CARRIED: Final = ("traceparent", "tracestate")
-"""What names a trace, in HTTP headers and in `Encode.trace`. Everything else is left out."""
 _SWITCHES: Final = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
@@ -140,7 +140,7 @@ class TraceRequests:
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         # Not the path: it may hold a model's name, and a span's name is of few.
         route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
-        span = self._tracing.request(named(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
+        span = self._tracing.request(trace_of(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -149,11 +149,6 @@ class TraceRequests:
 
         with trace.use_span(span, end_on_exit=True):
             await self._app(scope, receive, marked)
-
-
-def named(headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    """The headers that name a trace, None where there is none."""
-    return {name: headers[name] for name in CARRIED if name in headers} or None if headers else None
 
 
 def _exporter(name: str) -> type:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cornplug.encoder_service.protocol import Encode, Encoded
+from cornplug.encoder_service.protocol import Encode, Encoded, trace_of
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.engine_side.backoff import BackOff
 from cornplug.engine_side.model import dtype_name
@@ -130,7 +130,7 @@ class ECScheduler:
                 if self._waiting_bytes > _MAX_WAITING_BYTES and not self._has_begun(request):
                     ready = False
                     continue
-                item = self._begin(feature, request.cache_salt, now)
+                item = self._begin(feature, request, now)
                 if item is None:
                     continue
                 self._items[identifier] = item
@@ -220,7 +220,7 @@ class ECScheduler:
             self._waiting_bytes -= item.size
         return item
 
-    def _begin(self, feature: Any, salt: str | None, now: float) -> _Item | None:
+    def _begin(self, feature: Any, request: Request, now: float) -> _Item | None:
         """Take a medium from the store, or ask the service; None where we must do neither."""
         key = key_of(feature.identifier)
         if key is None or weights.replaced() or not self._run.config.engine.share_embeddings:
@@ -236,7 +236,7 @@ class ECScheduler:
             except StoreError as e:
                 # The service can answer with the bytes themselves.
                 store_problem = e.reason
-            self._ask(item, feature, salt)
+            self._ask(item, feature, request)
         except CornplugError as e:
             self._fail(item, store_problem or e.reason)
         return item
@@ -268,16 +268,16 @@ class ECScheduler:
         self._arrive(item, Arrived(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
-    def _ask(self, item: _Item, feature: Any, salt: str | None) -> None:
+    def _ask(self, item: _Item, feature: Any, request: Request) -> None:
         """Have the service encode it. Raises EncoderUnavailable where it is not asked."""
         if self._served is None:
             reason = "not_served" if self._identified else "identifying"
             raise EncoderUnavailable("no service is known to serve this model", reason=reason)
         if self._backoff.spares(time.monotonic()):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        self._preparer.submit(self._send, item, feature, self._served, salt)
+        self._preparer.submit(self._send, item, feature, self._served, request)
 
-    def _send(self, item: _Item, feature: Any, identity: bytes, salt: str | None) -> None:
+    def _send(self, item: _Item, feature: Any, identity: bytes, asking: Request) -> None:
         """On the preparing thread: large pictures take milliseconds to pack."""
         answer: Future[Encoded] = Future()
         try:
@@ -285,10 +285,11 @@ class ECScheduler:
                 id=0,
                 identity=identity,
                 key=item.key,
-                salt=salt,
+                salt=asking.cache_salt,
                 inputs=self._inputs.of(feature),
                 app=self._run.app,
                 deadline_s=max(0.0, item.deadline - time.monotonic()),
+                trace=trace_of(asking.trace_headers),
             )
             answer = self._encoder.submit(request)
         except EncoderError as e:

@@ -58,6 +58,7 @@ class Stage:
         self, store: Any, monkeypatch: pytest.MonkeyPatch, identity: Any = None, **fields: Any
     ) -> None:
         self.store, self.service, self.skew = store, Service(), 0.0
+        self.trace_headers: dict[str, str] | None = None
         self.inputs = SimpleNamespace(of=lambda feature: {"pixel_values": Tensor("float32", (1,), b"1234")})
         config = SimpleNamespace(
             model_config=SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
@@ -82,6 +83,7 @@ class Stage:
         return SimpleNamespace(
             request_id=name,
             cache_salt=salt,
+            trace_headers=self.trace_headers,
             mm_features=[feature(identifier(p), 10 * i) for i, p in enumerate(pictures)],
         )
 
@@ -543,6 +545,17 @@ def test_what_the_engine_encodes_itself_is_held_too(stage: Callable[..., Stage])
     put(here.store, 1)
     assert here.half.available(here.request("b", 1), 0)
     assert not here.half._items
+
+
+def test_the_service_joins_the_callers_trace(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    for name, headers in (("a", {**parent, "tracestate": "x=1", "baggage": "secret"}), ("b", None)):
+        here.trace_headers = headers
+        here.half.available(here.request(name, ord(name)), 0)
+        here.asked(ord(name) - ord("a") + 1)
+    traces = [request.trace for request, _ in here.service.asked]
+    assert traces == [{**parent, "tracestate": "x=1"}, None]
 
 
 def test_an_unknown_model_asks_no_service(stage: Callable[..., Stage]) -> None:
