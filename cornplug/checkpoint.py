@@ -110,6 +110,10 @@ class Checkpoint:
         """
         return {normal: (file, name) for normal, (file, name, _) in self._part(part).items()}
 
+    def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
+        """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
+        return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
+
     def tower_spec(self, dtype: str, *, numeric_class: str = NUMERIC_CLASS) -> dict[str, Any]:
         """What shapes the tower's output besides weights: family, config up to the cut, dtype.
 

@@ -12,6 +12,7 @@ One module a group of families (`llava_checkpoints`, `qwen_checkpoints`, ...); a
 
 from __future__ import annotations
 
+from cornplug.testing.audio_checkpoints import TINY_WHISPER, qwen2_audio
 from cornplug.testing.llava_checkpoints import CLIP_L_336, TINY_CLIP, llava
 from cornplug.testing.qwen_checkpoints import TINY_QWEN2_VISION, qwen2_vl
 from cornplug.testing.text_checkpoints import deepseek_v2, qwen2_text
@@ -20,8 +21,10 @@ __all__ = [
     "CLIP_L_336",
     "TINY_CLIP",
     "TINY_QWEN2_VISION",
+    "TINY_WHISPER",
     "deepseek_v2",
     "llava",
+    "qwen2_audio",
     "qwen2_text",
     "qwen2_vl",
 ]

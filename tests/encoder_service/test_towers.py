@@ -40,6 +40,7 @@ CASES: dict[str, Case] = {
         recipe=checkpoints.llava, kwargs={"config": {"vision_feature_select_strategy": "full"}}
     ),
     "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),
+    "qwen2_audio": Case(recipe=checkpoints.qwen2_audio, kwargs={"seconds": 4}, modality="audio"),
 }
 SECRET = b"s" * 32
 

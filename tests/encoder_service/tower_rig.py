@@ -21,6 +21,7 @@ from cornplug.encoder_service.towers.base import Item, Projector, Tower
 from cornplug.families import Modality
 
 from .conftest import picture, to_wire
+from .corpus import tone
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -60,6 +61,37 @@ MEDIA: dict[Modality, Medium] = {
         reference=lambda model, made: rows(model.get_image_features(**made)),
     ),
 }
+
+
+def _listen(path: Path, samples: Any) -> Made:
+    checkpoint = Checkpoint.open(str(path))
+    architecture: Any = towers.architecture(checkpoint.family)
+    return architecture.listener(checkpoint.preprocessors["audio"]).listen(samples)
+
+
+def _heard(model: Any, made: Made) -> torch.Tensor:
+    """What a Qwen2-Audio's LLM is given for a prompt of nothing but the sound."""
+    frames = int(made["feature_attention_mask"].sum())
+    tokens = torch.full((1, ((frames - 1) // 2 + 1) // 2), model.config.audio_token_id)
+    seen: list[torch.Tensor] = []
+
+    def keep(_module: Any, _args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["inputs_embeds"][0])
+
+    handle = model.model.language_model.register_forward_pre_hook(keep, with_kwargs=True)
+    model.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **made)
+    handle.remove()
+    return seen[0]
+
+
+MEDIA["audio"] = Medium(
+    media=lambda: [
+        tone(s, pitch=p)[:, 0].astype("float32") / 32768
+        for s, p in ((0.5, 440), (3.014, 200), (0.5, 90), (4.5, 700), (0.137, 300))
+    ],
+    process=_listen,
+    reference=_heard,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

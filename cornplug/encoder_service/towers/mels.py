@@ -1,0 +1,71 @@
+"""From samples to what a Whisper tower takes, as the engines call transformers' feature extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import WhisperFeatureExtractor
+
+from cornplug.errors import CheckpointError, MediaError
+
+Samples = npt.NDArray[np.float32]
+
+
+class Mels(Protocol):
+    """Thread-safe."""
+
+    @property
+    def rate(self) -> int:
+        """Samples a second that `listen` takes."""
+
+    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+        """The tower's inputs for mono samples. Raises MediaError("unprocessable")."""
+
+
+class WholeMels:
+    """Qwen2-Audio's: 30 s, filled up with silence, cut off beyond (vLLM passes truncation=True)."""
+
+    def __init__(self, preprocessor: Mapping[str, Any]) -> None:
+        self._extractor = extractor(preprocessor)
+
+    @property
+    def rate(self) -> int:
+        return int(self._extractor.sampling_rate)
+
+    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+        made = self._extractor(
+            samples,
+            sampling_rate=self.rate,
+            padding="max_length",
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = made["attention_mask"]
+        if int(mask.sum()) < _MIN_FRAMES:
+            raise MediaError(
+                f"{len(samples) / self.rate:.3f} s are too short for the model", reason="unprocessable"
+            )
+        return {"input_features": made["input_features"], "feature_attention_mask": mask}
+
+
+_MIN_FRAMES: Final = 3
+"""Two convolution strides and a pooling leave nothing of fewer."""
+
+
+def extractor(preprocessor: Mapping[str, Any]) -> Any:
+    """The feature extractor of a checkpoint's JSON, the very one that its identity names.
+
+    Raises CheckpointError("bad_config") for one of another class.
+    """
+    kind = preprocessor.get("feature_extractor_type", "WhisperFeatureExtractor")
+    if kind != "WhisperFeatureExtractor":
+        raise CheckpointError(f"feature_extractor_type {kind!r} is not served", reason="bad_config")
+    try:
+        return WhisperFeatureExtractor.from_dict(dict(preprocessor))
+    except (TypeError, ValueError, ZeroDivisionError) as e:
+        raise CheckpointError(f"preprocessor_config.json: {e}", reason="bad_config") from e

@@ -1,0 +1,211 @@
+"""Whisper's encoder on sounds of any length, and Qwen2-Audio, which halves its rows.
+
+Sounds lie one behind another in a batch, each with the rows that it has: silence that a
+processor adds to fill 30 seconds is never computed where the reference masks it out anyway.
+
+    mel (bins, frames) ──two convolutions──> rows = frames / 2, with positions ──layers──> rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers import tensors, weights
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.mels import Mels, WholeMels
+from cornplug.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that the network has."""
+
+    num_mel_bins: int
+    encoder_layers: int
+    encoder_attention_heads: int
+    encoder_ffn_dim: int
+    d_model: int
+    activation_function: str
+    max_source_positions: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Shape:
+        spec = checkpoint.family.tower_spec(checkpoint.config)
+        shape = cls(**{name: spec[name] for name in cls.__slots__})
+        if shape.d_model % shape.encoder_attention_heads or shape.activation_function not in ACT2FN:
+            raise CheckpointError(
+                f"audio_config: {shape.encoder_attention_heads} heads in {shape.d_model}, "
+                f"{shape.activation_function}",
+                reason="bad_config",
+            )
+        return shape
+
+    @property
+    def max_frames(self) -> int:
+        return 2 * self.max_source_positions
+
+
+class Encoder(nn.Module):
+    """Attribute names are the checkpoint's tensor names."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.d_model
+        self.conv1 = nn.Conv1d(shape.num_mel_bins, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
+        self.embed_positions = nn.Embedding(shape.max_source_positions, width)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.encoder_layers))
+        self.layer_norm = nn.LayerNorm(width)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Encoder:
+        with torch.device("meta"):
+            encoder = cls(Shape.of(checkpoint))
+        weights.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
+        return encoder
+
+    def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
+        """(count, width): the layers' input for one mel (bins, frames)."""
+        hidden = functional.gelu(self.conv1(mel[None]))
+        hidden = functional.gelu(self.conv2(hidden))[0, :, :count]
+        return hidden.T + self.embed_positions.weight[:count]
+
+    def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """The layers, without the final norm. Attention stays inside each of `lengths` rows."""
+        for layer in self.layers:
+            hidden = layer(hidden, lengths)
+        return hidden
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.d_model
+        self.self_attn = _Attention(width, shape.encoder_attention_heads)
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, shape.encoder_ffn_dim)
+        self.fc2 = nn.Linear(shape.encoder_ffn_dim, width)
+        self.final_layer_norm = nn.LayerNorm(width)
+        self._activation = ACT2FN[shape.activation_function]
+
+    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), lengths)
+        hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
+        if hidden.dtype == torch.float16:  # as transformers does: its layers overflow there
+            most = torch.finfo(torch.float16).max - 1000
+            hidden = hidden.clamp(-most, most)
+        return hidden
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        split = [p(hidden).unflatten(1, (self._heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        if len(set(lengths)) == 1:  # one call for sounds of one length, e.g. of 30 s
+            q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in split)
+            mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+        else:
+            parts = zip(*(x.transpose(0, 1).split(list(lengths), 1) for x in split), strict=True)
+            mixed = torch.cat(
+                [functional.scaled_dot_product_attention(*(x[None] for x in qkv))[0] for qkv in parts], 1
+            ).transpose(0, 1)
+        out: torch.Tensor = self.out_proj(mixed.flatten(1))
+        return out
+
+
+class Qwen2Audio:
+    """Loads both halves of a Qwen2-Audio checkpoint."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
+        encoder = Encoder.load(checkpoint, dtype, device)
+        return Qwen2AudioTower(encoder, Shape.of(checkpoint), dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LinearProjector:
+        hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
+        with torch.device("meta"):
+            module = nn.ModuleDict({"linear": nn.Linear(Shape.of(checkpoint).d_model, hidden)})
+        weights.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return LinearProjector(module)
+
+    @staticmethod
+    def listener(preprocessor: Mapping[str, Any]) -> Mels:
+        return WholeMels(preprocessor)
+
+
+class Qwen2AudioTower:
+    """`input_features` (bins, frames) and `feature_attention_mask` (frames,) -> (rows / 2, width)."""
+
+    def __init__(self, encoder: Encoder, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._encoder = encoder
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        tensors.check_names(inputs, ("input_features", "feature_attention_mask"))
+        mel = tensors.from_wire("input_features", inputs["input_features"], tensors.FLOATS)
+        mask = tensors.from_wire(
+            "feature_attention_mask", inputs["feature_attention_mask"], tensors.INTEGERS
+        ).reshape(-1)
+        want = (self._shape.num_mel_bins, self._shape.max_frames)
+        if tuple(mel.shape) not in (want, (1, *want)):
+            raise tensors.bad_input("input_features", f"shape {tuple(mel.shape)}, want {want}")
+        frames = int(mask.sum())
+        if len(mask) != want[1] or not bool((mask[:frames] == 1).all()):
+            raise tensors.bad_input("feature_attention_mask", f"want {want[1]} values: ones, then zeros")
+        rows = (frames - 1) // 2 + 1
+        if rows < 2:
+            raise tensors.bad_input("feature_attention_mask", f"{frames} frames are too short for a row")
+        # The last row's convolutions see one frame beyond its own two.
+        mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
+        length = torch.tensor([rows])
+        return Item(
+            tensors=(mel, length),
+            digests=(tensors.digest_of(mel), tensors.digest_of(length)),
+            tokens=rows,
+        )
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        lengths = [item.tokens for item in items]
+        begun = [self._encoder.rows(item.tensors[0].to(self._device), item.tokens) for item in items]
+        hidden = self._encoder.run(torch.cat(begun), lengths)
+        # Pairs of rows; an odd last one is dropped, as average pooling does.
+        pairs = [part[: len(part) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for part in hidden.split(lengths)]
+        normed: torch.Tensor = self._encoder.layer_norm(torch.cat(pairs))
+        return list(normed.split([len(pair) for pair in pairs]))
+
+
+class LinearProjector:
+    """(rows, width) -> (rows, hidden_size)."""
+
+    def __init__(self, module: nn.ModuleDict) -> None:
+        self._linear = module["linear"]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._linear.out_features)
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+        rows = torch.cat([f.to(self._linear.weight.device) for f in features])
+        out: torch.Tensor = self._linear(rows)
+        return list(out.split([len(f) for f in features]))

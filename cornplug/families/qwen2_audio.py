@@ -1,0 +1,136 @@
+"""Qwen2-Audio: a Whisper-shaped tower that halves its rows, then one linear layer.
+
+What is true of every Whisper is here too: other families import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from cornplug.errors import CheckpointError
+from cornplug.families.base import Family, Json, Spec, without_inert
+
+WHISPER_DEFAULTS: Final[Json] = {
+    "num_mel_bins": 80,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "d_model": 384,
+    "activation_function": "gelu",
+    "max_source_positions": 1500,
+    "scale_embedding": False,
+}
+"""WhisperConfig's own."""
+_QWEN2_AUDIO_DEFAULTS: Final[Json] = {
+    **WHISPER_DEFAULTS,
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+}
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "num_attention_heads": "encoder_attention_heads",
+    "hidden_size": "d_model",
+    "intermediate_size": "encoder_ffn_dim",
+}
+_UNREAD: Final = frozenset(
+    [
+        "activation_dropout",
+        "apply_spec_augment",
+        "classifier_proj_size",
+        "encoder_layerdrop",
+        "forced_decoder_ids",
+        "init_std",
+        "is_encoder_decoder",
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "mask_feature_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_time_prob",
+        "max_target_positions",
+        "median_filter_length",
+        "model_type",
+        "num_hidden_layers",
+        "use_weighted_layer_sum",
+        "vocab_size",
+    ]
+)
+"""Whisper's decoder, training and timestamps: nothing of it reaches the encoder's output."""
+_EXTRACTOR_DEFAULTS: Final[Json] = {
+    "kind": "WhisperFeatureExtractor",
+    "feature_size": 80,
+    "sampling_rate": 16_000,
+    "hop_length": 160,
+    "chunk_length": 30,
+    "n_fft": 400,
+    "padding_value": 0.0,
+    "padding_side": "right",
+    "dither": 0.0,
+    "do_normalize": False,
+}
+# Derived from the others, said by the caller, or a name. Old files hold a whole filter bank, never read.
+_NO_MELS: Final = frozenset(
+    [
+        "auto_map",
+        "mel_filters",
+        "n_samples",
+        "nb_max_frames",
+        "processor_class",
+        "_processor_class",
+        "return_attention_mask",
+        "return_tensors",
+    ]
+)
+
+
+def whisper_spec(audio: Json, defaults: Json = WHISPER_DEFAULTS) -> Spec:
+    """A Whisper's config -> what shapes its encoder's output besides weights."""
+    given = {k: v for k, v in without_inert(audio).items() if v is not None}
+    for other, name in _OTHER_NAMES.items():
+        if other in given:
+            given.setdefault(name, given.pop(other))
+    found = {**defaults, **given}
+    return {k: v for k, v in found.items() if k not in _UNREAD and not k.startswith("decoder_")}
+
+
+def mel_spec(preprocessor: Json) -> Spec:
+    """WhisperFeatureExtractor's JSON -> every field that changes the mel spectrogram."""
+    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_MELS}
+    kind = given.pop("feature_extractor_type", None)
+    return {**_EXTRACTOR_DEFAULTS, **given, **({"kind": kind} if kind else {})}
+
+
+def _tower(config: Json) -> Spec:
+    audio = config.get("audio_config") or {}
+    if audio.get("model_type", "qwen2_audio_encoder") != "qwen2_audio_encoder":
+        raise CheckpointError(
+            f"Qwen2-Audio with a {audio['model_type']!r} tower is not supported; want qwen2_audio_encoder.",
+            reason="unknown_family",
+        )
+    return whisper_spec(audio, _QWEN2_AUDIO_DEFAULTS)
+
+
+def _projector(config: Json) -> Spec:
+    return {"d_model": _tower(config)["d_model"]}
+
+
+FAMILY: Final = Family(
+    name="qwen2_audio",
+    network="whisper:Qwen2Audio",
+    inputs={"audio": ("input_features", "feature_attention_mask")},
+    tower_prefixes=("audio_tower.", "model.audio_tower."),
+    projector_prefixes=("multi_modal_projector.", "model.multi_modal_projector."),
+    language_model_prefixes=(
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    shares_features=False,
+    tower_spec=_tower,
+    projector_spec=_projector,
+    preprocess_spec=mel_spec,
+    before_cut=lambda _config, _name: True,
+)
