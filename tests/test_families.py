@@ -34,6 +34,11 @@ LLAVA, QWEN2_VL = FAMILIES["llava"], FAMILIES["qwen2_vl"]
         ("qwen2_vl", "model.layers.0.up.weight", "language_model", "model.layers.0.up.weight"),
         ("qwen2_vl", "model.language_model.layers.0.up.weight", "language_model", "model.layers.0.up.weight"),
         ("qwen2_vl", "lm_head.weight", "language_model", "lm_head.weight"),
+        ("qwen2_5_vl", "visual.blocks.0.mlp.gate_proj.weight", "tower", "blocks.0.mlp.gate_proj.weight"),
+        ("qwen3_vl", "model.visual.merger.norm.weight", "projector", "norm.weight"),
+        ("qwen3_vl", "model.visual.deepstack_merger_list.0.norm.weight", "projector", "0.norm.weight"),
+        ("qwen3_vl", "model.visual.pos_embed.weight", "tower", "pos_embed.weight"),
+        ("qwen3_vl_moe", "model.visual.pos_embed.weight", "tower", "pos_embed.weight"),
     ],
 )  # fmt: skip
 def test_names(family: str, published: str, part: str, normal: str) -> None:
@@ -157,6 +162,37 @@ def test_a_wider_llm_changes_qwen2_vl_s_merger_not_its_tower() -> None:
     assert QWEN2_VL.projector_spec(wide) != QWEN2_VL.projector_spec(QWEN2_VL_CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [("qwen2_vl", "hidden_size"), ("qwen2_5_vl", "out_hidden_size"), ("qwen3_vl", "out_hidden_size")],
+)
+def test_a_qwen_s_defaults_are_those_of_transformers(kind: str, width: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    family, whole = FAMILIES[kind], {"vision_config": config.vision_config.to_dict()}
+    assert canonical(family.tower_spec(whole)) == canonical(family.tower_spec({}))
+    assert canonical(family.projector_spec(whole)) == canonical(family.projector_spec({}))
+    wide = {"vision_config": {**whole["vision_config"], width: 8}}
+    assert family.tower_spec(wide) == family.tower_spec(whole)
+    assert family.projector_spec(wide) != family.projector_spec(whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("qwen2_5_vl", {"window_size": 56}),
+        ("qwen2_5_vl", {"fullatt_block_indexes": [0]}),
+        ("qwen3_vl", {"deepstack_visual_indexes": [8, 16]}),
+        ("qwen3_vl", {"num_position_embeddings": 1024}),
+    ],
+)
+def test_fields_that_change_a_qwen_tower_count(kind: str, change: dict[str, Any]) -> None:
+    tower = FAMILIES[kind].tower_spec
+    assert tower({"vision_config": change}) != tower({})
+    # How fast frames follow is the LLM's business.
+    assert tower({"vision_config": {"tokens_per_second": 25}}) == tower({})
+
+
 def test_qwen2_vl_reads_alike_from_transformers_4_and_5() -> None:
     four = {"depth": 1, "embed_dim": 4, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"}
     five = {
@@ -228,7 +264,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
     assert canonical(spec(written)) == canonical(spec({}))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_defaults_of_a_video_processor_are_those_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     family = FAMILIES[kind]

@@ -22,6 +22,9 @@ NEW_TOKENS = 32
 ARCHITECTURES: dict[str, tuple[Callable[..., Path], str]] = {
     "llava": (checkpoints.llava, "LlavaForConditionalGeneration"),
     "qwen2_vl": (checkpoints.qwen2_vl, "Qwen2VLForConditionalGeneration"),
+    "qwen2_5_vl": (checkpoints.qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": (checkpoints.qwen3_vl, "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": (checkpoints.qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration"),
     "qwen2": (checkpoints.qwen2_text, "Qwen2ForCausalLM"),
 }
 

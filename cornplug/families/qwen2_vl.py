@@ -7,7 +7,7 @@ from typing import Final
 
 from cornplug.families.base import Family, Json, Modality, Spec, known_sides, pixel_spec, without_inert
 
-_QWEN2_VISION_DEFAULTS: Final[Json] = {
+_VISION_DEFAULTS: Final[Json] = {
     "model_type": "qwen2_vl",
     "depth": 32,
     "embed_dim": 1280,
@@ -22,29 +22,30 @@ _QWEN2_VISION_DEFAULTS: Final[Json] = {
 }
 
 
-def _qwen2_vision(config: Json) -> Spec:
+def vision_spec(config: Json, defaults: Json) -> Spec:
+    """`vision_config` over the defaults of its class, as any transformers release writes it."""
     given = dict(config.get("vision_config") or {})
     if "in_chans" in given:
         given.setdefault("in_channels", given.pop("in_chans"))
-    vision = without_inert({**_QWEN2_VISION_DEFAULTS, **given})
-    # transformers 4 and 5 name the sub-config differently; both mean this tower.
-    vision["model_type"] = "qwen2_vl_vision"
-    for unread in ("spatial_patch_size", "in_chans"):
+    vision = without_inert({**defaults, **given})
+    # transformers 4 and 5 name the sub-config differently; the family's name says it all.
+    vision["model_type"] = f"{str(defaults['model_type']).removesuffix('_vision')}_vision"
+    for unread in ("spatial_patch_size", "in_chans", "tokens_per_second"):
         vision.pop(unread, None)
-    if vision.get("rope_parameters") in (None, _QWEN2_VISION_ROPE):
+    if vision.get("rope_parameters") in (None, _ROPE):
         vision.pop("rope_parameters", None)
     return vision
 
 
-_QWEN2_VISION_ROPE: Final[Json] = {"rope_theta": 10000.0, "rope_type": "axial"}
+_ROPE: Final[Json] = {"rope_theta": 10000.0, "rope_type": "axial"}
 
 
-def _qwen2_tower(config: Json) -> Spec:
-    return {k: v for k, v in _qwen2_vision(config).items() if k != "hidden_size"}
+def _tower(config: Json) -> Spec:
+    return {k: v for k, v in vision_spec(config, _VISION_DEFAULTS).items() if k != "hidden_size"}
 
 
-def _qwen2_projector(config: Json) -> Spec:
-    vision = _qwen2_vision(config)
+def _projector(config: Json) -> Spec:
+    vision = vision_spec(config, _VISION_DEFAULTS)
     return {k: vision[k] for k in ("embed_dim", "hidden_size", "spatial_merge_size")}
 
 
@@ -93,6 +94,11 @@ QWEN_INPUTS: Final[Mapping[Modality, tuple[str, ...]]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
+QWEN_LANGUAGE_MODEL: Final = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 
 FAMILY: Final = Family(
     name="qwen2_vl",
@@ -100,14 +106,10 @@ FAMILY: Final = Family(
     inputs=QWEN_INPUTS,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=("visual.merger.", "model.visual.merger."),
-    language_model_prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-    ),
+    language_model_prefixes=QWEN_LANGUAGE_MODEL,
     shares_features=False,
-    tower_spec=_qwen2_tower,
-    projector_spec=_qwen2_projector,
+    tower_spec=_tower,
+    projector_spec=_projector,
     preprocess_spec=picture_spec,
     other_preprocess_specs={"video": video_spec},
     before_cut=lambda _config, name: not name.endswith("inv_freq"),

@@ -14,17 +14,32 @@ from __future__ import annotations
 
 from cornplug.testing.audio_checkpoints import TINY_WHISPER, qwen2_audio
 from cornplug.testing.llava_checkpoints import CLIP_L_336, TINY_CLIP, llava
-from cornplug.testing.qwen_checkpoints import TINY_QWEN2_VISION, qwen2_vl
+from cornplug.testing.qwen_checkpoints import (
+    QWEN2_5_VISION,
+    TINY_QWEN2_5_VISION,
+    TINY_QWEN2_VISION,
+    TINY_QWEN3_VISION,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from cornplug.testing.text_checkpoints import deepseek_v2, qwen2_text
 
 __all__ = [
     "CLIP_L_336",
+    "QWEN2_5_VISION",
     "TINY_CLIP",
+    "TINY_QWEN2_5_VISION",
     "TINY_QWEN2_VISION",
+    "TINY_QWEN3_VISION",
     "TINY_WHISPER",
     "deepseek_v2",
     "llava",
+    "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_text",
     "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 ]

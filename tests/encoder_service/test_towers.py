@@ -24,6 +24,7 @@ from .tower_rig import (
     MEDIA,
     Case,
     Halves,
+    deepstacked,
     edit_config,
     fine_tuned_and_quantised,
     nudged,
@@ -41,6 +42,12 @@ CASES: dict[str, Case] = {
     ),
     "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),
     "qwen2_audio": Case(recipe=checkpoints.qwen2_audio, kwargs={"seconds": 4}, modality="audio"),
+    "qwen2_vl video": Case(recipe=checkpoints.qwen2_vl, modality="video"),
+    "qwen2_5_vl": Case(recipe=checkpoints.qwen2_5_vl),
+    "qwen2_5_vl video": Case(recipe=checkpoints.qwen2_5_vl, modality="video"),
+    "qwen3_vl": Case(recipe=checkpoints.qwen3_vl, reference=deepstacked),
+    "qwen3_vl video": Case(recipe=checkpoints.qwen3_vl, modality="video", reference=deepstacked),
+    "qwen3_vl_moe": Case(recipe=checkpoints.qwen3_vl_moe, reference=deepstacked),
 }
 SECRET = b"s" * 32
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
@@ -52,7 +53,39 @@ def _read_picture(path: Path, image: Any) -> Made:
     return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
 
+def _read_video(path: Path, frames: Any) -> Made:
+    processor = AutoVideoProcessor.from_pretrained(path)
+    made = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _videos() -> list[Any]:
+    """(frames, channels, height, width), of 1 to 6 frames; one frame more than the tower's patches end in."""
+    sizes = [(4, 70, 60), (5, 120, 90), (2, 56, 84), (6, 64, 96)]
+    return [
+        torch.stack(
+            [
+                torch.from_numpy(np.array(picture(10 * i + n, width, height))).permute(2, 0, 1)
+                for n in range(count)
+            ]
+        )
+        for i, (count, height, width) in enumerate(sizes)
+    ]
+
+
+def deepstacked(model: Any, made: Made) -> torch.Tensor:
+    """Qwen3-VL's embedding as vLLM lays it out: the last layer, then each level, side by side."""
+    pixels, grid = made.values()
+    output = model.model.visual(pixels, grid_thw=grid)
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
+
+
 MEDIA: dict[Modality, Medium] = {
+    "video": Medium(
+        media=_videos,
+        process=_read_video,
+        reference=lambda model, made: rows(model.get_video_features(**made)),
+    ),
     "image": Medium(
         media=lambda: [
             picture(i, *size) for i, size in enumerate([(70, 60), (200, 90), (56, 56), (90, 250)])

@@ -1,0 +1,91 @@
+"""What Qwen's towers take: a picture or a video as rows of patches, with its grid of (frames, height, width).
+
+Patches lie frame by frame; inside a frame, 2x2 of them that one row of the LLM covers lie together.
+A frame here is `temporal_patch_size` frames of the video; a picture is one frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers import tensors
+from cornplug.encoder_service.towers.base import Item
+
+_PICTURE: Final = ("pixel_values", "image_grid_thw")
+_VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchInputs:
+    """Checks one medium's patches. Thread-safe."""
+
+    values: int
+    """Numbers in a patch: channels * temporal patch * height * width."""
+    merge: int
+    """Patches a side that become one row."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
+        """Those of a tower with this vision config of transformers."""
+        values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
+
+    def item(self, inputs: Mapping[str, Tensor]) -> Item:
+        """`pixel_values` (patches, values) and `image_grid_thw` (3,), or the same of a video.
+
+        Raises EncoderRefused("bad_input").
+        """
+        names = _VIDEO if any(name in inputs for name in _VIDEO) else _PICTURE
+        tensors.check_names(inputs, names)
+        grid = tensors.from_wire(names[1], inputs[names[1]], tensors.INTEGERS).to(torch.int64)
+        if tuple(grid.shape) not in ((3,), (1, 3)):
+            raise tensors.bad_input(names[1], f"shape {tuple(grid.shape)}, want (3,) for one medium")
+        t, h, w = grid.reshape(3).tolist()
+        if min(t, h, w) <= 0 or h % self.merge or w % self.merge:
+            raise tensors.bad_input(
+                names[1], f"{t, h, w}: height and width must be multiples of {self.merge}"
+            )
+        pixels = tensors.from_wire(names[0], inputs[names[0]], tensors.FLOATS)
+        if tuple(pixels.shape) != (t * h * w, self.values):
+            raise tensors.bad_input(
+                names[0], f"shape {tuple(pixels.shape)}, want {(t * h * w, self.values)} for grid {t, h, w}"
+            )
+        pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
+        return Item(
+            tensors=(pixels, grid),
+            digests=(tensors.digest_of(pixels), tensors.digest_of(grid)),
+            tokens=t * h * w,
+        )
+
+
+def packed(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
+    pixels = torch.cat([item.tensors[0] for item in items]).to(device)
+    return pixels, torch.cat([item.tensors[1] for item in items])
+
+
+def frames(grids: torch.Tensor) -> list[int]:
+    """Patches of each frame: attention never crosses frames."""
+    return [height * width for t, height, width in grids.tolist() for _ in range(t)]
+
+
+class HalfTurns(nn.Module):
+    """Cosines and sines for `varlen.turned`, by the rotary module of the family in transformers."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self._rotary = rotary
+
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(patches, 2) rows and columns -> two of (patches, head_dim / 2), float32, on `like`'s device."""
+        cos, sin = self._rotary(like, positions.to(like.device))
+        # transformers repeats them for the second half.
+        half = cos.shape[-1] // 2
+        return cos[:, :half], sin[:, :half]

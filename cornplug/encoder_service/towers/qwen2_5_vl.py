@@ -1,0 +1,125 @@
+"""Qwen2.5-VL: blocks that look inside windows, some inside whole frames; then Qwen2-VL's kind of merger.
+
+Rows are sorted by window once, before the first block, and back after the last. Blocks are
+transformers' own, but for attention (`varlen`) and norms, which torch computes in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionPatchEmbed,
+    Qwen2_5_VLPatchMerger,
+    Qwen2_5_VLVisionBlock,
+    Qwen2_5_VLVisionRotaryEmbedding,
+)
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers import weights
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
+from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
+from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+
+
+class Qwen25Vl:
+    """Loads both halves of a Qwen2.5-VL checkpoint."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen25VlTower:
+        config = _vision_config(checkpoint)
+        with torch.device("meta"):
+            blocks = _Blocks(config)
+        weights.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        rotary = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
+        return Qwen25VlTower(blocks, rotary, config, dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2VlMerger:
+        config = _vision_config(checkpoint)
+        merge = config.spatial_merge_size
+        with torch.device("meta"):
+            merger = Qwen2_5_VLPatchMerger(
+                dim=config.out_hidden_size, context_dim=config.hidden_size, spatial_merge_size=merge
+            )
+        weights.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge=merge)
+
+
+class Qwen25VlTower:
+    """Patches of a picture or a video (`patches.PatchInputs`) -> (patches, hidden_size)."""
+
+    def __init__(
+        self,
+        blocks: _Blocks,
+        rotary: nn.Module,
+        config: Qwen2_5_VLVisionConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._blocks = blocks
+        self._turns = HalfTurns(rotary)
+        self._inputs = PatchInputs.of(config, dtype)
+        self._patch_size = int(config.patch_size)
+        self._window_size = config.window_size
+        self._whole_frames = frozenset(config.fullatt_block_indexes)
+        self._device = device
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        return self._inputs.item(inputs)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        pixels, grids = packed(items, self._device)
+        order, lengths = self._windows(grids)
+        windows = Segments(lengths, self._device)
+        whole = Segments(frames(grids), self._device)
+        # The patches of a window lie together from here on; each frame stays in its place.
+        hidden = self._blocks.patch_embed(pixels)[order.to(self._device)]
+        turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
+        for number, block in enumerate(self._blocks.blocks):
+            segments = whole if number in self._whole_frames else windows
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
+        back = torch.argsort(order).to(self._device)
+        return list(hidden[back].split([item.tokens for item in items]))
+
+    def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The patches of all items, window by window, and the patches of each window."""
+        merge = self._inputs.merge
+        groups, ends = get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=self._window_size, patch_size=self._patch_size
+        )
+        # transformers counts groups of merge² patches, which stay together.
+        order = (groups[:, None] * merge**2 + torch.arange(merge**2)).reshape(-1)
+        return order, ends.diff().tolist()
+
+
+class _Blocks(nn.Module):
+    """Attribute names are the checkpoint's tensor names."""
+
+    def __init__(self, config: Qwen2_5_VLVisionConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.patch_embed = Qwen2_5_VisionPatchEmbed(
+            patch_size=config.patch_size,
+            temporal_patch_size=config.temporal_patch_size,
+            in_channels=config.in_channels,
+            embed_dim=width,
+        )
+        self.blocks = nn.ModuleList(Qwen2_5_VLVisionBlock(config) for _ in range(config.depth))
+        for block in self.blocks:
+            block.attn = PackedAttention(width, config.num_heads)
+            block.norm1 = nn.RMSNorm(width, eps=block.norm1.variance_epsilon)
+            block.norm2 = nn.RMSNorm(width, eps=block.norm2.variance_epsilon)
+
+
+def _vision_config(checkpoint: Checkpoint) -> Qwen2_5_VLVisionConfig:
+    return Qwen2_5_VLConfig.from_dict(checkpoint.config).vision_config

@@ -1,0 +1,174 @@
+"""Qwen3-VL: learned positions, blocks, and mergers for the last layer and for some before (deepstack).
+
+    features   (patches, width * (1 + levels)):  last layer | level 1 | level 2 | ...
+    embedding  (rows, hidden * (1 + levels)):    merged, in the same order
+
+An embedding row is laid out as vLLM keeps it (Qwen3_VisionTransformer.forward, 0.32): the LLM adds
+the levels to its first layers. Blocks are transformers' own, but for their attention (`varlen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import Qwen3VLConfig
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLVisionBlock,
+    Qwen3VLVisionPatchEmbed,
+    Qwen3VLVisionPatchMerger,
+    Qwen3VLVisionRotaryEmbedding,
+)
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers import weights
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
+from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+from cornplug.errors import CheckpointError
+
+
+class Qwen3Vl:
+    """Loads both halves of a Qwen3-VL checkpoint, dense or mixture of experts."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3VlTower:
+        config = _vision_config(checkpoint)
+        with torch.device("meta"):
+            blocks = _Blocks(config)
+        weights.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        rotary = Qwen3VLVisionRotaryEmbedding(config).to(device)
+        return Qwen3VlTower(blocks, rotary, config, dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3VlMergers:
+        config = _vision_config(checkpoint)
+        with torch.device("meta"):
+            mergers = _Mergers(config)
+        located = {_merger_name(name): where for name, where in checkpoint.locate("projector").items()}
+        weights.fill(mergers, located, dtype=dtype, device=device)
+        return Qwen3VlMergers(mergers, config)
+
+
+class Qwen3VlTower:
+    """Patches of a picture or a video (`patches.PatchInputs`) -> (patches, width * (1 + levels))."""
+
+    def __init__(
+        self,
+        blocks: _Blocks,
+        rotary: nn.Module,
+        config: Qwen3VLVisionConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._blocks = blocks
+        self._turns = HalfTurns(rotary)
+        self._inputs = PatchInputs.of(config, dtype)
+        self._levels = frozenset(config.deepstack_visual_indexes)
+        self._device = device
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        return self._inputs.item(inputs)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        pixels, grids = packed(items, self._device)
+        hidden = self._blocks.patch_embed(pixels)
+        hidden = hidden + self._blocks.positions(grids, self._inputs.merge).to(hidden.dtype)
+        turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
+        segments = Segments(frames(grids), self._device)
+        levels = []
+        for number, block in enumerate(self._blocks.blocks):
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
+            if number in self._levels:
+                levels.append(hidden)
+        return list(torch.cat([hidden, *levels], dim=-1).split([item.tokens for item in items]))
+
+
+class Qwen3VlMergers:
+    """(patches, width * (1 + levels)) -> (patches / merge², hidden * (1 + levels))."""
+
+    def __init__(self, mergers: _Mergers, config: Qwen3VLVisionConfig) -> None:
+        self._mergers = mergers
+        self._device = next(mergers.parameters()).device
+        # Levels come in the order of layers; their mergers in the order of the config's list.
+        indexes = list(config.deepstack_visual_indexes)
+        self._order = [indexes.index(layer) for layer in sorted(indexes)]
+        self._hidden_size = config.out_hidden_size * (1 + len(indexes))
+        self._patches_a_row = config.spatial_merge_size**2
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden_size
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+        rows = torch.cat([f.to(self._device) for f in features])
+        last, *levels = rows.chunk(1 + len(self._order), dim=-1)
+        mergers = [self._mergers.deepstack[number] for number in self._order]
+        merged = [self._mergers.last(last.contiguous())]
+        merged += [merger(level.contiguous()) for merger, level in zip(mergers, levels, strict=True)]
+        return list(torch.cat(merged, dim=-1).split([len(f) // self._patches_a_row for f in features]))
+
+
+class _Blocks(nn.Module):
+    """Attribute names are the checkpoint's tensor names."""
+
+    def __init__(self, config: Qwen3VLVisionConfig) -> None:
+        super().__init__()
+        self.patch_embed = Qwen3VLVisionPatchEmbed(config=config)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Qwen3VLVisionBlock(config) for _ in range(config.depth))
+        for block in self.blocks:
+            block.attn = PackedAttention(config.hidden_size, config.num_heads)
+
+    def positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
+        """(patches, width), float32: the learned square table, interpolated to each grid."""
+        table = self.pos_embed.weight
+        rows, shares = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=int(len(table) ** 0.5),
+            mode="bilinear",
+            align_corners=True,
+            spatial_merge_size=merge,
+        )
+        rows, shares = rows.to(table.device), shares.to(table.device)
+        # One neighbour after the other: (patches, 4, width) would be the largest tensor of the batch.
+        out = table[rows[:, 0]] * shares[:, :1]
+        for neighbour in range(1, rows.shape[1]):
+            out += table[rows[:, neighbour]] * shares[:, neighbour, None]
+        return out
+
+
+class _Mergers(nn.Module):
+    def __init__(self, config: Qwen3VLVisionConfig) -> None:
+        super().__init__()
+        self.last = Qwen3VLVisionPatchMerger(config)
+        self.deepstack = nn.ModuleList(
+            Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=True)
+            for _ in config.deepstack_visual_indexes
+        )
+
+
+def _merger_name(name: str) -> str:
+    """Below the published prefixes only numbers tell a level's merger from the last layer's."""
+    return f"deepstack.{name}" if name[0].isdigit() else f"last.{name}"
+
+
+def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
+    # Alike in the mixture of experts, whose config has another class.
+    config = Qwen3VLConfig(
+        vision_config={**(checkpoint.config.get("vision_config") or {}), "model_type": "qwen3_vl"}
+    )
+    vision: Qwen3VLVisionConfig = config.vision_config
+    levels = vision.deepstack_visual_indexes
+    if len(set(levels)) != len(levels) or not all(0 <= layer < vision.depth for layer in levels):
+        raise CheckpointError(
+            f"deepstack_visual_indexes {list(levels)} of {vision.depth} layers", reason="bad_config"
+        )
+    return vision

@@ -1,0 +1,143 @@
+"""Attention inside the segments of a packed batch: nothing is padded, and nothing loops over segments.
+
+    rows of all items, one behind another   [aaaaaa][bb][bb][cccc][bb]
+    on CUDA, half precision                 one call of a variable-length kernel
+    elsewhere                               one call a *length*: [aaaaaa], [bb, bb, bb], [cccc]
+
+A tower of windows has hundreds of segments, nearly all of one length.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+_MAX_HEAD_DIM: Final = 256
+_HALVES: Final = (torch.float16, torch.bfloat16)
+_AMPERE: Final = (8, 0)
+
+Kernel = Callable[..., torch.Tensor]
+
+
+class Segments:
+    """Where each segment of a packed batch lies. Made once a batch, used by every layer."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        """`lengths` in rows, in the order of the rows. ValueError for one below 1."""
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"segments of {list(lengths)} rows")
+        self._lengths = tuple(lengths)
+        self._device = device
+        self.longest: Final = max(lengths)
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """(segments + 1,) int32 on the device: the first row of each, and the end."""
+        return torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32).to(self._device)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, slice | torch.Tensor], ...]:
+        """(length, its segments' rows) of each different length; a slice where they lie side by side."""
+        starts: dict[int, list[int]] = {}
+        for start, length in zip(accumulate((0, *self._lengths)), self._lengths, strict=False):
+            starts.setdefault(length, []).append(start)
+        return tuple((length, self._rows(length, first)) for length, first in starts.items())
+
+    def _rows(self, length: int, starts: Sequence[int]) -> slice | torch.Tensor:
+        end = starts[-1] + length
+        if end - starts[0] == length * len(starts):
+            return slice(starts[0], end)
+        rows = torch.tensor(starts)[:, None] + torch.arange(length)
+        return rows.reshape(-1).to(self._device)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Full attention inside each segment. All (rows, heads, head_dim); scale head_dim ** -0.5."""
+    if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
+        kernel = kernel_attention()
+        if kernel is not None:
+            return kernel(q, k, v, segments)
+    return grouped_attention(q, k, v, segments)
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """`attention` by one batched SDPA for each different length."""
+    out = torch.empty_like(q)
+    for length, rows in segments.groups:
+        # (rows of this length, heads, dim) -> (segments, heads, length, dim)
+        parts = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+        out[rows] = scaled_dot_product_attention(*parts).transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
+    """Whether FlashAttention-2's variable-length kernels take it, torch's and flash_attn's alike."""
+    return dtype in _HALVES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and capability >= _AMPERE
+
+
+@cache
+def kernel_attention() -> Kernel | None:
+    """`attention` by torch's own kernel (2.10 and newer), else flash_attn's, else None."""
+    varlen = _function("torch.nn.attention.varlen", "varlen_attn")
+    if varlen is None:
+        varlen = _function("flash_attn", "flash_attn_varlen_func")
+    if varlen is None:
+        return None
+    call: Kernel = varlen
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+        offsets, longest = segments.offsets, segments.longest
+        return call(q, k, v, offsets, offsets, longest, longest)
+
+    return run
+
+
+def _function(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+class PackedAttention(nn.Module):
+    """Stands in for `attn` in transformers' vision blocks: the same weights, without its loop.
+
+    A block hands on what it is given as `cu_seqlens` and `position_embeddings`: here `Segments`,
+    and cosines and sines of (rows, head_dim / 2) in float32.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        cu_seqlens: Segments,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # (rows, 3, heads, head_dim)
+        q, k = turned(qkv[:, :2], *position_embeddings).unbind(1)
+        made = attention(q, k, qkv[:, 2], cu_seqlens)
+        out: torch.Tensor = self.proj(made.flatten(1))
+        return out
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of (rows, 2, heads, head_dim), whose halves are the pairs. Computed in float32."""
+    # transformers widens whole tensors first; a bfloat16 tower would spend as long on that as on attention.
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    out = torch.empty_like(x)
+    out[..., : first.shape[-1]] = torch.addcmul(first * cos, second, sin, value=-1)
+    out[..., first.shape[-1] :] = torch.addcmul(second * cos, first, sin)
+    return out

@@ -1,0 +1,98 @@
+"""Any pictures and videos in one batch of a Qwen tower give what each gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.errors import EncoderRefused
+from cornplug.testing import checkpoints
+
+from .conftest import to_wire
+from .tower_rig import Halves
+
+RECIPES: dict[str, Callable[[Path], Path]] = {
+    "qwen2_vl": checkpoints.qwen2_vl,
+    "qwen2_5_vl": checkpoints.qwen2_5_vl,
+    "qwen3_vl": checkpoints.qwen3_vl,
+}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Halves]:
+    name: str = request.param
+    return name, Halves.load(RECIPES[name](tmp_path_factory.mktemp("packing") / name))
+
+
+def medium(name: str, kind: str, grid: tuple[int, int, int], seed: int) -> dict[str, Tensor]:
+    t, h, w = grid
+    values = 3 * 2 * PATCH[name] ** 2
+    pixels = torch.randn(t * h * w, values, generator=torch.Generator().manual_seed(seed))
+    names = {
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    }[kind]
+    return dict(zip(names, (to_wire(pixels), to_wire(torch.tensor([t, h, w]))), strict=True))
+
+
+_side = st.integers(1, 5).map(lambda n: 2 * n)
+_picture = st.tuples(st.just("image"), st.tuples(st.just(1), _side, _side))
+_video = st.tuples(st.just("video"), st.tuples(st.integers(1, 3), _side, _side))
+_batch = st.lists(st.one_of(_picture, _video), min_size=2, max_size=5)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=_batch)
+def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
+    tower: tuple[str, Halves], batch: list[tuple[str, tuple[int, int, int]]]
+) -> None:
+    name, halves = tower
+    items = [halves.tower.prepare(medium(name, kind, grid, seed)) for seed, (kind, grid) in enumerate(batch)]
+    together = halves.projector.project(halves.tower.encode(items), items)
+    for item, ours, (_, (t, h, w)) in zip(items, together, batch, strict=True):
+        alone = halves.projector.project(halves.tower.encode([item]), [item])[0]
+        assert ours.shape == (t * h * w // 4, halves.projector.hidden_size)
+        torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+
+
+def test_a_video_of_one_frame_is_the_picture(tower: tuple[str, Halves]) -> None:
+    name, halves = tower
+    picture, video = (halves.tower.prepare(medium(name, kind, (1, 4, 6), 3)) for kind in ("image", "video"))
+    assert picture.digests == video.digests
+    assert torch.equal(halves.tower.encode([picture])[0], halves.tower.encode([video])[0])
+
+
+def test_frames_of_a_video_do_not_see_each_other(tower: tuple[str, Halves]) -> None:
+    """Each equals the picture of itself."""
+    name, halves = tower
+    frames = [halves.tower.prepare(medium(name, "image", (1, 4, 4), seed)) for seed in (1, 2)]
+    pixels = torch.cat([frame.tensors[0] for frame in frames])
+    wire = {"pixel_values_videos": to_wire(pixels), "video_grid_thw": to_wire(torch.tensor([2, 4, 4]))}
+    video = halves.tower.encode([halves.tower.prepare(wire)])[0]
+    torch.testing.assert_close(video, torch.cat(halves.tower.encode(frames)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"video_grid_thw": [2, 4, 4, 1]}, "video_grid_thw: shape"),
+        ({"video_grid_thw": [2, 3, 4]}, "multiples of 2"),
+        ({"video_grid_thw": [3, 4, 4]}, "pixel_values_videos: shape"),
+        ({"image_grid_thw": [2, 4, 4]}, "image_grid_thw: unknown"),
+    ],
+)
+def test_a_bad_video_names_the_field(
+    tower: tuple[str, Halves], change: dict[str, list[int]], says: str
+) -> None:
+    name, halves = tower
+    good = medium(name, "video", (2, 4, 4), 0)
+    halves.tower.prepare(good)
+    with pytest.raises(EncoderRefused, match=says):
+        halves.tower.prepare({**good, **{field: to_wire(torch.tensor(v)) for field, v in change.items()}})

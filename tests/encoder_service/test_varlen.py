@@ -1,0 +1,124 @@
+"""Packed attention against the plain loop over segments, and the call of the CUDA kernel without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding, VisionAttention
+
+from cornplug.encoder_service.towers import varlen
+from cornplug.encoder_service.towers.patches import HalfTurns
+from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+
+CPU = torch.device("cpu")
+HEADS, DIM = 2, 8
+
+
+def random(rows: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    made = torch.randn(3, rows, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return tuple(made)
+
+
+def looped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """One segment after the other."""
+    parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [scaled_dot_product_attention(*(x.transpose(0, 1) for x in one)).transpose(0, 1) for one in parts]
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
+def test_any_segments_equal_the_plain_loop(lengths: list[int], seed: int) -> None:
+    q, k, v = random(sum(lengths), seed)
+    ours = varlen.attention(q, k, v, Segments(lengths, CPU))
+    torch.testing.assert_close(ours, looped(q, k, v, lengths), atol=1e-6, rtol=0)
+
+
+def test_a_segment_sees_nothing_of_the_others() -> None:
+    lengths = [3, 5, 3, 4]
+    q, k, v = random(15)
+    before = varlen.attention(q, k, v, Segments(lengths, CPU))
+    k[3:8], v[3:8] = 7.0, torch.nan
+    after = varlen.attention(q, k, v, Segments(lengths, CPU))
+    assert torch.equal(torch.cat([before[:3], before[8:]]), torch.cat([after[:3], after[8:]]))
+    assert not torch.isfinite(after[3:8]).any()
+
+
+def test_hundreds_of_windows_take_a_call_for_each_length_only() -> None:
+    """A frame of 58 x 58 patches in windows of 8 x 8: 49 whole ones, 14 at the edges, 1 in the corner."""
+    row = [64] * 7 + [16]
+    segments = Segments((row * 7 + [16] * 7 + [4]) * 3, CPU)
+    assert [length for length, _ in segments.groups] == [64, 16, 4]
+    assert segments.longest == 64
+    assert segments.offsets[-1] == 3 * 58 * 58
+
+
+def test_segments_side_by_side_are_not_gathered() -> None:
+    (one,) = Segments([4, 4, 4], CPU).groups
+    assert one == (4, slice(0, 12))
+    first, second = Segments([4, 4, 2], CPU).groups
+    assert (first, second) == ((4, slice(0, 8)), (2, slice(8, 10)))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [4, 0], [-1]])
+def test_an_empty_segment_is_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="segments"):
+        Segments(lengths, CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "suits"),
+    [
+        (torch.bfloat16, 80, (9, 0), True),
+        (torch.float16, 72, (8, 0), True),
+        (torch.bfloat16, 256, (10, 0), True),
+        (torch.float32, 80, (9, 0), False),
+        (torch.bfloat16, 84, (9, 0), False),
+        (torch.bfloat16, 264, (9, 0), False),
+        (torch.float16, 64, (7, 5), False),
+    ],
+)
+def test_which_tensors_the_kernels_take(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], suits: bool
+) -> None:
+    assert varlen.suits_kernel(dtype, head_dim, capability) == suits
+
+
+def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own shape inference: no GPU, and no result, but every argument is checked."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    called = []
+    monkeypatch.setattr(varlen, "grouped_attention", lambda *_: called.append("grouped"))
+    with FakeTensorMode():
+        q, k, v = torch.empty(3, 10, 16, 80, dtype=torch.bfloat16, device="cuda").unbind(0)
+        segments = Segments([4, 6], CPU)
+        segments.__dict__["offsets"] = torch.empty(3, dtype=torch.int32, device="cuda")
+        made = varlen.attention(q, k, v, segments)
+    assert (made.shape, made.device.type, called) == (q.shape, "cuda", [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> None:
+    config = Qwen2VLVisionConfig(
+        embed_dim=64, num_heads=2, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}
+    )
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    theirs, ours = VisionAttention(config).to(dtype), PackedAttention(64, 2).to(dtype)
+    ours.load_state_dict(theirs.state_dict())
+    rotary = Qwen2VLVisionRotaryEmbedding(config)
+    lengths = [4, 6, 4, 1]
+    hidden, positions = torch.randn(15, 64).to(dtype), torch.randint(0, 30, (15, 2))
+    offsets = Segments(lengths, CPU).offsets
+    with torch.inference_mode():
+        wanted = theirs(hidden, offsets, rotary(hidden, positions))
+        made = ours(hidden, Segments(lengths, CPU), HalfTurns(rotary)(hidden, positions))
+    torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
