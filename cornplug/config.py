@@ -88,6 +88,13 @@ class EncoderConfig(_Section):
     receivers: str = ""
     """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that are sent embeddings though another
     host asks for them. A server's own host needs no mention."""
+    allow_hosts: str = ""
+    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched. Empty: nothing is."""
+    allow_networks: str = ""
+    """Networks ("10.2.0.0/16") that these hosts may be at although they are not public."""
+    allow_ports: str = "80, 443"
+    fetch_deadline_s: float = Field(default=5.0, gt=0)
+    """Longest time for one URL, redirects included."""
 
     @field_validator("urls", mode="before")
     @classmethod

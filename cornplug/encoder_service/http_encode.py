@@ -25,6 +25,7 @@ from cornplug.encoder_service.http_answers import Done, Failed, Outcome
 from cornplug.encoder_service.http_bodies import Asked, Source
 from cornplug.encoder_service.preparing import Prepared, Preparer
 from cornplug.encoder_service.protocol import Refused
+from cornplug.encoder_service.remote import Fetcher
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import Caller
@@ -58,6 +59,7 @@ class Encodes:
         self._preparer = preparer
         self._threads = threads
         self._config = config
+        self._fetcher = Fetcher.of(config)
 
     async def __call__(self, request: Request) -> Response:
         """Raises EncoderRefused and MediaError for what is wrong with the whole request, and
@@ -123,10 +125,13 @@ class Encodes:
         left = job.end - time.monotonic()
         if left <= 0:
             raise EncoderRefused(f"{source.field}: its turn came after the deadline", reason="too_late")
+        url = source.url()
+        fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
 
         def prepare() -> Prepared:
+            data = source.data() if fetched is None else fetched
             return self._preparer.prepare(
-                asked.model, source.modality, source.data(), salt=asked.salt, deadline_s=left
+                asked.model, source.modality, data, salt=asked.salt, deadline_s=left
             )
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)

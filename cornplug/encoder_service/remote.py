@@ -1,0 +1,235 @@
+"""Media by URL, from hosts that the operator named, and from nowhere else.
+
+    url ─> scheme, port, host on the list ─> resolve once ─> every address public or listed
+        ─> connect to that very address ─> redirect? the same again, three times at most ─> bytes
+
+What a name resolves to is checked and then connected to as a number, so that a second answer of a
+name server is never asked for. No proxies, credentials or cookies; no compression, whose size
+would be known too late. The digest is of the content: a URL is in no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Final
+
+import httpx
+
+from cornplug import __version__
+from cornplug.config import EncoderConfig
+from cornplug.errors import ConfigError, EncoderRefused
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+MAX_REDIRECTS: Final = 3
+_MAX_URL: Final = 4096
+_AT_ONCE: Final = 8
+"""Fetches under way: bounds the bytes that are held for them."""
+_PORTS: Final = {"http": 80, "https": 443}
+_HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
+_NAT64: Final = IPv6Network("64:ff9b::/96")
+_LOCAL_NAT64: Final = IPv6Network("64:ff9b:1::/48")
+_COMPATIBLE: Final = IPv6Network("::/96")
+_HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What may be asked. Pure: no sockets here."""
+
+    hosts: tuple[str, ...]
+    """Lower case; exact, or "*.suffix" for what lies below it."""
+    networks: tuple[Network, ...]
+    """Addresses that are allowed though they are not public."""
+    ports: frozenset[int]
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> Rules:
+        """Raises ConfigError that names the setting."""
+        hosts = tuple(word.lower().strip("[]") for word in _words(config.allow_hosts))
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                remedy = "Write example.org or *.example.org, without scheme and port."
+                raise ConfigError("encoder.allow_hosts", f"{host!r} is no host", remedy)
+        try:
+            networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
+        except ValueError as e:
+            raise ConfigError("encoder.allow_networks", str(e), "Write networks, as in 10.2.0.0/16.") from e
+        ports = _words(config.allow_ports)
+        if not all(word.isdecimal() and 0 < int(word) < 65536 for word in ports):
+            raise ConfigError(
+                "encoder.allow_ports", f"{config.allow_ports!r}", "Write numbers, as in 80, 443."
+            )
+        return cls(hosts=hosts, networks=networks, ports=frozenset(map(int, ports)))
+
+    def allows_host(self, host: str) -> bool:
+        """By name, before anything is resolved."""
+        return any(host == h or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts)
+
+    def allows_address(self, address: Address) -> bool:
+        """Public ones, those listed, and nothing that hides a private one in an IPv6 address."""
+        plain = _unmapped(address)
+        if any(plain in network for network in self.networks if network.version == plain.version):
+            return True
+        return _public(plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """A URL that passed the rules, and the addresses that its host had then."""
+
+    url: httpx.URL
+    host: str
+    port: int
+    addresses: tuple[Address, ...]
+
+
+class Fetcher:
+    """For one event loop."""
+
+    def __init__(self, rules: Rules, *, max_bytes: int, deadline_s: float) -> None:
+        self._rules = rules
+        self._max_bytes = max_bytes
+        self._deadline_s = deadline_s
+        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._tls = ssl.create_default_context()
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> Fetcher:
+        """Raises ConfigError as `Rules.of`."""
+        return cls(Rules.of(config), max_bytes=config.max_body_bytes, deadline_s=config.fetch_deadline_s)
+
+    async def fetch(self, field: str, url: str, *, deadline_s: float) -> bytes:
+        """The bytes at `url`. Messages begin with `field`.
+
+        Raises EncoderRefused: "remote_url" (not allowed: host, scheme, port, address, redirect),
+        "remote_failed" (no answer, or a status that is not 200), "remote_timeout", "too_large".
+        """
+        if not self._rules.hosts:
+            raise EncoderRefused(f"{field}: remote URLs are not fetched; send the bytes", reason="remote_url")
+        try:
+            async with asyncio.timeout(min(self._deadline_s, deadline_s)), self._turn:
+                return await self._follow(field, url)
+        except (TimeoutError, httpx.TimeoutException):
+            raise EncoderRefused(f"{field}: its host took too long", reason="remote_timeout") from None
+        except (httpx.HTTPError, OSError) as e:
+            problem = f"{field}: could not be fetched: {type(e).__name__}"
+            raise EncoderRefused(problem, reason="remote_failed") from e
+
+    async def _follow(self, field: str, text: str) -> bytes:
+        before: httpx.URL | None = None
+        for _ in range(MAX_REDIRECTS + 1):
+            url = self._checked(field, text, before)
+            answer = await self._get(field, await self._resolved(field, url))
+            if isinstance(answer, bytes):
+                return answer
+            before, text = url, answer
+        raise EncoderRefused(f"{field}: over {MAX_REDIRECTS} redirects", reason="remote_url")
+
+    def _checked(self, field: str, text: str, before: httpx.URL | None) -> httpx.URL:
+        """The URL, absolute, of an allowed scheme, host and port."""
+        try:
+            if len(text) > _MAX_URL:
+                raise httpx.InvalidURL(f"over {_MAX_URL} characters")
+            url = httpx.URL(text) if before is None else before.join(text)
+            host = _host(url)
+        except (httpx.InvalidURL, UnicodeError) as e:
+            raise EncoderRefused(f"{field}: not a URL: {e}", reason="remote_url") from None
+        problem = None
+        if url.scheme not in _PORTS or (before is not None and before.scheme == "https" != url.scheme):
+            problem = "only http and https are fetched, and https never leads to http"
+        elif url.userinfo:
+            problem = "a URL with a password is not fetched"
+        elif not self._rules.allows_host(host):
+            problem = "its host is not on this service's list; send the bytes"
+        elif (url.port or _PORTS[url.scheme]) not in self._rules.ports:
+            problem = "its port is not on this service's list"
+        if problem is not None:
+            raise EncoderRefused(f"{field}: {problem}", reason="remote_url")
+        return url
+
+    async def _resolved(self, field: str, url: httpx.URL) -> _Target:
+        host, port = _host(url), url.port or _PORTS[url.scheme]
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = tuple(
+            dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
+        )
+        # One that is not allowed spoils all: such an answer is an attack, or a mistake.
+        if not addresses or not all(map(self._rules.allows_address, addresses)):
+            raise EncoderRefused(
+                f"{field}: its host is at an address that is not fetched from", reason="remote_url"
+            )
+        return _Target(url=url, host=host, port=port, addresses=addresses)
+
+    async def _get(self, field: str, target: _Target) -> bytes | str:
+        """The body, or where a redirect leads. Tries the addresses in turn."""
+        for address in target.addresses[:-1]:
+            try:
+                return await self._get_from(field, target, address)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                continue
+        return await self._get_from(field, target, target.addresses[-1])
+
+    async def _get_from(self, field: str, target: _Target, address: Address) -> bytes | str:
+        url = target.url.copy_with(host=str(address), port=target.port, fragment=None)
+        authority = target.url.netloc.decode("ascii")
+        # A connection of its own: a pool would hand one host's connection to another at that address.
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
+        patience = httpx.Timeout(self._deadline_s, connect=self._deadline_s / len(target.addresses))
+        request = httpx.Request(
+            "GET",
+            url,
+            headers={"host": authority, **_HEADERS},
+            extensions={"sni_hostname": target.host, "timeout": patience.as_dict()},
+        )
+        async with transport:
+            response = await transport.handle_async_request(request)
+            try:
+                if response.status_code in (301, 302, 303, 307, 308):
+                    return response.headers.get("location", "")
+                return await self._body(field, response)
+            finally:
+                await response.aclose()
+
+    async def _body(self, field: str, response: httpx.Response) -> bytes:
+        if response.status_code != 200:
+            problem = f"{field}: its host answered {response.status_code}"
+            raise EncoderRefused(problem, reason="remote_failed")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise EncoderRefused(f"{field}: its host compresses, though asked not to", reason="remote_failed")
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > self._max_bytes:
+                raise EncoderRefused(f"{field}: over {self._max_bytes} bytes", reason="too_large")
+        return bytes(body)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _host(url: httpx.URL) -> str:
+    """As the list has it: ASCII, lower case, no dot at the end."""
+    return url.raw_host.decode("ascii").lower().rstrip(".")
+
+
+def _unmapped(address: Address) -> Address:
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
+
+
+def _public(address: Address) -> bool:
+    if isinstance(address, IPv6Address):
+        if address in _NAT64:
+            return _public(IPv4Address(int(address) & 0xFFFFFFFF))
+        # Tunnels and forms of old, which lead to IPv4 addresses that nobody checked.
+        if address.sixtofour or address.teredo or address in _COMPATIBLE or address in _LOCAL_NAT64:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved

@@ -1,0 +1,408 @@
+"""Remote media: a real server that redirects, lies, stalls and hides; only name look-ups are replaced."""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cornplug.config import Config, load
+from cornplug.encoder_service.remote import Fetcher, Rules
+from cornplug.errors import ConfigError, EncoderRefused
+
+from .conftest import MakeEncoder, picture, png
+from .http_service import Service
+
+BODY = png(picture(1))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """What the tests ask for, by path."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.seen.append((self.path, dict(self.headers)))  # type: ignore[attr-defined]
+        path, _, rest = self.path.partition("?")
+        getattr(self, path.strip("/") or "picture")(rest)
+
+    def picture(self, _: str) -> None:
+        self._reply(200, BODY)
+
+    def to(self, location: str) -> None:
+        self._reply(302, b"", {"location": location})
+
+    def missing(self, _: str) -> None:
+        self._reply(404, b"")
+
+    def packed(self, _: str) -> None:
+        self._reply(200, b"x", {"content-encoding": "gzip"})
+
+    def short(self, _: str) -> None:
+        self._reply(200, b"abc", {"content-length": "10"})
+        self.close_connection = True
+
+    def stall(self, _: str) -> None:
+        self._reply(200, b"abc", {"content-length": "10"})
+        time.sleep(2)
+        self.close_connection = True
+
+    def endless(self, _: str) -> None:
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        except OSError:
+            self.close_connection = True
+
+    def garbage(self, _: str) -> None:
+        self.wfile.write(b"\x00\x01 no http\r\n\r\n")
+        self.close_connection = True
+
+    def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Site:
+    """A server on loopback, and the names that lead to it."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.seen: list[tuple[str, dict[str, str]]] = []
+        self.server.seen = self.seen  # type: ignore[attr-defined]
+        if tls is not None:
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def fetcher(self, **changes: Any) -> Fetcher:
+        settings = {
+            "allow_hosts": "pictures.test, *.cdn.test",
+            "allow_networks": "127.0.0.1/32",
+            "allow_ports": f"80, 443, {self.port}",
+            "fetch_deadline_s": 1.0,
+            "max_body_bytes": 100_000,
+            **changes,
+        }
+        return Fetcher.of(load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder)
+
+    def url(self, path: str = "picture", host: str = "pictures.test", scheme: str = "http") -> str:
+        return f"{scheme}://{host}:{self.port}/{path}"
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+class Names:
+    """A name server: how often it was asked, and what it says, in turn; the last answer stays."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers: dict[str, list[list[str]]] = {}
+
+    def getaddrinfo(self, host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        self.asked.append(host)
+        answers = self.answers.get(host, [["127.0.0.1"]])
+        addresses = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [
+            (
+                socket.AF_INET6 if ":" in address else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (address, port),
+            )
+            for address in addresses
+        ]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    made = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", made.getaddrinfo)
+    return made
+
+
+def fetch(fetcher: Fetcher, url: str) -> bytes:
+    async def run() -> bytes:
+        return await fetcher.fetch("image", url, deadline_s=5)
+
+    return anyio.run(run)
+
+
+def refusal(fetcher: Fetcher, url: str) -> str:
+    with pytest.raises(EncoderRefused, match="image: ") as e:
+        fetch(fetcher, url)
+    return e.value.reason
+
+
+def test_a_listed_host_is_fetched_as_it_is_named(site: Site, names: Names) -> None:
+    for host in ("pictures.test", "a.cdn.test", "a.b.cdn.test", "PICTURES.test", "pictures.test."):
+        assert fetch(site.fetcher(), site.url(host=host)) == BODY
+    path, headers = site.seen[0]
+    assert path == "/picture"
+    assert headers["host"] == f"pictures.test:{site.port}"
+    assert headers["accept-encoding"] == "identity"
+    assert not headers.keys() & {"cookie", "authorization"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://elsewhere.test/x",
+        "http://cdn.test/x",
+        "http://xcdn.test/x",
+        "http://pictures.test.evil.test/x",
+        "http://evil.test/pictures.test",
+        "http://evil.test#@pictures.test/",
+        "http://evil.test\\@pictures.test/",
+        "http://pictures.test@evil.test/",
+        "http://user:word@pictures.test/",
+        "http://pictures.test:22/",
+        "http://127.0.0.1/",
+        "http://[::1]/",
+        "http://0x7f000001/",
+        "http://2130706433/",
+        "http:///x",
+        "http://",
+        "http://pictures.test\r\nx: y/",
+        "http://pictures.test:port/",
+        "http://ｐictures.tеst/",
+        "http://pictures.test/" + "a" * 5000,
+        "https://xn--/",
+    ],
+)
+def test_what_is_not_on_the_list_is_not_even_looked_up(site: Site, names: Names, url: str) -> None:
+    assert refusal(site.fetcher(), url) == "remote_url"
+    assert not names.asked
+    assert not site.seen
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ["10.0.0.1"],
+        ["127.0.0.2"],
+        ["169.254.169.254"],
+        ["::1"],
+        ["::ffff:10.0.0.1"],
+        ["::ffff:127.0.0.2"],
+        ["fe80::1"],
+        ["fd00::1"],
+        ["224.0.0.1"],
+        ["0.0.0.0"],
+        ["100.64.0.1"],
+        ["64:ff9b::7f00:2"],
+        ["2002:7f00:2::"],
+        ["127.0.0.1", "10.0.0.1"],
+        ["255.255.255.255"],
+    ],
+)
+def test_addresses_that_are_not_public_are_refused(site: Site, names: Names, addresses: list[str]) -> None:
+    names.answers["pictures.test"] = [addresses]
+    assert refusal(site.fetcher(), site.url()) == "remote_url"
+    assert not site.seen
+
+
+def test_a_mapped_address_of_a_listed_network_is_that_network(site: Site) -> None:
+    assert site.fetcher()._rules.allows_address(ipaddress.ip_address("::ffff:127.0.0.1"))
+
+
+def test_a_name_is_asked_once_and_that_address_is_used(site: Site, names: Names) -> None:
+    """DNS rebinding: a second answer would lead to another machine."""
+    names.answers["pictures.test"] = [["127.0.0.1"], ["10.0.0.1"]]
+    assert fetch(site.fetcher(), site.url()) == BODY
+    assert names.asked == ["pictures.test"]
+
+
+def test_redirects_are_checked_again(site: Site, names: Names) -> None:
+    def to(location: str) -> str:
+        return site.url(f"to?{location}")
+
+    assert fetch(site.fetcher(), to("/picture")) == BODY
+    assert fetch(site.fetcher(), to(site.url(host="a.cdn.test"))) == BODY
+    for location in (
+        "http://elsewhere.test/",
+        f"http://127.0.0.1:{site.port}/picture",
+        "file:///etc/passwd",
+        "ftp://pictures.test/x",
+        "gopher://pictures.test/",
+        "http://u:p@pictures.test/",
+        "//elsewhere.test/",
+        "http://pictures.test:22/",
+        "data:image/png;base64,AAAA",
+    ):
+        assert refusal(site.fetcher(), to(location)) == "remote_url"
+    assert "elsewhere.test" not in names.asked
+    names.answers["b.cdn.test"] = [["10.0.0.1"]]
+    assert refusal(site.fetcher(), to(site.url(host="b.cdn.test"))) == "remote_url"
+
+
+def test_three_redirects_and_no_more(site: Site, names: Names) -> None:
+    chain = "picture"
+    for _ in range(3):
+        chain = f"to?/{chain}"
+    assert fetch(site.fetcher(), site.url(chain)) == BODY
+    assert refusal(site.fetcher(), site.url(f"to?/{chain}")) == "remote_url"
+    site.seen.clear()
+    assert refusal(site.fetcher(), site.url("to?")) == "remote_url"
+    assert len(site.seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("missing", "remote_failed"),
+        ("packed", "remote_failed"),
+        ("short", "remote_failed"),
+        ("garbage", "remote_failed"),
+        ("endless", "too_large"),
+        ("stall", "remote_timeout"),
+    ],
+)
+def test_what_a_server_does_wrong_has_a_reason_and_an_end(
+    site: Site, names: Names, path: str, reason: str
+) -> None:
+    began = time.monotonic()
+    assert refusal(site.fetcher(fetch_deadline_s=0.5), site.url(path)) == reason
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_dead_host_and_an_unknown_name_fail(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    site.close()
+    assert refusal(site.fetcher(), site.url()) == "remote_failed"
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert refusal(site.fetcher(), site.url()) == "remote_failed"
+
+
+def test_proxies_of_the_environment_are_not_used(
+    site: Site, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert fetch(site.fetcher(), site.url()) == BODY
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_certificates_are_checked_against_the_name(
+    names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=pictures.test"]
+    command += ["-addext", "subjectAltName=DNS:pictures.test"]
+    subprocess.run(command, check=True, capture_output=True)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key)
+    site = Site(server)
+    try:
+        assert refusal(site.fetcher(), site.url(scheme="https")) == "remote_failed"
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        trusting = site.fetcher()
+        assert fetch(trusting, site.url(scheme="https")) == BODY
+        assert refusal(trusting, site.url(scheme="https", host="a.cdn.test")) == "remote_failed"
+        downgrade = site.url("to?" + site.url(), scheme="https")
+        assert refusal(trusting, downgrade) == "remote_url"
+    finally:
+        site.close()
+
+
+def test_nothing_is_fetched_unless_configured(names: Names) -> None:
+    assert refusal(Fetcher.of(load({}, environ={}).encoder), "http://pictures.test/") == "remote_url"
+    assert not names.asked
+
+
+def test_a_url_gives_what_its_bytes_give(
+    site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
+) -> None:
+    changes = {
+        "allow_hosts": "pictures.test",
+        "allow_networks": "127.0.0.1",
+        "allow_ports": str(site.port),
+    }
+    encoder = config.encoder.model_copy(update=changes)
+    service = Service(make_encoder(), config.model_copy(update={"encoder": encoder}))
+    model = str(llava_pair[0])
+    by_url = service.post(json={"model": model, "image": site.url()}).json()
+    by_bytes = service.post(data={"model": model}, files={"image": BODY}).json()
+    assert (by_url["key"], by_url["data"]) == (by_bytes["key"], by_bytes["data"])
+    assert by_bytes["tower"] == "reused"
+    refused = service.post(json={"model": model, "image": site.url(host="elsewhere.test")})
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (422, "remote_url")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("allow_hosts", "http://x.org"),
+        ("allow_hosts", "*"),
+        ("allow_hosts", "x.org:80"),
+        ("allow_networks", "10.0.0.1/8"),
+        ("allow_ports", "http"),
+        ("allow_ports", "0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Rules.of(load({f"encoder.{field}": value}, environ={}).encoder)
+
+
+NO_RULES = Rules(hosts=(), networks=(), ports=frozenset())
+
+
+@given(st.ip_addresses(v=4))
+@example(ipaddress.IPv4Address("10.1.2.3"))
+@example(ipaddress.IPv4Address("8.8.8.8"))
+def test_no_form_of_an_address_is_allowed_where_the_plain_one_is_not(v4: ipaddress.IPv4Address) -> None:
+    plain = NO_RULES.allows_address(v4)
+    for form in (f"::ffff:{v4}", f"64:ff9b::{v4}"):
+        assert NO_RULES.allows_address(ipaddress.ip_address(form)) == plain
+    for form in (f"::{v4}", f"64:ff9b:1::{v4}"):
+        assert not NO_RULES.allows_address(ipaddress.ip_address(form))
+    if v4.is_private or v4.is_multicast:
+        assert not plain
