@@ -28,6 +28,7 @@ from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
 from cornplug.encoder_service.http_encode import Encodes
 from cornplug.encoder_service.http_models import ModelList, Status, listed
 from cornplug.encoder_service.preparing import Preparer
+from cornplug.encoder_service.readers.base import Limits
 from cornplug.encoder_service.tracing import TraceRequests
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
@@ -39,7 +40,7 @@ def create_app(
     """The ASGI application over an encoder. Limits are `config`'s; who closes `gate` drains it."""
     gate = gate or Gate()
     # Decoding and preprocessing are Python and C on bytes: two threads keep the towers fed.
-    preparer = Preparer(encoder.registry, secret=secret, max_pixels=config.max_pixels)
+    preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
     threads = ThreadPoolExecutor(2, "cornplug-prepare")
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
     encodes = Encodes(encoder, preparer, threads, config)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
-from PIL import Image
-from transformers import AutoImageProcessor
 
 from cornplug import identity
-from cornplug.encoder_service import media
 from cornplug.encoder_service.protocol import Encode, Tensor
+from cornplug.encoder_service.readers.base import Limits, Reader, Reading
+from cornplug.encoder_service.readers.pictures import Pictures
+from cornplug.encoder_service.readers.sounds import Sounds
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
-from cornplug.errors import CheckpointError, EncoderRefused, MediaError
+from cornplug.errors import EncoderRefused
 from cornplug.families import Modality
 
 APP: Final = "http"
-"""In whose name pictures that came by HTTP are stored."""
+"""In whose name media that came by HTTP are stored."""
 SGLANG: Final = "sglang"
 """And those of SGLang's servers, by its own protocol."""
 
@@ -35,66 +35,75 @@ class Prepared:
     """The media digest."""
 
 
+READERS: Final[Mapping[Modality, Callable[[Loaded, Limits], Reader]]] = {
+    "image": Pictures,
+    "audio": Sounds,
+}
+
+
 class Preparer:
-    """Thread-safe. Processors are transformers' own, loaded at once, without any code of the checkpoint.
+    """Thread-safe. What reads media is made at once, without any code of a checkpoint.
 
     Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
     """
 
-    def __init__(self, registry: Registry, *, secret: bytes, max_pixels: int) -> None:
+    def __init__(self, registry: Registry, *, secret: bytes, limits: Limits) -> None:
         self._registry = registry
         self._secret = secret
-        self._max_pixels = max_pixels
-        self._processors = {loaded.served.name: _processor(loaded) for loaded in registry.loaded()}
+        self._readers: dict[tuple[str, Modality], Reader] = {
+            (loaded.served.name, modality): READERS[modality](loaded, limits)
+            for loaded in registry.loaded()
+            for modality in loaded.checkpoint.family.inputs
+            if modality in READERS
+        }
 
     def prepare(
         self, model: str, modality: Modality, data: bytes, *, salt: str | None, deadline_s: float
     ) -> Prepared:
         """A request for the medium in `data`, as this model's engine would make it.
 
-        Raises EncoderRefused("unknown_model", or "modality" that the model does not take),
-        MediaError as `media.decode`, and MediaError("unprocessable") where the model's
-        processor takes no such medium.
+        Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and
+        MediaError as the modality's reader.
         """
-        taken = self._loaded(model).checkpoint.family.inputs
-        if modality not in taken:
-            raise EncoderRefused(f"{modality}: {model} takes {', '.join(taken)} only", reason="modality")
-        image = media.as_received(media.decode(data, self._max_pixels))
-        return self._prepare(model, image, salt, deadline_s, APP)
+        reading = self._reader(model, modality).read(data)
+        return self._prepared(model, modality, reading, salt, deadline_s, APP)
 
     def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
-        """The same as an SGLang server of this model would make it. Raises as `prepare`."""
-        image = media.as_sglang_receives(data, self._max_pixels)
-        return self._prepare(model, image, salt, deadline_s, SGLANG)
+        """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""
+        reader = self._reader(model, "image")
+        assert isinstance(reader, Pictures)
+        return self._prepared(model, "image", reader.read_for_sglang(data), salt, deadline_s, SGLANG)
 
-    def _prepare(
-        self, model: str, image: Image.Image, salt: str | None, deadline_s: float, app: str
+    def _reader(self, model: str, modality: Modality) -> Reader:
+        loaded = self._loaded(model)
+        reader = self._readers.get((model, modality))
+        if reader is None:
+            taken = [m for m in loaded.checkpoint.family.inputs if (model, m) in self._readers]
+            raise EncoderRefused(f"{modality}: {model} takes {', '.join(taken)} only", reason="modality")
+        return reader
+
+    def _prepared(
+        self, model: str, modality: Modality, reading: Reading, salt: str | None, deadline_s: float, app: str
     ) -> Prepared:
         loaded = self._loaded(model)
-        digest = media.digest_rgb(image)
-        key = identity.embedding_key(self._secret, loaded.served.identity, digest, salt)
-        try:
-            made: Mapping[str, torch.Tensor] = self._processors[model](images=image, return_tensors="pt")
-        except ValueError as e:
-            # Processors refuse shapes of theirs so, e.g. an aspect ratio of over 200 to 1.
-            raise MediaError(
-                f"the model's processor refuses this picture: {e}", reason="unprocessable"
-            ) from e
+        model_identity = loaded.served.identity_for(modality)
+        assert model_identity is not None
+        wanted = loaded.checkpoint.family.inputs[modality]
         request = Encode(
             id=0,
-            identity=loaded.served.identity,
-            key=key,
+            identity=model_identity,
+            key=identity.embedding_key(self._secret, model_identity, reading.digest, salt),
             salt=salt,
-            inputs={name: _to_wire(tensor) for name, tensor in made.items()},
+            inputs={name: _to_wire(reading.inputs[name]) for name in wanted if name in reading.inputs},
             app=app,
             deadline_s=deadline_s,
         )
-        return Prepared(request=request, dtype=loaded.served.dtype, media=digest)
+        return Prepared(request=request, dtype=loaded.served.dtype, media=reading.digest)
 
     def _loaded(self, model: str) -> Loaded:
         loaded = self._registry.by_name(model)
         if loaded is None:
-            served = ", ".join(self._processors)
+            served = ", ".join(each.name for each in self._registry.served())
             raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
         return loaded
 
@@ -114,14 +123,6 @@ def medium_bytes(field: str, text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:
         raise EncoderRefused(f"{field}: not base64: {e}", reason="bad_input") from None
-
-
-def _processor(loaded: Loaded) -> Any:
-    path = loaded.checkpoint.path
-    try:
-        return AutoImageProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as e:
-        raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
 
 def _to_wire(tensor: torch.Tensor) -> Tensor:

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.towers.base import Architecture
+from cornplug.errors import CheckpointError
 from cornplug.families import Family
+
+if TYPE_CHECKING:
+    from cornplug.encoder_service.towers.mels import Mels
 
 
 def architecture(family: Family) -> Architecture:
     """The class that loads this family's halves."""
     module, _, name = family.network.partition(":")
     return cast(Architecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
+
+
+def listener(checkpoint: Checkpoint) -> Mels:
+    """What turns samples into this checkpoint's tower inputs.
+
+    Raises CheckpointError("bad_config") for a family that hears nothing, or a feature extractor
+    that is not served.
+    """
+    found = getattr(architecture(checkpoint.family), "listener", None)
+    if found is None:
+        raise CheckpointError(f"{checkpoint.family.name} has no listener", reason="bad_config")
+    return cast("Mels", found(checkpoint.preprocessors["audio"]))

@@ -1,0 +1,73 @@
+"""A sound at the rate that a model's processor takes, as vLLM 0.32 brings it there.
+
+vLLM uses torchaudio's `Resample` with its defaults: a windowed sinc (Hann), 6 zero crossings
+wide, rolling off at 0.99 of the lower rate. The formula is J. O. Smith's
+(https://ccrma.stanford.edu/~jos/resample/); what is taken from torchaudio is the order of its
+steps and where it rounds, so that engine and service arrive at the same bits and one digest.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+
+from cornplug.encoder_service.sounds import Samples, Sound
+from cornplug.errors import MediaError
+
+_ZERO_CROSSINGS: Final = 6
+_ROLLOFF: Final = 0.99
+_MAX_KERNEL: Final = 1 << 20
+"""Values in a filter: two rates without a common divisor would need billions."""
+_BLOCK: Final = 1 << 22
+"""Values of the sound, laid out for the product, that are in memory at a time."""
+
+
+def resampled(sound: Sound, rate: int) -> Sound:
+    """The same sound at another rate. At its own it is left alone.
+
+    Raises MediaError("sample_rate") for a rate that has too little in common with the wanted one.
+    """
+    if sound.rate == rate:
+        return sound
+    divisor = math.gcd(sound.rate, rate)
+    old, new = sound.rate // divisor, rate // divisor
+    if new * (old + 2 * _reach(old, new)) > _MAX_KERNEL:
+        raise MediaError(
+            f"{sound.rate} Hz do not divide into {rate} Hz: resample the sound to a usual rate",
+            reason="sample_rate",
+        )
+    kernel, reach = _kernel(old, new)
+    wanted = math.ceil(new * len(sound.samples) / old)
+    return Sound(samples=_convolved(sound.samples, kernel, old, reach)[:wanted], rate=rate)
+
+
+def _reach(old: int, new: int) -> int:
+    """Samples that a filter sees on either side."""
+    return math.ceil(_ZERO_CROSSINGS * old / (min(old, new) * _ROLLOFF))
+
+
+@lru_cache(maxsize=32)
+def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
+    """Filters, shape (new, old + 2 * reach), float32: one for each new sample in a period; and the reach."""
+    reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
+    inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
+    # float32 here, as torchaudio has it: the sum is float64 again.
+    t = torch.arange(0, -new, -1)[:, None] / new + inputs
+    t = (t * cutoff).clamp(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
+    window = torch.cos(t * math.pi / _ZERO_CROSSINGS / 2) ** 2
+    t = t * math.pi
+    sinc = torch.where(t == 0, torch.ones((), dtype=t.dtype), t.sin() / t)
+    return (sinc * (window * (cutoff / old))).to(torch.float32), reach
+
+
+def _convolved(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
+    """A convolution with stride `old`, as a matrix product over blocks of periods."""
+    padded = torch.from_numpy(np.pad(samples, (reach, reach + old)))
+    periods = padded.unfold(0, kernel.shape[1], old)
+    step = max(_BLOCK // kernel.shape[1], 1)
+    parts = [kernel @ block.T.contiguous() for block in periods.split(step)]
+    return np.ascontiguousarray(torch.cat(parts, 1).T.reshape(-1).numpy())

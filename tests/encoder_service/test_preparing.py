@@ -1,0 +1,96 @@
+"""Media to requests: what the tower is sent, and under which key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+from cornplug.encoder_service import sounds
+from cornplug.encoder_service.preparing import Prepared, Preparer
+from cornplug.encoder_service.readers.base import Limits
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.towers.tensors import FLOATS, INTEGERS, from_wire
+from cornplug.errors import EncoderRefused, MediaError
+from cornplug.identity import embedding_key
+from cornplug.testing import checkpoints
+
+from .conftest import SECRET, picture, png
+from .corpus import encoded, tone, wav
+
+SPOKEN = tone(1.3)
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.qwen2_audio(tmp_path_factory.mktemp("audio") / "q", seconds=4)
+
+
+@pytest.fixture(scope="module")
+def preparer(heard: Path) -> Preparer:
+    registry = Registry.open([str(heard)], dtype="float32", device="cpu")
+    return Preparer(registry, secret=SECRET, limits=Limits(max_audio_s=10))
+
+
+def prepare(preparer: Preparer, path: Path, data: bytes) -> Prepared:
+    return preparer.prepare(str(path), "audio", data, salt=None, deadline_s=5)
+
+
+def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: Preparer, heard: Path) -> None:
+    made = prepare(preparer, heard, wav(SPOKEN)).request.inputs
+    processor = Qwen2AudioProcessor(
+        WhisperFeatureExtractor.from_pretrained(heard), AutoTokenizer.from_pretrained(heard)
+    )
+    theirs = processor(text="<|AUDIO|>", audio=[SPOKEN[:, 0] / np.float32(32768)], sampling_rate=16_000)
+    ours = from_wire("x", made["input_features"], FLOATS)
+    assert torch.equal(ours, torch.as_tensor(theirs["input_features"]))
+    mask = from_wire("x", made["feature_attention_mask"], INTEGERS)
+    assert torch.equal(mask.long(), torch.as_tensor(theirs["feature_attention_mask"]).long())
+
+
+def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: Preparer, heard: Path) -> None:
+    by_wav, by_flac = (prepare(preparer, heard, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac")))
+    assert by_wav.request == by_flac.request
+    served = preparer._registry.served()[0]
+    digest = sounds.decode(wav(SPOKEN), max_s=9).digest()
+    assert by_wav.media == digest
+    assert by_wav.request.key == embedding_key(SECRET, served.identity, digest, None)
+    salted = preparer.prepare(str(heard), "audio", wav(SPOKEN), salt="t", deadline_s=5)
+    assert salted.request.key != by_wav.request.key
+
+
+def test_another_rate_is_brought_to_the_model_s(preparer: Preparer, heard: Path) -> None:
+    made = prepare(preparer, heard, wav(tone(1.3, 48_000), 48_000)).request.inputs
+    ours = from_wire("x", made["input_features"], FLOATS)
+    theirs = from_wire("x", prepare(preparer, heard, wav(SPOKEN)).request.inputs["input_features"], FLOATS)
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (wav(tone(0.001)), "unprocessable"),
+        (wav(tone(11.0)), "too_long"),
+        (wav(tone(0.1, 16_001), 16_001), "sample_rate"),
+        (b"no sound", "unknown_format"),
+    ],
+)
+def test_what_the_model_cannot_hear_is_a_media_error(
+    data: bytes, reason: str, preparer: Preparer, heard: Path
+) -> None:
+    with pytest.raises(MediaError) as e:
+        prepare(preparer, heard, data)
+    assert e.value.reason == reason
+
+
+def test_a_modality_that_the_model_does_not_take_is_refused(preparer: Preparer, heard: Path) -> None:
+    with pytest.raises(EncoderRefused, match="audio only") as e:
+        preparer.prepare(str(heard), "image", png(picture(1)), salt=None, deadline_s=5)
+    assert e.value.reason == "modality"
+    with pytest.raises(EncoderRefused) as e:
+        preparer.prepare_for_sglang(str(heard), png(picture(1)), salt=None, deadline_s=5)
+    assert e.value.reason == "modality"
