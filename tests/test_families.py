@@ -193,6 +193,13 @@ def test_fields_that_change_a_qwen_tower_count(kind: str, change: dict[str, Any]
     assert tower({"vision_config": {"tokens_per_second": 25}}) == tower({})
 
 
+@pytest.mark.parametrize("levels", [[16, 8], [8, 8], [27], [-1]])
+def test_levels_that_engines_would_order_differently_are_refused(levels: list[int]) -> None:
+    with pytest.raises(CheckpointError, match="deepstack_visual_indexes") as caught:
+        FAMILIES["qwen3_vl"].tower_spec({"vision_config": {"deepstack_visual_indexes": levels}})
+    assert caught.value.reason == "bad_config"
+
+
 def test_qwen2_vl_reads_alike_from_transformers_4_and_5() -> None:
     four = {"depth": 1, "embed_dim": 4, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"}
     five = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from cornplug.errors import CheckpointError
 from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec
 from cornplug.families.qwen2_vl import (
     QWEN_INPUTS,
@@ -40,12 +41,23 @@ _VIDEO_DEFAULTS: Final[Json] = {
 }
 
 
+def _vision(config: Json) -> Spec:
+    vision = vision_spec(config, _VISION_DEFAULTS)
+    levels, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
+    # vLLM picks a level's merger by its place in this list, SGLang by its place among the layers.
+    if levels != sorted(set(levels)) or not all(0 <= layer < depth for layer in levels):
+        raise CheckpointError(
+            f"deepstack_visual_indexes {levels} are no ascending layers of {depth}.", reason="bad_config"
+        )
+    return vision
+
+
 def _tower(config: Json) -> Spec:
-    return {k: v for k, v in vision_spec(config, _VISION_DEFAULTS).items() if k != "out_hidden_size"}
+    return {k: v for k, v in _vision(config).items() if k != "out_hidden_size"}
 
 
 def _projector(config: Json) -> Spec:
-    vision = vision_spec(config, _VISION_DEFAULTS)
+    vision = _vision(config)
     counted = ("hidden_size", "out_hidden_size", "spatial_merge_size", "deepstack_visual_indexes")
     return {k: vision[k] for k in counted}
 

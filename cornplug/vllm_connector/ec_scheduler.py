@@ -39,7 +39,7 @@ from cornplug.vllm_connector import compat, weights
 from cornplug.vllm_connector.ec_moves import Arrived, ECAcks, ECMoves
 from cornplug.vllm_connector.identifiers import key_of
 from cornplug.vllm_connector.media_inputs import MediaInputs
-from cornplug.vllm_connector.model import tower_identity
+from cornplug.vllm_connector.model import embedding_width, tower_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,7 +83,7 @@ class ECScheduler:
         self._run = runtime
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
-        self._hidden = config.model_config.get_hidden_size()
+        self._width = embedding_width(config)
         self._inputs = MediaInputs(config)
         self._encoder = SocketEncoder(runtime.config.encoder.socket)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
@@ -314,7 +314,7 @@ class ECScheduler:
             self._fail(item, "evicted")
 
     def _arrive(self, item: _Item, arrived: Arrived, source: str) -> None:
-        wanted = (item.rows, self._hidden)
+        wanted = (item.rows, self._width)
         if arrived.shape != wanted or arrived.dtype != self._dtype or len(arrived.data) != item.size:
             self._fail(item, "wrong_shape")
         else:
@@ -322,7 +322,7 @@ class ECScheduler:
             self._observe(item)
 
     def _bytes(self, rows: int) -> int:
-        return rows * self._hidden * ITEM_BYTES[self._dtype]
+        return rows * self._width * ITEM_BYTES[self._dtype]
 
     def _fail(self, item: _Item, reason: str) -> None:
         item.failed = reason

@@ -52,6 +52,17 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
     return engine_model(config).kv_identity()
 
 
+def embedding_width(config: VllmConfig) -> int:
+    """Columns of an embedding in vLLM's encoder cache.
+
+    Those of the LLM; where the tower hands on inner layers too (deepstack), all side by side.
+    """
+    model = config.model_config
+    vision = getattr(model.hf_config, "vision_config", None)
+    levels = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return int(model.get_hidden_size()) * (1 + len(levels))
+
+
 def _overrides(config: VllmConfig) -> dict[str, Any]:
     """Settings of the command line that change values and that the checkpoint does not know."""
     model = config.model_config
@@ -64,4 +75,8 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         found["hf_overrides"] = model.hf_overrides
     if model.quantization and not declares_quantization(model.hf_config):
         found["quantization"] = str(model.quantization)
+    media = model.multimodal_config
+    if getattr(media, "video_pruning_rate", None):
+        # vLLM then leaves rows out of videos, and writes positions into further columns of pictures.
+        found["video_pruning"] = [media.video_pruning_method, media.video_pruning_rate]
     return found

@@ -61,7 +61,9 @@ class Stage:
         self.trace_headers: dict[str, str] | None = None
         self.inputs = SimpleNamespace(of=lambda feature: {"pixel_values": Tensor("float32", (1,), b"1234")})
         config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: HIDDEN)
+            model_config=SimpleNamespace(
+                dtype=torch.float32, get_hidden_size=lambda: HIDDEN, hf_config=SimpleNamespace()
+            )
         )
         known = identity or (lambda config: TowerIdentity(b"i" * 32, b"s" * 32))
         self.tally = Tally()

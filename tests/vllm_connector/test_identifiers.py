@@ -30,7 +30,7 @@ from cornplug.identity import embedding_key
 from cornplug.testing import checkpoints
 from cornplug.vllm_connector import identifiers
 from cornplug.vllm_connector.identifiers import Identifiers, key_of
-from cornplug.vllm_connector.model import kv_identity, tower_identity
+from cornplug.vllm_connector.model import embedding_width, kv_identity, tower_identity
 
 SECRET = bytes(range(32))
 
@@ -315,6 +315,24 @@ def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> N
     assert [o.served_identity is not None for o in others] == [True, True, False, False]
     declared = SimpleNamespace(quantization_config={"bits": 4})
     assert tower_identity(config(llava, quantization="awq", hf_config=declared)).identity == base.identity
+
+
+def test_pruned_videos_are_no_other_engine_s(llava: Path) -> None:
+    """Pruning writes into pictures' embeddings too; no service does it."""
+    plain = tower_identity(config(llava, multimodal_config=SimpleNamespace(video_pruning_rate=0.0)))
+    assert plain == tower_identity(config(llava))
+    pruned = SimpleNamespace(video_pruning_rate=0.5, video_pruning_method="evs")
+    assert tower_identity(config(llava, multimodal_config=pruned)).served_identity is None
+    assert tower_identity(config(llava, multimodal_config=pruned)).identity != plain.identity
+
+
+@pytest.mark.parametrize(("levels", "width"), [(None, 64), ([], 64), ([8, 16, 24], 256)])
+def test_an_embedding_is_as_wide_as_the_llm_times_what_the_tower_hands_on(
+    llava: Path, levels: list[int] | None, width: int
+) -> None:
+    vision = SimpleNamespace() if levels is None else SimpleNamespace(deepstack_visual_indexes=levels)
+    hf_config = SimpleNamespace(vision_config=vision)
+    assert embedding_width(config(llava, hf_config=hf_config, get_hidden_size=lambda: 64)) == width
 
 
 def test_kv_identity_follows_the_language_model(llava: Path, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from cornplug.encoder_service.towers import weights
 from cornplug.encoder_service.towers.base import Item
 from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
 from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
-from cornplug.errors import CheckpointError
 
 
 class Qwen3Vl:
@@ -96,10 +95,7 @@ class Qwen3VlMergers:
     def __init__(self, mergers: _Mergers, config: Qwen3VLVisionConfig) -> None:
         self._mergers = mergers
         self._device = next(mergers.parameters()).device
-        # Levels come in the order of layers; their mergers in the order of the config's list.
-        indexes = list(config.deepstack_visual_indexes)
-        self._order = [indexes.index(layer) for layer in sorted(indexes)]
-        self._hidden_size = config.out_hidden_size * (1 + len(indexes))
+        self._hidden_size = config.out_hidden_size * (1 + len(config.deepstack_visual_indexes))
         self._patches_a_row = config.spatial_merge_size**2
 
     @property
@@ -109,10 +105,9 @@ class Qwen3VlMergers:
     @torch.inference_mode()
     def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._device) for f in features])
-        last, *levels = rows.chunk(1 + len(self._order), dim=-1)
-        mergers = [self._mergers.deepstack[number] for number in self._order]
-        merged = [self._mergers.last(last.contiguous())]
-        merged += [merger(level.contiguous()) for merger, level in zip(mergers, levels, strict=True)]
+        mergers = [self._mergers.last, *self._mergers.deepstack]
+        layers = rows.chunk(len(mergers), dim=-1)
+        merged = [merger(layer.contiguous()) for merger, layer in zip(mergers, layers, strict=True)]
         return list(torch.cat(merged, dim=-1).split([len(f) // self._patches_a_row for f in features]))
 
 
@@ -166,9 +161,4 @@ def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
         vision_config={**(checkpoint.config.get("vision_config") or {}), "model_type": "qwen3_vl"}
     )
     vision: Qwen3VLVisionConfig = config.vision_config
-    levels = vision.deepstack_visual_indexes
-    if len(set(levels)) != len(levels) or not all(0 <= layer < vision.depth for layer in levels):
-        raise CheckpointError(
-            f"deepstack_visual_indexes {list(levels)} of {vision.depth} layers", reason="bad_config"
-        )
     return vision
