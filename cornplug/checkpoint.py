@@ -148,7 +148,8 @@ class Checkpoint:
                 f"{self.path}: {family.name} takes no {chosen}, only {', '.join(family.inputs)}.",
                 reason="modality",
             )
-        preprocessor = {**self.preprocessors[chosen], **(processor_kwargs or {})}
+        asked = {**family.processor_defaults.get(chosen, {}), **(processor_kwargs or {})}
+        preprocessor = {**self.preprocessors[chosen], **asked}
         # The first modality goes unsaid: its identities are older than the second modality.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {

@@ -1,7 +1,7 @@
 """Model families: where tower and projector lie in a checkpoint, and what else shapes them.
 
-One module a family. `FAMILIES` finds them by itself: `model_type` of config.json -> the
-`FAMILY` of the module that describes it.
+One module a family, found by its `FAMILY`; those without one hold what several share. `FAMILIES`:
+`model_type` of config.json -> the family.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ __all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "without_in
 
 def _families() -> Iterator[Family]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name != "base":
-            yield importlib.import_module(f"{__name__}.{module.name}").FAMILY
+        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            yield family
 
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({family.name: family for family in _families()})

@@ -63,6 +63,9 @@ class Family:
     """The JSON of the first modality's processor -> every field that changes the tower's input."""
     before_cut: Callable[[Json, str], bool]
     """(config.json, normalised tower tensor) -> whether it can reach the tower's output."""
+    processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
+    """What the model's processor class asks of the modality's own processor, whatever that one's JSON
+    says: transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each further modality in `inputs`, whose processor is another one."""
 
@@ -124,14 +127,16 @@ _NO_PIXELS: Final = frozenset(
 def pixel_spec(
     preprocessor: Json, kind: str, defaults: Json, type_field: str = "image_processor_type"
 ) -> Spec:
-    """preprocessor_config.json over the defaults of its class `kind` and of all image processors.
+    """preprocessor_config.json over the defaults of class `kind`, where it is of that class.
 
     `type_field` is where a processor of this modality writes its class.
     """
     # A null is transformers' way to say "the class's default".
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
-    found = str(given.pop(type_field, kind))
-    return {**_PIXEL_DEFAULTS, **defaults, **given, "kind": found.removesuffix("Fast").removesuffix("Pil")}
+    found = str(given.pop(type_field, kind)).removesuffix("Fast").removesuffix("Pil")
+    # Another class has other defaults: what it leaves out is not to look like what this one means.
+    known = {**_PIXEL_DEFAULTS, **defaults} if found == kind else {}
+    return {**known, **given, "kind": found}
 
 
 def known_sides(spec: Spec) -> Spec:

@@ -109,6 +109,8 @@ def write_weights(
         model = getattr(transformers, architecture)(config)
     tensors = {}
     for memory_name, meta in model.state_dict().items():
+        if memory_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         name = published(memory_name)
         seed = next(seed for prefix, seed in seeds.items() if name.startswith(prefix))
         tensors[name] = _draw(name, tuple(meta.shape), seed).to(getattr(torch, dtype))

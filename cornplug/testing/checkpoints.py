@@ -25,17 +25,31 @@ from cornplug.testing.qwen_checkpoints import (
     qwen3_vl_moe,
 )
 from cornplug.testing.text_checkpoints import deepseek_v2, qwen2_text
+from cornplug.testing.tile_checkpoints import (
+    TINY_INTERNVL,
+    TINY_SIGLIP,
+    gemma3,
+    internvl,
+    llava_next,
+    llava_onevision,
+)
 
 __all__ = [
     "CLIP_L_336",
     "QWEN2_5_VISION",
     "TINY_CLIP",
+    "TINY_INTERNVL",
     "TINY_QWEN2_5_VISION",
     "TINY_QWEN2_VISION",
     "TINY_QWEN3_VISION",
+    "TINY_SIGLIP",
     "TINY_WHISPER",
     "deepseek_v2",
+    "gemma3",
+    "internvl",
     "llava",
+    "llava_next",
+    "llava_onevision",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_text",

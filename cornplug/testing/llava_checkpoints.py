@@ -37,7 +37,7 @@ CLIP_L_336: Final[Mapping[str, Any]] = {
 }
 """The shape of LLaVA-1.5's tower: 0.3 billion parameters, 576 rows a picture."""
 
-_LLAVA_CHAT: Final = (
+LLAVA_CHAT: Final = (
     "{% for m in messages %}{{ m['role'] | upper }}: "
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>\n"
@@ -74,7 +74,7 @@ def llava(
         special=("<s>", "</s>", "<pad>", "<image>"),
         eos="</s>",
         pad="<pad>",
-        chat_template=_LLAVA_CHAT,
+        chat_template=LLAVA_CHAT,
     )
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("llama", ids)
     whole = {
@@ -113,11 +113,11 @@ def llava(
         "multi_modal_projector.": llm_seed if projector_seed is None else projector_seed,
         "": llm_seed,
     }
-    write_weights(folder, "LlavaForConditionalGeneration", _llava_name, seeds, ids, dtype)
+    write_weights(folder, "LlavaForConditionalGeneration", published_llava_name, seeds, ids, dtype)
     return folder
 
 
-def _llava_name(name: str) -> str:
+def published_llava_name(name: str) -> str:
     """transformers 5's name in memory -> the published one."""
     name = name.removeprefix("model.")
     if name.startswith("vision_tower."):

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug import identity
+from cornplug.checkpoint import Checkpoint
 from cornplug.config import Config, load
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.registry import Registry
@@ -46,8 +47,10 @@ def to_wire(tensor: torch.Tensor) -> Tensor:
 
 def inputs_of(path: Path, image: Image.Image) -> dict[str, Tensor]:
     """One picture's processor outputs, as an engine has them."""
-    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt")
-    return {name: to_wire(tensor) for name, tensor in made.items()}
+    family = Checkpoint.open(str(path)).family
+    asked = family.processor_defaults.get("image", {})
+    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt", **asked)
+    return {name: to_wire(made[name]) for name in family.inputs["image"]}
 
 
 @pytest.fixture(scope="session")

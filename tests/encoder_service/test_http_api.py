@@ -15,7 +15,7 @@ import pytest
 from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service import media
-from cornplug.encoder_service.towers.clip import ClipTower
+from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.qos import Classes
 
 from .conftest import SECRET, MakeEncoder, inputs_of, picture, png
@@ -170,8 +170,8 @@ def test_too_late_is_504(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    real = ClipTower.prepare
-    monkeypatch.setattr(ClipTower, "prepare", lambda *a: (release.wait(0.2), real(*a))[1])
+    real = TileTower.prepare
+    monkeypatch.setattr(TileTower, "prepare", lambda *a: (release.wait(0.2), real(*a))[1])
     answer = Service(make_encoder(), config).post(
         data={"model": llava, "deadline_s": "0.01"}, files={"image": png(picture(1))}
     )

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.towers.clip import ClipTower
+from cornplug.encoder_service.towers.tiles import TileTower
 
 from .conftest import MakeEncoder, eventually, picture, png
 from .http_service import Service
@@ -143,14 +143,14 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release = threading.Event()
         self.passes = 0
-        real = ClipTower.encode
+        real = TileTower.encode
 
-        def encode(tower: ClipTower, items: Any) -> Any:
+        def encode(tower: TileTower, items: Any) -> Any:
             self.passes += len(items)
             assert self.release.wait(20)
             return real(tower, items)
 
-        monkeypatch.setattr(ClipTower, "encode", encode)
+        monkeypatch.setattr(TileTower, "encode", encode)
 
 
 @pytest.mark.parametrize("items", [1, 4])

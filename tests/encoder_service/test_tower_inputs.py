@@ -125,3 +125,47 @@ def test_wire_tensors_own_their_memory() -> None:
     tensor = from_wire("x", wire, ("float32",))
     tensor[0, 0] = 7
     assert from_wire("x", wire, ("float32",))[0, 0] == 0
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    return Halves.load(checkpoints.llava_next(tmp_path_factory.mktemp("tiled") / "m"))
+
+
+TILES = torch.rand(5, 3, 56, 56)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiles", "says"),
+    [
+        ([60, 70, 3], 5, "image_sizes: shape"),
+        ([[60, 70], [60, 70]], 5, "image_sizes: shape"),
+        ([0, 70], 5, "image_sizes: 0 x 70"),
+        ([-60, 70], 5, "image_sizes: -60 x 70"),
+        ([2**40, 2**40], 5, "image_sizes"),
+        ([300, 310], 3, "pixel_values: shape: 3 tiles, want 5 for 300 x 310"),
+    ],
+)
+def test_bad_picture_sizes_name_the_field(sizes: list[int], tiles: int, says: str, tiled: Halves) -> None:
+    inputs = {"pixel_values": to_wire(TILES[:tiles]), "image_sizes": to_wire(torch.tensor(sizes))}
+    with pytest.raises(EncoderRefused, match=says):
+        tiled.tower.prepare(inputs)
+
+
+@pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (1, 1), (2, 16_000_000)])
+def test_a_picture_of_any_proportion_has_rows(size: tuple[int, int], tiled: Halves) -> None:
+    item = tiled.tower.prepare({"pixel_values": to_wire(TILES), "image_sizes": to_wire(torch.tensor(size))})
+    rows = tiled.projector.project(tiled.tower.encode([item]), [item])[0]
+    assert len(rows) >= 16
+    assert rows.isfinite().all()
+
+
+def test_tiles_that_only_fill_up_a_batch_change_nothing(tiled: Halves) -> None:
+    """Processors pad to the longest picture of a batch: the same picture has the same key alone."""
+    sizes = to_wire(torch.tensor([50, 110]))  # two tiles beside each other, and the whole
+    alone, padded = TILES[:3], torch.cat([TILES[:3], torch.zeros(2, 3, 56, 56)])
+    items = [
+        tiled.tower.prepare({"pixel_values": to_wire(pixels), "image_sizes": sizes})
+        for pixels in (alone, padded, padded[None])
+    ]
+    assert len({(item.digests, item.geometry, item.tokens) for item in items}) == 1

@@ -28,6 +28,7 @@ from .tower_rig import (
     edit_config,
     fine_tuned_and_quantised,
     nudged,
+    pictures,
     rewritten,
     whole_model,
     wire,
@@ -40,6 +41,17 @@ CASES: dict[str, Case] = {
     "llava with CLS": Case(
         recipe=checkpoints.llava, kwargs={"config": {"vision_feature_select_strategy": "full"}}
     ),
+    "llava with SigLIP": Case(
+        recipe=checkpoints.llava,
+        kwargs={
+            "vision": {"model_type": "siglip_vision_model", **checkpoints.TINY_SIGLIP},
+            "config": {"vision_feature_select_strategy": "full"},
+        },
+    ),
+    "llava_next": Case(recipe=checkpoints.llava_next),
+    "llava_onevision": Case(recipe=checkpoints.llava_onevision, media=lambda: pictures(330, 340)),
+    "gemma3": Case(recipe=checkpoints.gemma3),
+    "internvl": Case(recipe=checkpoints.internvl),
     "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),
     "qwen2_audio": Case(recipe=checkpoints.qwen2_audio, kwargs={"seconds": 4}, modality="audio"),
     "qwen2_vl video": Case(recipe=checkpoints.qwen2_vl, modality="video"),

@@ -17,7 +17,7 @@ from cornplug.encoder_service.batcher import Answer
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.towers.base import Item, Tower
-from cornplug.encoder_service.towers.clip import ClipTower
+from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import entry
@@ -54,9 +54,9 @@ class Gate:
         self.entered = threading.Event()
         self.batches: list[int] = []
         self.fails: Any = lambda items: False
-        real = ClipTower.encode
+        real = TileTower.encode
 
-        def encode(tower: ClipTower, items: list[Item]) -> list[torch.Tensor]:
+        def encode(tower: TileTower, items: list[Item]) -> list[torch.Tensor]:
             self.batches.append(len(items))
             self.entered.set()
             assert self.open.wait(20)
@@ -64,7 +64,7 @@ class Gate:
                 raise RuntimeError("no memory")
             return real(tower, items)
 
-        monkeypatch.setattr(ClipTower, "encode", encode)
+        monkeypatch.setattr(TileTower, "encode", encode)
 
 
 @pytest.fixture

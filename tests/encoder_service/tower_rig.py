@@ -48,8 +48,15 @@ def rows(output: Any) -> torch.Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
+def pictures(*large: int) -> list[Any]:
+    """Three pictures of several shapes, and one of width and height `large`."""
+    sizes = [(70, 60), (200, 90), (56, 56), large or (90, 250)]
+    return [picture(i, *size) for i, size in enumerate(sizes)]
+
+
 def _read_picture(path: Path, image: Any) -> Made:
-    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt")
+    asked = Checkpoint.open(str(path)).family.processor_defaults.get("image", {})
+    made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt", **asked)
     return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -87,9 +94,7 @@ MEDIA: dict[Modality, Medium] = {
         reference=lambda model, made: rows(model.get_video_features(**made)),
     ),
     "image": Medium(
-        media=lambda: [
-            picture(i, *size) for i, size in enumerate([(70, 60), (200, 90), (56, 56), (90, 250)])
-        ],
+        media=pictures,
         process=_read_picture,
         reference=lambda model, made: rows(model.get_image_features(**made)),
     ),

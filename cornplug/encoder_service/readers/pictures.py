@@ -19,6 +19,7 @@ class Pictures:
     def __init__(self, loaded: Loaded, limits: Limits) -> None:
         path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
+        self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
@@ -35,7 +36,7 @@ class Pictures:
 
     def _reading(self, image: Image.Image) -> Reading:
         try:
-            made = self._processor(images=image, return_tensors="pt")
+            made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
             # Processors refuse shapes of theirs so, e.g. an aspect ratio of over 200 to 1.
             raise MediaError(

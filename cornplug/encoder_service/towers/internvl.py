@@ -1,0 +1,113 @@
+"""InternVL: a ViT whose 2x2 neighbours are laid side by side (the tower), then norm, linear, linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from transformers import InternVLConfig
+from transformers.activations import ACT2FN
+from transformers.models.internvl.modeling_internvl import InternVLVisionEmbeddings, InternVLVisionLayer
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weights
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
+
+
+class InternVl:
+    """Loads both halves of an InternVL checkpoint in transformers' layout ("-hf")."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
+        config = InternVLConfig.from_dict(checkpoint.config)
+        config.vision_config._attn_implementation = "sdpa"
+        # Read by training with a mask only; its token is not loaded.
+        config.vision_config.use_mask_token = False
+        with torch.device("meta"):
+            layers = _Layers(config)
+        weights.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+        return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> InternVlProjector:
+        config = InternVLConfig.from_dict(checkpoint.config)
+        with torch.device("meta"):
+            linears = _NormAndLinears(
+                config.vision_config.hidden_size * _fold(config) ** 2, config.text_config.hidden_size
+            )
+        weights.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
+
+
+class InternVlProjector:
+    """(rows, 4 * width) -> (rows, hidden_size)."""
+
+    def __init__(
+        self, linears: _NormAndLinears, *, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._linears = linears
+        self._activation = activation
+
+    @property
+    def hidden_size(self) -> int:
+        return self._linears.linear_2.out_features
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+        rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
+        inner = self._linears.linear_1(self._linears.layer_norm(rows))
+        return list(self._linears.linear_2(self._activation(inner)).split([len(f) for f in features]))
+
+
+class _Layers(nn.Module):
+    """(tiles, 3, side, side) -> (tiles, rows / 4, 4 * width). Attribute names are the checkpoint's."""
+
+    def __init__(self, config: InternVLConfig) -> None:
+        super().__init__()
+        vision = config.vision_config
+        self.embeddings = InternVLVisionEmbeddings(vision)
+        layers = nn.ModuleList(InternVLVisionLayer(vision) for _ in range(vision.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": layers})
+        norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
+        self.layernorm = None if vision.use_mean_pooling else norm
+        self._fold = _fold(config)
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        patches = self.embeddings.patch_embeddings
+        height, width = patches.image_size
+        return (patches.num_channels, height, width)
+
+    @property
+    def positions(self) -> int:
+        return int(self.embeddings.patch_embeddings.num_patches) + 1
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embeddings(pixels)
+        for layer in self.encoder["layer"].children():
+            hidden = layer(hidden)
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        return self._folded(hidden[:, 1:])
+
+    def _folded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Neighbours side by side in the width, as transformers' `pixel_shuffle` orders them."""
+        fold = self._fold
+        down, across = self.embeddings.patch_embeddings.patch_shape
+        # (tiles, down/fold, fold, across/fold, fold, width) -> the fold's row before its column
+        cells = rows.reshape(len(rows), down // fold, fold, across // fold, fold, -1)
+        return cells.permute(0, 1, 3, 2, 4, 5).reshape(len(rows), down * across // fold**2, -1)
+
+
+class _NormAndLinears(nn.Module):
+    def __init__(self, inner: int, hidden: int) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(inner)
+        self.linear_1 = nn.Linear(inner, hidden)
+        self.linear_2 = nn.Linear(hidden, hidden)
+
+
+def _fold(config: InternVLConfig) -> int:
+    return int(1 / config.downsample_ratio)

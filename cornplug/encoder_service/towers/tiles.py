@@ -1,0 +1,129 @@
+"""Towers over square tiles: a picture is one tile or several, which lie one behind another in a batch.
+
+pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) an item
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from transformers.image_processing_utils import select_best_resolution
+
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers import tensors
+from cornplug.encoder_service.towers.base import Item
+
+_LONGEST_SIDE: Final = 1 << 24
+
+
+class TileLayers(Protocol):
+    """A module: (tiles, channels, height, width) -> (tiles, rows, width)."""
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a tile."""
+
+    @property
+    def positions(self) -> int:
+        """Rows of one tile that attention sees."""
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
+
+
+class Tiling(Protocol):
+    """How many tiles a picture has, and what its projector is to know."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs that it wants."""
+
+    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+        """The number of tiles that count, of the `tiles` that were sent, then what else there is.
+
+        Raises EncoderRefused("bad_input").
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AnyTiles:
+    """As many tiles as were sent, `most` of them."""
+
+    most: int | None = None
+    names: tuple[str, ...] = ("pixel_values",)
+
+    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+        if self.most is not None and tiles > self.most:
+            raise tensors.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
+        return (tiles,)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinpoints:
+    """The whole picture, then tiles of the best of some resolutions. (tiles, down, across, height, width)
+
+    What was sent may have empty tiles behind: processors fill up to the longest of a batch.
+    """
+
+    resolutions: tuple[tuple[int, int], ...]
+    """(height, width), multiples of `side`"""
+    side: int
+    names: tuple[str, ...] = ("pixel_values", "image_sizes")
+
+    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+        size = tensors.from_wire("image_sizes", inputs["image_sizes"], tensors.INTEGERS)
+        if tuple(size.shape) not in ((2,), (1, 2)):
+            raise tensors.bad_input("image_sizes", f"shape {tuple(size.shape)}, want (2,) for one picture")
+        height, width = (int(side) for side in size.reshape(2).tolist())
+        if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
+            raise tensors.bad_input("image_sizes", f"{height} x {width} is no picture's size")
+        best = select_best_resolution((height, width), self.resolutions)
+        down, across = best[0] // self.side, best[1] // self.side
+        wanted = 1 + down * across
+        if tiles < wanted:
+            raise tensors.bad_input(
+                "pixel_values", f"shape: {tiles} tiles, want {wanted} for {height} x {width}"
+            )
+        return (wanted, down, across, height, width)
+
+
+class TileTower:
+    """`pixel_values` (tiles, 3, side, side), or (3, side, side), and what the tiling wants."""
+
+    def __init__(
+        self, layers: TileLayers, tiling: Tiling, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layers = layers
+        self._tiling = tiling
+        self._dtype = dtype
+        self._device = device
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        tensors.check_names(inputs, self._tiling.names)
+        pixels = tensors.from_wire("pixel_values", inputs["pixel_values"], tensors.FLOATS)
+        wanted = self._layers.tile_shape
+        if pixels.ndim == 5 and pixels.shape[0] == 1:
+            pixels = pixels[0]
+        if pixels.ndim == 3:
+            pixels = pixels[None]
+        if pixels.ndim != 4 or tuple(pixels.shape[1:]) != wanted:
+            raise tensors.bad_input(
+                "pixel_values", f"shape {tuple(pixels.shape)}, want (tiles, {', '.join(map(str, wanted))})"
+            )
+        geometry = self._tiling.geometry(inputs, len(pixels))
+        pixels = pixels[: geometry[0]].to(self._dtype).contiguous()
+        return Item(
+            tensors=(pixels,),
+            digests=(tensors.digest_of(pixels),),
+            tokens=len(pixels) * self._layers.positions,
+            geometry=geometry,
+        )
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        pixels = torch.cat([item.tensors[0] for item in items]).to(self._device)
+        tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
+        # A copy: one kept item is not to hold its whole batch.
+        return [item.flatten(0, 1).clone() for item in tiles]

@@ -1,0 +1,71 @@
+"""CLIP's and SigLIP's layers, no deeper than wanted; transformers' own, with SDPA for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, SiglipVisionConfig
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionEmbeddings
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weights
+
+VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
+
+
+class VitLayers(nn.Module):
+    """(tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's tensor names.
+
+    Several tapped layers lie side by side in the width. `taps`: layers to run for each wanted
+    hidden state, 0 is the input of the first. `first_row` 1 drops CLIP's class row.
+    """
+
+    def __init__(
+        self, config: VitConfig, *, taps: Sequence[int], first_row: int = 0, final_norm: bool = False
+    ) -> None:
+        super().__init__()
+        clip = isinstance(config, CLIPVisionConfig)
+        self.embeddings = (CLIPVisionEmbeddings if clip else SiglipVisionEmbeddings)(config)
+        self.pre_layrnorm = _norm(config) if clip else None  # the checkpoints spell it so
+        layer = CLIPEncoderLayer if clip else SiglipEncoderLayer
+        layers = nn.ModuleList(layer(config) for _ in range(max(taps)))
+        self.encoder = nn.ModuleDict({"layers": layers})
+        self.post_layernorm = _norm(config) if final_norm else None
+        self._taps = tuple(taps)
+        self._first_row = first_row
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        side = self.embeddings.image_size
+        return (self.embeddings.patch_embedding.in_channels, side, side)
+
+    @property
+    def positions(self) -> int:
+        return int(self.embeddings.num_positions)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embeddings(pixels)
+        if self.pre_layrnorm is not None:
+            hidden = self.pre_layrnorm(hidden)
+        tapped = {0: hidden}
+        for number, layer in enumerate(self.encoder["layers"].children(), start=1):
+            hidden = layer(hidden, None)
+            if number in self._taps:
+                tapped[number] = hidden
+        out = torch.cat([tapped[tap][:, self._first_row :] for tap in self._taps], dim=-1)
+        return out if self.post_layernorm is None else self.post_layernorm(out)
+
+
+def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Load the tower's weights into layers made on the meta device. Raises as `weights.fill`."""
+    weights.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+    # Not a weight, so on the meta device still.
+    layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
+
+
+def _norm(config: VitConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)

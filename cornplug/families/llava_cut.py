@@ -1,0 +1,147 @@
+"""Where the LLaVA families cut a CLIP or SigLIP tower: at `vision_feature_layer`, before the final norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.errors import CheckpointError
+from cornplug.families.base import Json, Spec, known_sides, pixel_spec, without_inert
+
+CLIP_DEFAULTS: Final[Json] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+SIGLIP_DEFAULTS: Final[Json] = {
+    **CLIP_DEFAULTS,
+    "model_type": "siglip_vision_model",
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_TOWERS: Final = {str(row["model_type"]): row for row in (CLIP_DEFAULTS, SIGLIP_DEFAULTS)}
+
+CLIP_L_336: Final[Json] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+"""The tower of LlavaConfig and LlavaNextConfig when config.json has no vision_config at all."""
+
+# Depth beyond the cut, CLIP's contrastive head and SigLIP's pooling head do not reach the features.
+_PAST_THE_CUT: Final = (
+    "num_hidden_layers", "projection_dim", "vocab_size", "logit_scale_init_value", "vision_use_head",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaCut:
+    """What a family's config class fills in where config.json is silent."""
+
+    vision: Json
+    """The whole vision_config; its `model_type` counts also for one that names none."""
+    layer: int
+    select: str
+    """ "default" drops the first row, "full" keeps all."""
+
+    def vision_config(self, config: Json) -> Spec:
+        """The tower's config with all defaults. CheckpointError("unknown_family") for another tower."""
+        given = config.get("vision_config")
+        given = self.vision if given is None else given
+        kind = str(given.get("model_type") or self.vision["model_type"])
+        if kind not in _TOWERS:
+            raise CheckpointError(
+                f"{config.get('model_type')} with a {kind!r} tower is not supported. "
+                f"Towers known: {', '.join(_TOWERS)}.",
+                reason="unknown_family",
+            )
+        return {**_TOWERS[kind], **given, "model_type": kind}
+
+    def feature_layers(self, config: Json) -> list[int]:
+        """`vision_feature_layer` as indices from the first hidden state (0: the embeddings).
+
+        Raises CheckpointError("bad_config") for a layer that the tower does not have.
+        """
+        depth = int(self.vision_config(config)["num_hidden_layers"])
+        layers = config.get("vision_feature_layer", self.layer)
+        # One index and a list of that index give the same features.
+        wanted = [layers] if isinstance(layers, int) else list(layers)
+        absolute = [depth + 1 + i if i < 0 else i for i in wanted]
+        if not absolute or not all(0 <= i <= depth for i in absolute):
+            raise CheckpointError(
+                f"vision_feature_layer {layers!r} is outside a tower of {depth} layers.", reason="bad_config"
+            )
+        return absolute
+
+    def tower_spec(self, config: Json) -> Spec:
+        """As `Family.tower_spec`."""
+        vision = without_inert(self.vision_config(config))
+        for name in _PAST_THE_CUT:
+            vision.pop(name, None)
+        return vision | {
+            "feature_layers": self.feature_layers(config),
+            "feature_select": config.get("vision_feature_select_strategy", self.select),
+        }
+
+    def before_cut(self, config: Json, name: str) -> bool:
+        """As `Family.before_cut`. With LLaVA's default layer -2, CLIP's last layer never runs.
+
+        The final norm never does, at layer -1 either: a hidden state is taken before it, by
+        transformers as by vLLM (`require_post_norm=False`).
+        """
+        if name.startswith("encoder.layers."):
+            return int(name.split(".")[2]) < max(self.feature_layers(config))
+        return not name.startswith(("post_layernorm.", "head.")) and not name.endswith("position_ids")
+
+
+def llava_projector(config: Json) -> Spec:
+    """Linear, activation, linear."""
+    return {
+        "hidden_act": config.get("projector_hidden_act", "gelu"),
+        "bias": config.get("multimodal_projector_bias", True),
+    }
+
+
+def tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
+    """The same, and how an item's tiles are put together; `pinpoints`: the config class's default."""
+    return llava_projector(config) | {
+        "image_grid_pinpoints": config.get("image_grid_pinpoints") or pinpoints,
+    }
+
+
+def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
+    """`tower_spec` of a family that puts tiles together. Raises CheckpointError("bad_config") where
+    its rows are no square of patches: with CLIP's first row, or without SigLIP's."""
+    spec = cut.tower_spec(config)
+    fits = "default" if spec["model_type"] == "clip_vision_model" else "full"
+    if spec["feature_select"] != fits:
+        raise CheckpointError(
+            f"vision_feature_select_strategy {spec['feature_select']!r} does not leave one row a patch of "
+            f"a {spec['model_type']}; want {fits!r}.",
+            reason="bad_config",
+        )
+    return spec
+
+
+def sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
+    """`pixel_spec` in which sizes read alike, as a number of pixels or as sides."""
+    spec = pixel_spec(preprocessor, kind, defaults)
+    if isinstance(spec.get("size"), int):
+        square = preprocessor.get("default_to_square", False)
+        n = spec["size"]
+        spec["size"] = {"height": n, "width": n} if square else {"shortest_edge": n}
+    if isinstance(spec.get("crop_size"), int):
+        spec["crop_size"] = {"height": spec["crop_size"], "width": spec["crop_size"]}
+    return known_sides(spec)
