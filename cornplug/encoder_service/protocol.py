@@ -57,6 +57,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Width of an embedding row, as the LLM consumes it."""
     modalities: tuple[ServedModality, ...] = ()
     """All that it takes, the first one first."""
+    epoch: int = 0
+    """How often its weights have been replaced since the service started."""
 
     def identity_for(self, modality: str) -> bytes | None:
         """The identity of this model's embeddings of a modality, None where it takes none such."""

@@ -7,45 +7,49 @@ model C ─┘                       └─ projector of B = C (projector fp, �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from cornplug import identity
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service import towers
-from cornplug.encoder_service.protocol import ServedModality, ServedModel
-from cornplug.encoder_service.towers.base import Projector, Tower
-from cornplug.encoder_service.towers.tensors import float_dtype
-from cornplug.errors import ConfigError
+from cornplug.encoder_service.loading import Loaded, Place, load, read
+from cornplug.encoder_service.protocol import ServedModel
+from cornplug.errors import CheckpointError, ConfigError
+
+__all__ = ["Loaded", "Registry", "Report"]
+
+Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Loaded:
-    """One model, ready. `tower` and `projector` may be other models' too."""
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """One generation: never changed, replaced as a whole."""
 
-    served: ServedModel
-    checkpoint: Checkpoint
-    tower: Tower
-    projector: Projector
-    tower_spec_fp: bytes
-    """32 bytes: everything but weights and inputs that changes features."""
-    dtype: torch.dtype
+    by_name: dict[str, Loaded]
+    by_identity: dict[bytes, Loaded]
+
+    @classmethod
+    def of(cls, models: Iterable[Loaded]) -> _Models:
+        by_name = {loaded.served.name: loaded for loaded in models}
+        by_identity: dict[bytes, Loaded] = {}
+        # Of models with one identity any gives the same embedding: the first serves them all.
+        for loaded in by_name.values():
+            for modality in loaded.served.modalities:
+                by_identity.setdefault(modality.identity, loaded)
+        return cls(by_name, by_identity)
 
 
 class Registry:
-    """Loads once, then only answers. Safe to read from several threads."""
+    """Loads once, then only answers, until a reload puts others in their place. Safe to read from
+    several threads; one at a time may change it."""
 
-    def __init__(self, *, dtype: str, device: str) -> None:
-        self.dtype_name: Final = dtype
-        self._dtype = float_dtype(dtype)
-        self.device: Final = torch.device(device)
-        self._by_name: dict[str, Loaded] = {}
-        self._by_identity: dict[bytes, Loaded] = {}
-        self._towers: dict[tuple[bytes, bytes], Tower] = {}
-        self._projectors: dict[tuple[bytes, bytes], Projector] = {}
+    def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
+        self._place: Final = Place(dtype=dtype, device=torch.device(device), compile=compile)
+        # Refused before anything is read, which may take minutes.
+        self.dtype: Final = self._place.torch_dtype
+        self._models = _Models({}, {})
+        self._checks: list[Callable[[Loaded], None]] = []
 
     @classmethod
     def open(
@@ -54,87 +58,104 @@ class Registry:
         *,
         dtype: str,
         device: str,
-        report: Callable[[str], None] = lambda line: None,
+        compile: bool = False,
+        report: Report = lambda line: None,
     ) -> Registry:
         """Load every model (directory, or hub id in the local cache). `report` gets a line for each step.
 
         Raises CheckpointError, or ConfigError for an unknown dtype or a model named twice.
         """
-        registry = cls(dtype=dtype, device=device)
+        registry = cls(dtype=dtype, device=device, compile=compile)
         for name in models:
             registry.add(name, report)
         return registry
 
-    def add(self, name: str, report: Callable[[str], None] = lambda line: None) -> Loaded:
+    @property
+    def dtype_name(self) -> str:
+        """torch's name of the dtype that towers run in."""
+        return self._place.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are."""
+        return self._place.device
+
+    def add(self, name: str, report: Report = lambda line: None) -> Loaded:
         """Load one more model, reusing a tower or projector with equal weights."""
-        if name in self._by_name:
+        if name in self._models.by_name:
             raise ConfigError("--model", f"{name} is named twice", "Name each model once.")
         report(f"{name}: reading fingerprints")
-        checkpoint = Checkpoint.open(name)
-        family = checkpoint.family
-        ids = checkpoint.identity(self.dtype_name)
-        spec_fp = identity.spec_fingerprint(checkpoint.tower_spec(self.dtype_name))
-        architecture = towers.architecture(family)
-        tower = self._towers.get((ids.tower_fp, spec_fp))
-        if tower is None:
-            report(f"{name}: loading tower {ids.tower_fp.hex()[:12]} as {self.dtype_name}")
-            tower = architecture.load_tower(checkpoint, self._dtype, self.device)
-            self._towers[ids.tower_fp, spec_fp] = tower
-        else:
-            report(f"{name}: tower {ids.tower_fp.hex()[:12]} is loaded already")
-        # The whole spec: equal weights behind another activation are another projector.
-        projector = self._projectors.get((ids.projector_fp, ids.spec_fp))
-        if projector is None:
-            projector = architecture.load_projector(checkpoint, self._dtype, self.device)
-            self._projectors[ids.projector_fp, ids.spec_fp] = projector
-        loaded = Loaded(
-            served=ServedModel(
-                name=name,
-                family=family.name,
-                identity=ids.identity,
-                tower_fp=ids.tower_fp,
-                projector_fp=ids.projector_fp,
-                spec_fp=ids.spec_fp,
-                dtype=self.dtype_name,
-                hidden_size=projector.hidden_size,
-                modalities=self._modalities(checkpoint),
-            ),
-            checkpoint=checkpoint,
-            tower=tower,
-            projector=projector,
-            tower_spec_fp=spec_fp,
-            dtype=self._dtype,
-        )
-        self._by_name[name] = loaded
-        # Of models with one identity any gives the same embedding: the first serves them all.
-        for modality in loaded.served.modalities:
-            self._by_identity.setdefault(modality.identity, loaded)
+        checkpoint, found = read(name, self.dtype_name)
+        loaded = load(checkpoint, found, self._place, beside=self.loaded(), report=report)
+        self._check(loaded)
+        self._models = _Models.of((*self.loaded(), loaded))
         return loaded
 
-    def _modalities(self, checkpoint: Checkpoint) -> tuple[ServedModality, ...]:
-        family = checkpoint.family
-        each = ((name, checkpoint.identity(self.dtype_name, modality=name)) for name in family.inputs)
-        return tuple(ServedModality(name=m, identity=ids.identity, spec_fp=ids.spec_fp) for m, ids in each)
+    def on_load(self, check: Callable[[Loaded], None]) -> None:
+        """Have `check` called with each model before it is served, those here already at once.
+
+        When it raises CheckpointError the model is not served.
+        """
+        for loaded in self.loaded():
+            check(loaded)
+        self._checks.append(check)
+
+    def fresh(self, names: Sequence[str]) -> list[Loaded]:
+        """What has changed on disk of these models, loaded beside what is served. Serves nothing yet.
+
+        Raises CheckpointError: as when opened, or "other_family".
+        """
+        out: list[Loaded] = []
+        for name in names:
+            old = self._models.by_name[name].served
+            checkpoint, found = read(name, self.dtype_name)
+            if found.family != old.family:
+                raise CheckpointError(
+                    f"{name} is a {found.family} now and was a {old.family}. Restart the service for that.",
+                    reason="other_family",
+                )
+            if (found.tower_fp, found.projector_fp, found.modalities) != (
+                old.tower_fp, old.projector_fp, old.modalities,
+            ):  # fmt: skip
+                beside = (*self.loaded(), *out)
+                loaded = load(checkpoint, found, self._place, beside=beside, epoch=old.epoch + 1)
+                self._check(loaded)
+                out.append(loaded)
+        return out
+
+    def replace(self, fresh: Iterable[Loaded]) -> list[Loaded]:
+        """Serve these in the place of those named alike, from one moment to the next. Those it replaced."""
+        new = {loaded.served.name: loaded for loaded in fresh}
+        before = self.loaded()
+        self._models = _Models.of(new.get(loaded.served.name, loaded) for loaded in before)
+        return [loaded for loaded in before if loaded.served.name in new]
 
     def served(self) -> tuple[ServedModel, ...]:
         """Every model, in the order given."""
-        return tuple(loaded.served for loaded in self._by_name.values())
+        return tuple(loaded.served for loaded in self.loaded())
 
     def loaded(self) -> tuple[Loaded, ...]:
         """Every model with its halves, in the order given."""
-        return tuple(self._by_name.values())
+        return tuple(self._models.by_name.values())
 
     def by_identity(self, model_identity: bytes) -> Loaded | None:
         """The model that makes these embeddings, of whichever modality, whatever it is called."""
-        return self._by_identity.get(model_identity)
+        return self._models.by_identity.get(model_identity)
 
     def by_name(self, name: str) -> Loaded | None:
         """The model named so on the command line."""
-        return self._by_name.get(name)
+        return self._models.by_name.get(name)
 
     def summary(self) -> str:
         """For the start-up line: "2 models, 1 tower, 2 projectors"."""
+        models = self.loaded()
         counts = (
-            (len(self._by_name), "model"), (len(self._towers), "tower"), (len(self._projectors), "projector"),
-        )  # fmt: skip
+            (len(models), "model"),
+            (len({id(loaded.tower) for loaded in models}), "tower"),
+            (len({id(loaded.projector) for loaded in models}), "projector"),
+        )
         return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts)
+
+    def _check(self, loaded: Loaded) -> None:
+        for check in self._checks:
+            check(loaded)

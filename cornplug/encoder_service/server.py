@@ -25,7 +25,9 @@ from cornplug.config import Config, load, read_secret
 from cornplug.encoder_service.endpoint import Endpoint, claim
 from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.registry import Registry, Report
+from cornplug.encoder_service.replica import Replica, Settings
+from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
 from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import open_tracing
@@ -125,8 +127,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     config = load(_overrides(args))
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    _check(args)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     listeners = Listeners.open(config)
     try:
@@ -136,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
                 status.update(line)
                 console.print(line, soft_wrap=True)
 
-            registry = Registry.open(args.model, dtype=args.dtype, device=args.device, report=report)
+            registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else PoolStore(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
@@ -146,11 +147,13 @@ def main(argv: Sequence[str]) -> int:
             registry,
             shelf,
             secret=secret,
+            executors=replicas,
             tracing=tracing,
             max_batch_items=config.encoder.max_batch_items,
             max_waiting=config.encoder.max_waiting,
             classes=Classes(config.qos),
         )
+        encoder.meters.registry.register(ReplicaMeters(replicas))
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
         for url in _sglang_urls(registry, port):
@@ -159,6 +162,8 @@ def main(argv: Sequence[str]) -> int:
             asyncio.run(serve(encoder, config, listeners, secret=secret))
         finally:
             encoder.close()
+            for replica in replicas:
+                replica.close()
             tracing.close()
             if store is not None:
                 store.close()
@@ -166,6 +171,33 @@ def main(argv: Sequence[str]) -> int:
         listeners.close(config.encoder.socket)
     console.print("stopped")
     return 0
+
+
+def _open_models(args: argparse.Namespace, report: Report) -> tuple[Registry, list[Replica]]:
+    """The models, and the processes that compute them; none with --replicas 0: then this one does."""
+    devices = devices_of(args.device, args.replicas) if args.replicas else []
+    threads = args.threads or max(1, cores() // max(1, len(devices)))
+    if not devices:
+        torch.set_num_threads(threads)
+        return Registry.open(
+            args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
+        ), []
+    registry = Registry.open(args.model, dtype=args.dtype, device="meta", report=report)
+    report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
+    settings = Settings(dtype=args.dtype, threads=threads, compile=args.compile)
+    return registry, open_replicas(devices, settings, registry.loaded())
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError before anything is read, which may take minutes."""
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
+    kind, _, number = args.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ConfigError("--device", f"{args.device!r} is unknown", "Write cpu, cuda, or cuda:N.")
+    have = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(number or 0) >= have:
+        raise ConfigError("--device", f"{args.device} is not there: {have} GPUs", "Write --device cpu.")
 
 
 def _sglang_urls(registry: Registry, port: int) -> list[str]:
@@ -198,8 +230,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16 (default)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, or cuda:N (default: cuda where there is a GPU)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        help="processes that compute, one a GPU; on the CPU they divide the cores. A process that dies is "
+        "started again, and others do its work (default: 0, this process computes)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the towers' layers in their first passes, which then take seconds (default: off)",
+    )
     parser.add_argument("--socket", type=Path, help="unix socket for engines")
     parser.add_argument("--host", help="HTTP address")
     parser.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
@@ -208,7 +258,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--store-socket", type=Path, help="the host's store")
     parser.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
-    parser.add_argument("--threads", type=int, help="torch's threads")
+    parser.add_argument(
+        "--threads", type=int, help="torch's threads, of each replica (default: the cores, divided)"
+    )
     return parser
 
 

@@ -1,0 +1,59 @@
+"""torch.compile of a tower's layers; a tower that cannot be compiled runs as it is, which is said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers.base import Item, Tower
+
+log = logging.getLogger(__name__)
+
+
+class Compiled:
+    """A tower whose layers are compiled when they first run, for inputs of any length.
+
+    Layer by layer: they are many and alike, so that one is compiled and all use it. That takes
+    the first pass some ten seconds.
+    """
+
+    failures = 0
+    """Towers of this process that could not be compiled."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self.layers = list(_layers(tower))
+        """What is compiled; empty once that has failed."""
+        for layer in self.layers:
+            layer.compile(dynamic=True)
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+        """As `Tower.prepare`."""
+        return self._tower.prepare(inputs)
+
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """As `Tower.encode`."""
+        try:
+            return self._tower.encode(items)
+        except TorchDynamoException as e:
+            if not self.layers:
+                raise
+            log.warning("%s cannot be compiled and runs as it is: %s", type(self._tower).__name__, e)
+            Compiled.failures += 1
+            for layer in self.layers:
+                layer._compiled_call_impl = None
+            self.layers = []
+            return self._tower.encode(items)
+
+
+def _layers(tower: Tower) -> Iterator[nn.Module]:
+    for value in vars(tower).values():
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                if isinstance(part, nn.ModuleList):
+                    yield from part.children()

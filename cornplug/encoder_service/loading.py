@@ -1,0 +1,122 @@
+"""One model from its checkpoint: fingerprints first, then the halves that nobody has loaded yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from cornplug import identity
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service import towers
+from cornplug.encoder_service.compiling import Compiled
+from cornplug.encoder_service.protocol import ServedModality, ServedModel
+from cornplug.encoder_service.towers.base import Projector, Tower
+from cornplug.encoder_service.towers.tensors import float_dtype
+from cornplug.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loaded:
+    """One model, ready. `tower` and `projector` may be other models' too."""
+
+    served: ServedModel
+    checkpoint: Checkpoint
+    tower: Tower
+    projector: Projector
+    tower_spec_fp: bytes
+    """32 bytes: everything but weights and inputs that changes features."""
+    dtype: torch.dtype
+
+    @property
+    def tower_key(self) -> tuple[bytes, bytes]:
+        """Models that agree in it have one tower."""
+        return self.served.tower_fp, self.tower_spec_fp
+
+    @property
+    def projector_key(self) -> tuple[bytes, bytes]:
+        """The whole spec: equal weights behind another activation are another projector."""
+        return self.served.projector_fp, self.served.spec_fp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where weights go. On the device "meta" a tower checks inputs, and has no weights."""
+
+    dtype: str
+    """torch's name without "torch."."""
+    device: torch.device
+    compile: bool = False
+    """Whether towers are compiled (`compiling`)."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """ConfigError for one that no tower runs in."""
+        return float_dtype(self.dtype)
+
+
+def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
+    """A checkpoint as it is on disk now: what would be served, without its `hidden_size` (0).
+
+    Raises CheckpointError.
+    """
+    checkpoint = Checkpoint.open(name)
+    ids = checkpoint.identity(dtype)
+    each = ((m, checkpoint.identity(dtype, modality=m)) for m in checkpoint.family.inputs)
+    return checkpoint, ServedModel(
+        name=name,
+        family=checkpoint.family.name,
+        identity=ids.identity,
+        tower_fp=ids.tower_fp,
+        projector_fp=ids.projector_fp,
+        spec_fp=ids.spec_fp,
+        dtype=dtype,
+        hidden_size=0,
+        modalities=tuple(
+            ServedModality(name=m, identity=its.identity, spec_fp=its.spec_fp) for m, its in each
+        ),
+    )
+
+
+def load(
+    checkpoint: Checkpoint,
+    served: ServedModel,
+    place: Place,
+    *,
+    beside: Iterable[Loaded] = (),
+    epoch: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+) -> Loaded:
+    """Load what `read` found, sharing halves with the models of `beside` that have equal ones.
+
+    Raises CheckpointError: "changed" when the folder is not what `read` saw any more.
+    """
+    dtype, others = place.torch_dtype, tuple(beside)
+    architecture = towers.architecture(checkpoint.family)
+    spec_fp = identity.spec_fingerprint(checkpoint.tower_spec(served.dtype))
+    tower_key, projector_key = (served.tower_fp, spec_fp), (served.projector_fp, served.spec_fp)
+    short = served.tower_fp.hex()[:12]
+    tower = next((other.tower for other in others if other.tower_key == tower_key), None)
+    if tower is None:
+        report(f"{served.name}: loading tower {short} as {served.dtype}")
+        tower = architecture.load_tower(checkpoint, dtype, place.device)
+        tower = Compiled(tower) if place.compile else tower
+    else:
+        report(f"{served.name}: tower {short} is loaded already")
+    projector = next((other.projector for other in others if other.projector_key == projector_key), None)
+    if projector is None:
+        projector = architecture.load_projector(checkpoint, dtype, place.device)
+    # Digests are kept, so this costs a look at the files: weights that were written over between
+    # fingerprint and loading would be served under the name of those before.
+    if read(served.name, served.dtype)[1] != served:
+        raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
+    return Loaded(
+        served=msgspec.structs.replace(served, hidden_size=projector.hidden_size, epoch=epoch),
+        checkpoint=checkpoint,
+        tower=tower,
+        projector=projector,
+        tower_spec_fp=spec_fp,
+        dtype=dtype,
+    )

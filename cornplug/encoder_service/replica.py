@@ -1,0 +1,206 @@
+"""One replica as the service sees it: an executor whose work is done by a process of its own.
+
+    starting ─Ready─> ready ─the process ends, or hangs─> lost ─back-off─> starting
+
+A task of a process that ends is told so at once (`ReplicaLost`); whoever gave it tries another.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.encoder_service import replica_wire as wire
+from cornplug.encoder_service.compute import Made, Task
+from cornplug.encoder_service.loading import Loaded
+from cornplug.encoder_service.replica_life import RUN_S, START_S, Life
+from cornplug.errors import CheckpointError, ReplicaLost
+
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 30.0
+_STEADY_S: Final = 60.0
+"""A replica that has lived so long is restarted at once when it ends."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every replica of a service is started with, besides its device."""
+
+    dtype: str
+    threads: int
+    """torch's, of each replica."""
+    compile: bool = False
+
+
+class Replica:
+    """An executor in a process of its own, started again when it ends."""
+
+    def __init__(self, device: str, settings: Settings) -> None:
+        self.device: Final = device
+        self.uncompiled = 0
+        """Towers that it could not compile."""
+        self.problem = ""
+        """Why it is not ready, when it is not."""
+        self.ends: Counter[str] = Counter()
+        """How often its process has ended by itself: "died", "not_loaded", "not_started"."""
+        self._settings = settings
+        self._lock = threading.Lock()  # of the control socket, and of these
+        self._models: dict[bytes, wire.Model] = {}
+        self._life: Life | None = None
+        self._ready = threading.Event()
+        self._tried = threading.Event()
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._live, name=f"cornplug-replica-{device}", daemon=True)
+
+    @property
+    def lanes(self) -> int:
+        return 2 if self.device.startswith("cuda") else 1
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, None before there is one."""
+        life = self._life
+        return None if life is None else life.process.pid
+
+    def start(self, models: Sequence[Loaded]) -> None:
+        """Begin to load; returns at once."""
+        self._models = {model.identity: model for model in map(_model, models)}
+        self._watch.start()
+
+    def wait_started(self) -> None:
+        """Until the first process is ready. Raises CheckpointError where it cannot be."""
+        if not self._tried.wait(START_S) or not self._ready.is_set() or self.problem:
+            raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
+
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        return self._ready.wait(timeout_s)
+
+    def run(self, task: Task) -> Made:
+        life = self._life
+        if life is None or not self._ready.is_set():
+            raise ReplicaLost(f"replica on {self.device}: {self.problem}")
+        try:
+            lane = life.idle.get(timeout=RUN_S)
+        except queue.Empty:
+            raise ReplicaLost(f"replica on {self.device}: busy for {RUN_S:g} s") from None
+        if lane is None:
+            life.idle.put(None)
+            raise ReplicaLost(f"replica on {self.device}: {self.problem}")
+        try:
+            made, self.uncompiled = lane.ask(task)
+        except OSError as e:
+            # Known here before the watch sees it; and one that only hangs must go.
+            self._ready.clear()
+            life.process.kill()
+            raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
+        finally:
+            life.idle.put(lane)
+        return made
+
+    def load(self, models: Sequence[Loaded]) -> None:
+        new = tuple(map(_model, models))
+        with self._lock:
+            answer = self._ask(wire.Load(new))
+            problem = answer.message if isinstance(answer, wire.Failed) else answer.problem if answer else ""
+            if problem:
+                self._ask(wire.Drop(tuple(m.identity for m in new if m.identity not in self._models)))
+                raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
+            # One that is not there now loads them when it starts.
+            self._models |= {model.identity: model for model in new}
+
+    def drop(self, models: Sequence[Loaded]) -> None:
+        with self._lock:
+            gone = tuple(loaded.served.identity for loaded in models)
+            self._models = {k: v for k, v in self._models.items() if k not in gone}
+            self._ask(wire.Drop(gone))
+
+    def close(self) -> None:
+        self._closing.set()
+        life = self._life
+        if life is not None:
+            life.process.kill()
+        if self._watch.is_alive():
+            self._watch.join()
+
+    def _ask(self, message: wire.Load | wire.Drop) -> wire.FromReplica | None:
+        """None where nobody answers."""
+        life = self._life
+        if life is None or not self._ready.is_set():
+            return None
+        try:
+            return life.ask(message)
+        except OSError as e:
+            log.warning("replica on %s does not answer: %s", self.device, e)
+            self._ready.clear()
+            life.process.kill()
+            return None
+
+    def _live(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            began = time.monotonic()
+            word = self._one_life()
+            self._tried.set()
+            if self._closing.is_set():
+                return
+            steady = time.monotonic() - began > _STEADY_S
+            pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _LONGEST_PAUSE_S)
+            log.error("replica on %s: %s; starting it again in %g s", self.device, self.problem, pause_s)
+            self.ends[word] += 1
+            self._closing.wait(pause_s)
+
+    def _one_life(self) -> str:
+        """Start a process and see it through. Why it ended, in a word."""
+        try:
+            life = Life(self.lanes)
+        except OSError as e:
+            self.problem = f"cannot start a process: {e}"
+            return "not_started"
+        with self._lock:
+            self._life = life
+            opened = self._open(life)
+            if opened:
+                self._ready.set()
+        if opened:
+            self._tried.set()
+            self.problem = _ending(life.process.wait())
+            self._ready.clear()
+        with self._lock:
+            self._life = None
+        life.end()
+        return "died" if opened else "not_loaded"
+
+    def _open(self, life: Life) -> bool:
+        wanted = tuple(self._models.values())
+        settings = self._settings
+        try:
+            answer = life.ask(
+                wire.Open(wanted, settings.dtype, self.device, settings.threads, settings.compile)
+            )
+        except OSError as e:
+            self.problem = f"it ended or hung while it loaded: {e}"
+            return False
+        self.problem = answer.message if isinstance(answer, wire.Failed) else answer.problem
+        return isinstance(answer, wire.Ready)
+
+
+def _model(loaded: Loaded) -> wire.Model:
+    return wire.Model(str(loaded.checkpoint.path), loaded.served.identity)
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"it ended with status {status}"
+    return f"it was ended by {signal.Signals(-status).name}"

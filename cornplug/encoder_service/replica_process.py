@@ -1,0 +1,163 @@
+"""A replica: a process that loads towers by itself and computes what its lanes bring.
+
+Started by `replica.Replica` with the descriptors of `replica_wire`; it ends with its control socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from cornplug.encoder_service import replica_wire as wire
+from cornplug.encoder_service.compiling import Compiled
+from cornplug.encoder_service.compute import Executor, InProcess, Task
+from cornplug.encoder_service.loading import Loaded, Place, load, read
+from cornplug.encoder_service.towers.base import Item
+from cornplug.errors import CheckpointError, ReplicaLost
+
+log = logging.getLogger(__name__)
+
+
+class Models:
+    """What this replica has loaded, by identity. Lanes read while control changes it."""
+
+    def __init__(self, opened: wire.Open) -> None:
+        self._place = Place(dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile)
+        self._loaded: dict[bytes, Loaded] = {}
+
+    def load(self, models: Sequence[wire.Model]) -> None:
+        """All of them beside what is there. Raises CheckpointError at the first that is not what it was."""
+        for model in models:
+            if model.identity in self._loaded:
+                continue
+            checkpoint, found = read(model.path, self._place.dtype)
+            if found.identity != model.identity:
+                raise CheckpointError(
+                    f"{model.path} holds other weights than those that are served. "
+                    "Send the service SIGHUP to serve these.",
+                    reason="changed",
+                )
+            loaded = load(checkpoint, found, self._place, beside=self._loaded.values())
+            self._loaded = {**self._loaded, model.identity: loaded}
+
+    def drop(self, identities: Sequence[bytes]) -> None:
+        """Forget these."""
+        self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
+
+    def identities(self) -> tuple[bytes, ...]:
+        return tuple(self._loaded)
+
+    def get(self, identity: bytes) -> Loaded:
+        """Raises ReplicaLost: to whoever asks this is as good as gone."""
+        found = self._loaded.get(identity)
+        if found is None:
+            raise ReplicaLost(f"the replica does not have model {identity.hex()[:12]}")
+        return found
+
+
+class Lane:
+    """Serves one socket pair and its two memfds, one task after another."""
+
+    def __init__(self, models: Models, executor: Executor, fds: Sequence[int]) -> None:
+        self._models = models
+        self._executor = executor
+        self._sock = socket.socket(fileno=fds[0])
+        self._inputs, self._outputs = wire.Memory(fds[1]), wire.Memory(fds[2])
+
+    def serve(self) -> None:
+        """Until the service ends, which ends this process."""
+        # A future holds whatever a tower fails with; the service is told, and the lane goes on.
+        with ThreadPoolExecutor(1, "cornplug-compute") as threads:
+            while True:
+                run = wire.receive(self._sock, wire.Run)
+                done = threads.submit(self._run, run)
+                error = done.exception()
+                wire.send(self._sock, done.result() if error is None else _failed(error))
+
+    def _run(self, run: wire.Run) -> wire.Done:
+        made = self._executor.run(self._task(run))
+        places = list(made.features)
+        rows = self._outputs.write([*made.embeddings, *(made.features[i] for i in places)])
+        count = len(made.embeddings)
+        return wire.Done(
+            embeddings=tuple(rows[:count]),
+            features=tuple(zip(places, rows[count:], strict=True)),
+            uncompiled=Compiled.failures,
+        )
+
+    def _task(self, run: wire.Run) -> Task:
+        view = self._inputs.view
+        return Task(
+            items=tuple(
+                Item(tensors=tuple(map(view, m.tensors)), digests=(), tokens=m.tokens, geometry=m.geometry)
+                for m in run.media
+            ),
+            features=tuple(None if m.features is None else view(m.features) for m in run.media),
+            wanted=tuple((self._models.get(identity), index) for identity, index in run.wanted),
+            keep=run.keep,
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """`argv`: the control socket's descriptor, then three for each lane."""
+    # Stopping is the service's decision: it drains, while a terminal or a supervisor signals all of us.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    control, *rest = map(int, argv)
+    threading.Thread(target=_control, args=(socket.socket(fileno=control), rest), daemon=True).start()
+    threading.Event().wait()
+
+
+def _control(sock: socket.socket, fds: Sequence[int]) -> None:
+    try:
+        opened = wire.receive(sock, wire.Open)
+        torch.set_num_threads(opened.threads)
+        models = Models(opened)
+        executor = InProcess(torch.device(opened.device))
+        wire.send(sock, _loaded(models, opened.models))
+        for at in range(0, len(fds), 3):
+            lane = Lane(models, executor, fds[at : at + 3])
+            threading.Thread(target=lane.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
+        while True:
+            message: wire.ToReplica = wire.receive(sock, wire.ToReplica)
+            if isinstance(message, wire.Drop):
+                models.drop(message.identities)
+                wire.send(sock, wire.Ready(models.identities()))
+            else:
+                wire.send(sock, _loaded(models, message.models))
+    finally:
+        # Whatever ended this, the service sees a replica that has ended, not one that is deaf.
+        os._exit(0)
+
+
+def _loaded(models: Models, wanted: Sequence[wire.Model]) -> wire.Ready | wire.Failed:
+    """Load what can be: a replica that lacks one model still serves the others."""
+    problems: list[str] = []
+    with ThreadPoolExecutor(1) as threads:
+        for model in wanted:
+            error = threads.submit(models.load, [model]).exception()
+            if error is not None:
+                log.error("cannot load %s", model.path, exc_info=error)
+                problems.append(str(error))
+    if wanted and not set(models.identities()) & {model.identity for model in wanted}:
+        return wire.Failed("checkpoint", "; ".join(problems))
+    return wire.Ready(models.identities(), "; ".join(problems))
+
+
+def _failed(error: BaseException) -> wire.Failed:
+    return wire.Failed(
+        "absent" if isinstance(error, ReplicaLost) else "error", f"{type(error).__name__}: {error}"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

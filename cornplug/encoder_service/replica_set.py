@@ -1,0 +1,80 @@
+"""All replicas of a service: which devices they get, and what is counted of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cornplug.encoder_service.loading import Loaded
+from cornplug.encoder_service.replica import Replica, Settings
+from cornplug.errors import CheckpointError, ConfigError
+
+
+class ReplicaMeters(Collector):
+    """What `/metrics` says of the replicas."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Read at each scrape."""
+        ready = GaugeMetricFamily(
+            "cornplug_encoder_replica_ready", "Whether a replica computes.", labels=("replica", "device")
+        )
+        plain = GaugeMetricFamily(
+            "cornplug_encoder_replica_uncompiled_towers",
+            "Towers that --compile failed on.",
+            labels=("replica",),
+        )
+        ends = CounterMetricFamily(
+            "cornplug_encoder_replica_ends",
+            "Processes that ended by themselves.",
+            labels=("replica", "reason"),
+        )
+        for number, replica in enumerate(map(str, range(len(self._replicas)))):
+            one = self._replicas[number]
+            ready.add_metric((replica, one.device), float(one.ready()))
+            plain.add_metric((replica,), one.uncompiled)
+            for reason in ("died", "not_loaded", "not_started"):
+                ends.add_metric((replica, reason), one.ends[reason])
+        yield from (ready, plain, ends)
+
+
+def devices_of(device: str, replicas: int) -> list[str]:
+    """The device of each replica. Raises ConfigError where there are fewer than replicas."""
+    if device.startswith("cuda"):
+        if ":" in device:
+            raise ConfigError("--replicas", f"--device {device} is one GPU", "Write --device cuda.")
+        have, what = torch.cuda.device_count(), "GPUs"
+    else:
+        have, what = cores(), "cores"
+    if not 1 <= replicas <= have:
+        raise ConfigError(
+            "--replicas", f"{replicas} asked for, and here are {have} {what}", f"Write 1 to {have}, or 0."
+        )
+    return [f"cuda:{i}" for i in range(replicas)] if what == "GPUs" else [device] * replicas
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def open_replicas(devices: Sequence[str], settings: Settings, models: Sequence[Loaded]) -> list[Replica]:
+    """Start one replica on each device and wait until all are ready. Raises CheckpointError."""
+    replicas = [Replica(device, settings) for device in devices]
+    try:
+        for replica in replicas:
+            replica.start(models)
+        for replica in replicas:
+            replica.wait_started()
+    except CheckpointError:
+        for replica in replicas:
+            replica.close()
+        raise
+    return replicas

@@ -1,0 +1,170 @@
+"""Between the service and its replicas, both ours: msgpack messages on socket pairs, tensors in memfds.
+
+    control   Open, Load, Drop ──>  <── Ready | Failed         its end is the end of the other side
+    a lane    Run ──> <── Done | Failed                         and two memfds: inputs, outputs
+
+A memfd has no name, so nobody else can open it, and it goes with the processes that have it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+
+from cornplug.encoder_service.framing import LENGTH
+from cornplug.encoder_service.towers.tensors import dtype_name
+
+_ALIGN: Final = 64
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the lane's memfd."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model to have: its folder, and the identity of its first modality."""
+
+    path: str
+    identity: bytes
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    models: tuple[Model, ...]
+    dtype: str
+    device: str
+    threads: int
+    """torch's."""
+    compile: bool
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load beside what is there."""
+
+    models: tuple[Model, ...]
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    identities: tuple[bytes, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    identities: tuple[bytes, ...]
+    """What is loaded."""
+    problem: str = ""
+    """Why something that was asked for is not."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    kind: Literal["checkpoint", "absent", "error"]
+    """"absent": no such model here."""
+    message: str
+
+
+class Medium(msgspec.Struct, frozen=True):
+    """An `Item`, or what is kept of it."""
+
+    tensors: tuple[Row, ...]
+    tokens: int
+    geometry: tuple[int, ...]
+    features: Row | None
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    media: tuple[Medium, ...]
+    wanted: tuple[tuple[bytes, int], ...]
+    """(identity, index in `media`)"""
+    keep: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    embeddings: tuple[Row, ...]
+    features: tuple[tuple[int, Row], ...]
+    uncompiled: int
+    """Towers of this replica that `--compile` could not compile, so far."""
+
+
+ToReplica = Open | Load | Drop
+FromReplica = Ready | Failed
+Computed = Done | Failed
+
+
+def send(sock: socket.socket, message: msgspec.Struct) -> None:
+    """OSError when the other side has gone."""
+    body = msgspec.msgpack.encode(message)
+    sock.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket, kind: Any) -> Any:
+    """The next message. ConnectionResetError at the other side's end, TimeoutError as the socket says."""
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    return msgspec.msgpack.decode(_exactly(sock, size), type=kind)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("the other side has ended")
+        data += more
+    return data
+
+
+class Memory:
+    """A memfd that grows, as one side sees it. One writes, the other reads, in turns."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd: Final = fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def new(cls) -> Memory:
+        return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[Row]:
+        """Put tensors of any device one behind another, over whatever was there."""
+        rows: list[Row] = []
+        end = 0
+        for tensor in tensors:
+            offset = -(-end // _ALIGN) * _ALIGN
+            rows.append(Row(dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            end = rows[-1].end
+        if end > os.fstat(self.fd).st_size:
+            os.ftruncate(self.fd, end)
+        for row, tensor in zip(rows, tensors, strict=True):
+            self.view(row).copy_(tensor)
+        return rows
+
+    def view(self, row: Row) -> torch.Tensor:
+        """The tensor as it lies there: true until the other side writes again."""
+        count = math.prod(row.shape)
+        if count == 0:
+            return torch.empty(row.shape, dtype=row.torch_dtype)
+        if self._map is None or len(self._map) < row.end:
+            # Tensors over the old mapping keep it alive.
+            self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        flat = torch.frombuffer(self._map, dtype=row.torch_dtype, count=count, offset=row.offset)
+        return flat.reshape(row.shape)
+
+    def close(self) -> None:
+        """Give the descriptor back; mappings go with their last tensor."""
+        os.close(self.fd)

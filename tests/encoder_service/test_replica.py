@@ -1,0 +1,236 @@
+"""Replicas: real processes that load tiny checkpoints, compute, are killed, and come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from cornplug.encoder_service.batcher import Answer
+from cornplug.encoder_service.compiling import Compiled
+from cornplug.encoder_service.compute import Task, compute
+from cornplug.encoder_service.protocol import Encoded, Refused
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.replica import Replica, Settings
+from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replica_wire import Memory
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
+from cornplug.testing import checkpoints
+
+from .conftest import SECRET, Requests, eventually
+from .test_towers import CASES
+from .tower_rig import wire
+
+ONE_THREAD = Settings(dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def front(llava_pair: tuple[Path, Path], qwen: Path) -> Registry:
+    """As the service holds it beside replicas: it checks inputs, and has no weights."""
+    return Registry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="meta")
+
+
+@pytest.fixture(scope="module")
+def replicas(front: Registry) -> Iterator[list[Replica]]:
+    """Two, on the CPU."""
+    made = open_replicas(["cpu", "cpu"], ONE_THREAD, front.loaded())
+    yield made
+    for replica in made:
+        replica.close()
+
+
+@pytest.fixture
+def encoder(front: Registry, replicas: list[Replica]) -> Iterator[Encoder]:
+    for replica in replicas:
+        assert replica.wait_ready(60)
+    made = Encoder(front, Shelf(None, deadline_s=1.0), secret=SECRET, executors=replicas)
+    yield made
+    made.close()
+
+
+def kill(replica: Replica) -> int:
+    pid = replica.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def ok(future: Future[Answer]) -> Encoded:
+    answer = future.result(60)
+    assert isinstance(answer, Encoded), answer
+    return answer
+
+
+def test_a_replica_gives_what_this_process_gives(
+    encoder: Encoder, registry: Registry, request_for: Requests, llava_pair: tuple[Path, Path], qwen: Path
+) -> None:
+    for path in (*llava_pair, qwen):
+        request = request_for(path, 1)
+        answer = ok(encoder.submit(request))
+        here = registry.by_identity(request.identity)
+        assert here is not None
+        item = here.tower.prepare(request.inputs)
+        task = Task(items=(item,), features=(None,), wanted=((here, 0),), keep=False)
+        (want,) = compute(task).embeddings
+        assert answer.tensor is not None
+        got = torch.frombuffer(bytearray(answer.tensor.data), dtype=torch.float32).reshape(want.shape)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+    # The second LLaVA had its features from what the service kept of the first.
+    assert ok(encoder.submit(request_for(llava_pair[1], 1))).tower == "reused"
+
+
+def test_the_front_process_holds_no_weights(front: Registry) -> None:
+    for loaded in front.loaded():
+        parts = [v for half in (loaded.tower, loaded.projector) for v in vars(half).values()]
+        tensors = [p for m in parts if isinstance(m, torch.nn.Module) for p in m.parameters()]
+        assert tensors
+        assert all(t.is_meta for t in tensors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_checks_inputs_without_weights_and_has_layers_to_compile(
+    name: str, tmp_path: Path
+) -> None:
+    """What the front process does where replicas have the weights."""
+    path = CASES[name].make(tmp_path / "tiny")
+    front, whole = (Registry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
+    given = wire(CASES[name].inputs(path)[0])
+    here, there = front.loaded()[0].tower.prepare(given), whole.loaded()[0].tower.prepare(given)
+    assert Compiled(whole.loaded()[0].tower).layers, "--compile would do nothing"
+    assert (here.digests, here.tokens, here.geometry) == (there.digests, there.tokens, there.geometry)
+
+
+def test_every_field_of_an_item_reaches_a_replica() -> None:
+    """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it."""
+    assert {field.name for field in fields(Item)} == {"tensors", "digests", "tokens", "geometry"}
+
+
+def test_what_a_tower_fails_on_is_that_requests_error_and_no_restart(
+    replicas: list[Replica], front: Registry, request_for: Requests, qwen: Path
+) -> None:
+    loaded = front.by_name(str(qwen))
+    assert loaded is not None
+    assert replicas[0].wait_ready(60)
+    item = loaded.tower.prepare(request_for(qwen, 1).inputs)
+    broken = Item(tensors=(item.tensors[0][:-1], item.tensors[1]), digests=(), tokens=item.tokens)
+    pid = replicas[0].pid
+    with pytest.raises(RuntimeError, match="Error"):
+        replicas[0].run(Task(items=(broken,), features=(None,), wanted=((loaded, 0),), keep=False))
+    good = replicas[0].run(Task(items=(item,), features=(None,), wanted=((loaded, 0),), keep=True))
+    assert set(good.features) == {0}
+    assert replicas[0].pid == pid
+
+
+def test_killed_while_idle_costs_nobody_anything(
+    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+) -> None:
+    old = kill(replicas[0])
+    for seed in range(10, 16):
+        ok(encoder.submit(request_for(qwen, seed)))
+    eventually(lambda: replicas[0].ends["died"] == 1)
+    assert "SIGKILL" in replicas[0].problem
+    assert replicas[0].wait_ready(60)
+    assert replicas[0].pid != old
+    assert encoder.healthy()
+
+
+def test_killed_while_it_computes_the_batch_is_run_again(
+    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+) -> None:
+    # Stopped, a process holds what it was given until it is killed.
+    stopped = [replica for replica in replicas if replica.pid]
+    assert len(stopped) == 2
+    os.kill(stopped[0].pid or 0, signal.SIGSTOP)
+    futures = [encoder.submit(request_for(qwen, seed)) for seed in range(20, 26)]
+    time.sleep(0.3)
+    kill(stopped[0])
+    assert {type(f.result(60)) for f in futures} == {Encoded}
+
+
+def test_all_dead_is_said_at_once_and_passes(
+    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+) -> None:
+    for replica in replicas:
+        os.kill(replica.pid or 0, signal.SIGSTOP)
+    held = [encoder.submit(request_for(qwen, seed)) for seed in range(30, 34)]
+    time.sleep(0.2)
+    for replica in replicas:
+        kill(replica)
+    for future in held:
+        refused = future.result(10)
+        assert isinstance(refused, Refused)
+        assert refused.reason == "internal"
+        assert refused.retry_after_s
+    if not encoder.healthy():
+        answer = encoder.submit(request_for(qwen, 35)).result(5)
+        assert isinstance(answer, Refused)
+        assert (answer.reason, bool(answer.retry_after_s)) == ("overloaded", True)
+        assert "no replica" in answer.message
+    registry = CollectorRegistry()
+    registry.register(ReplicaMeters(replicas))
+    died = [
+        registry.get_sample_value("cornplug_encoder_replica_ends_total", {"replica": n, "reason": "died"})
+        for n in "01"
+    ]
+    assert died == [replica.ends["died"] for replica in replicas]
+    assert sum(filter(None, died)) >= 3
+
+
+def test_a_closed_replica_leaves_no_process(replicas: list[Replica]) -> None:
+    eventually(lambda: replicas[0].pid is not None)
+    pid = replicas[0].pid
+    replicas[0].close()
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(ReplicaLost):
+        replicas[0].run(Task(items=(), features=(), wanted=(), keep=False))
+
+
+def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path: Path) -> None:
+    path = checkpoints.qwen2_vl(tmp_path / "q")
+    served = Registry.open([str(path)], dtype="float32", device="meta").loaded()
+    # Other weights by the time the replica reads them.
+    shutil.rmtree(path)
+    checkpoints.qwen2_vl(path, tower_seed=9)
+    with pytest.raises(CheckpointError, match="other weights"):
+        open_replicas(["cpu"], ONE_THREAD, served)
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "words"),
+    [
+        ("cpu", cores() + 1, f"{cores()} cores"),
+        ("cpu", -1, "asked for"),
+        ("cuda", 4096, "GPUs"),
+        ("cuda:1", 2, "is one GPU"),
+    ],
+)
+def test_more_replicas_than_devices_is_a_config_error(device: str, replicas: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        devices_of(device, replicas)
+    assert error.value.field == "--replicas"
+
+
+def test_memory_grows_and_gives_back_every_dtype() -> None:
+    one = Memory.new()
+    other = Memory(os.dup(one.fd))
+    for rows in (3, 3000):
+        tensors = [
+            torch.randn(rows, 5), torch.randn(2, rows).bfloat16(), torch.arange(rows), torch.empty(0, 4),
+            torch.tensor([True, False]),
+        ]  # fmt: skip
+        for row, tensor in zip(one.write(tensors), tensors, strict=True):
+            assert torch.equal(other.view(row), tensor)
+    one.close()
+    other.close()
