@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding, VisionAttention
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VLVisionBlock,
+    Qwen2VLVisionRotaryEmbedding,
+    VisionAttention,
+)
 
 from cornplug.encoder_service.towers import varlen
 from cornplug.encoder_service.towers.patches import HalfTurns
@@ -122,3 +128,27 @@ def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> Non
         wanted = theirs(hidden, offsets, rotary(hidden, positions))
         made = ours(hidden, Segments(lengths, CPU), HalfTurns(rotary)(hidden, positions))
     torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
+
+
+def test_a_compiled_block_takes_other_batches_without_being_compiled_again() -> None:
+    config = Qwen2VLVisionConfig(embed_dim=64, num_heads=2, mlp_ratio=2)
+    torch.manual_seed(0)
+    plain = Qwen2VLVisionBlock(config)
+    plain.attn = PackedAttention(64, 2)
+    compiled = copy.deepcopy(plain)
+    # The compiler's front half only: no machine code, the same guards.
+    compiled.compile(dynamic=True, backend="eager")
+    torch._dynamo.reset()
+    counts = []
+    with torch.inference_mode():
+        for lengths in ([4, 6], [3, 3, 3], [12], [1, 2, 3, 4, 5]):
+            rows = sum(lengths)
+            hidden, turns = torch.randn(rows, 64), (torch.randn(rows, 16), torch.randn(rows, 16))
+            batch: dict[str, Any] = {
+                "cu_seqlens": Segments(lengths, CPU),
+                "position_embeddings": turns,
+            }
+            torch.testing.assert_close(compiled(hidden, **batch), plain(hidden, **batch), atol=1e-5, rtol=0)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] > 0
+    assert len(set(counts)) == 1

@@ -67,7 +67,7 @@ class PatchInputs:
 
 def packed(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
-    pixels = torch.cat([item.tensors[0] for item in items]).to(device)
+    pixels = tensors.together([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
 
 

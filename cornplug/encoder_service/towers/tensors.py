@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -72,6 +72,19 @@ def from_wire(field: str, tensor: Tensor, accepted: tuple[str, ...]) -> torch.Te
     if dtype.is_floating_point and not bool(torch.isfinite(out).all()):
         raise bad_input(field, "has NaN or infinite values")
     return out
+
+
+def together(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The rows of all parts, one part behind another, on the device.
+
+    To CUDA through pinned memory, which is kept for the next batch: pageable memory would be
+    copied twice, and its fresh pages cost more than the copy.
+    """
+    if device.type != "cuda":
+        return torch.cat(list(parts)).to(device)
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

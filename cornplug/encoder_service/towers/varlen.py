@@ -58,6 +58,7 @@ class Segments:
         return rows.reshape(-1).to(self._device)
 
 
+@torch.compiler.disable  # or each batch's segments are another program
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
     """Full attention inside each segment. All (rows, heads, head_dim); scale head_dim ** -0.5."""
     if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
