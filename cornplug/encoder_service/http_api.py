@@ -2,6 +2,7 @@
 
     POST /v1/encode   one medium, or several answered as each finishes: see `http_bodies`, `http_answers`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
+    GET  /            a page of live figures, see `status`   GET /v1/status
     POST /encode ...  SGLang's language-only servers, see `sglang_epd`
 
 A client gives no ids. Nothing is fetched but from hosts that the operator allows, see `remote`.
@@ -21,14 +22,16 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import openapi, sglang_epd
+from cornplug.encoder_service import openapi, sglang_epd, status
 from cornplug.encoder_service.body_guard import BodyGuard
 from cornplug.encoder_service.gate import CLOSED, Gate, Gated
+from cornplug.encoder_service.history import History
 from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
 from cornplug.encoder_service.http_encode import Encodes
 from cornplug.encoder_service.http_models import ModelList, Status, listed
 from cornplug.encoder_service.preparing import Preparer
 from cornplug.encoder_service.readers.base import Limits
+from cornplug.encoder_service.status import StatusReport
 from cornplug.encoder_service.tracing import TraceRequests
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
@@ -44,14 +47,16 @@ def create_app(
     threads = ThreadPoolExecutor(2, "cornplug-prepare")
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
     encodes = Encodes(encoder, preparer, threads, config)
+    history = History(encoder.meters)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with parts.running():
+        async with parts.running(), history.running():
             yield
 
     app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
     app.include_router(sglang_epd.router(parts, encoder))
+    app.include_router(status.router(StatusReport(encoder, history, gate)))
     app.add_middleware(
         BodyGuard,
         max_bytes=config.max_body_bytes,

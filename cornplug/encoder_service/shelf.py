@@ -34,6 +34,11 @@ class Shelf:
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
 
+    @property
+    def has_store(self) -> bool:
+        """False: features are kept in this process only."""
+        return self._store is not None
+
     def present(self, key: bytes) -> bool:
         """Whether the store has this entry."""
         if self._store is None:

@@ -127,6 +127,11 @@ class Encoder:
         with self._lock:
             return len(self._waiting)
 
+    @property
+    def has_store(self) -> bool:
+        """Whether embeddings are published."""
+        return self._shelf.has_store
+
     def healthy(self) -> bool:
         """Whether anything computes."""
         return self._dispatcher.alive()

@@ -1,0 +1,165 @@
+"""The last fifteen minutes, second by second: what `Meters` counted between two looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Final
+
+import msgspec
+from prometheus_client import Counter, Histogram
+
+from cornplug.encoder_service.meters import Meters
+
+PERIOD_S: Final = 1.0
+KEPT: Final = 900
+
+Series = dict[tuple[str, ...], float]
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What happened in `seconds` up to `at_s`. Counts are of that time, queues of its end."""
+
+    seq: int
+    at_s: float
+    """Unix time."""
+    seconds: float
+    answers: dict[str, int]
+    """By who ran the tower: ran, joined, reused."""
+    refusals: dict[str, int]
+    """By class."""
+    queue: dict[str, int]
+    """Requests that no batch has taken, by class."""
+    waiting: int
+    batches: int
+    media: int
+    """Media that a tower was run for."""
+    tokens: int
+    """Tokens that a tower was run for."""
+    busy_s: float
+    """Seconds of tower passes that ended; over `seconds` times executors, the part of time they were busy."""
+    p50_s: float | None
+    """Receipt to answer; None where nothing was answered."""
+    p95_s: float | None
+    store_failures: int
+
+
+class History:
+    """A ring of samples, at most `kept` of them. For one event loop."""
+
+    def __init__(
+        self,
+        meters: Meters,
+        *,
+        period_s: float = PERIOD_S,
+        kept: int = KEPT,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.period_s: Final = period_s
+        self._meters = meters
+        self._clock = clock
+        self._samples: deque[Sample] = deque(maxlen=kept)
+        self._seq = 0
+        self._last_s = clock()
+        self._before: dict[str, Series] = {name: {} for name in ("answers", "refusals", "passes", "failures")}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Looks once a period, as long as this is open."""
+        looking = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+    def since(self, seq: int) -> Sequence[Sample]:
+        """The samples after number `seq`, oldest first. 0: all that are kept."""
+        return [sample for sample in self._samples if sample.seq > seq]
+
+    def sample(self) -> Sample:
+        """Look now. Also what `running` does."""
+        meters = self._meters
+        now = self._clock()
+        answers = self._new("answers", totals(meters.answers))
+        refusals = self._new("refusals", totals(meters.refusals))
+        passes = self._new(
+            "passes",
+            {
+                ("media",): sum(totals(meters.tower_passes).values()),
+                ("tokens",): sum(totals(meters.tower_tokens).values()),
+                ("batches",): _of(meters.tower_seconds, "_count"),
+                ("busy_s",): _of(meters.tower_seconds, "_sum"),
+            },
+        )
+        failures = self._new("failures", totals(meters.store_failures))
+        latest = sorted(meters.recent_s.popleft() for _ in range(len(meters.recent_s)))
+        self._seq += 1
+        sample = Sample(
+            seq=self._seq,
+            at_s=now,
+            seconds=max(now - self._last_s, 0.001),
+            answers=_by(answers, place=1),
+            refusals=_by(refusals, place=1),
+            queue={qos: requests for qos, (requests, _) in meters.queue().items()},
+            waiting=int(meters.waiting()),
+            batches=int(passes["batches",]),
+            media=int(passes["media",]),
+            tokens=int(passes["tokens",]),
+            busy_s=round(passes["busy_s",], 6),
+            p50_s=quantile(latest, 0.5),
+            p95_s=quantile(latest, 0.95),
+            store_failures=int(sum(failures.values())),
+        )
+        self._last_s = now
+        self._samples.append(sample)
+        return sample
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self.period_s)
+            self.sample()
+
+    def _new(self, name: str, now: Series) -> Series:
+        before, self._before[name] = self._before[name], now
+        return {labels: value - before.get(labels, 0.0) for labels, value in now.items()}
+
+
+def totals(counter: Counter) -> Series:
+    """A counter's values by its label values."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+def quantile(ordered: Sequence[float], part: float) -> float | None:
+    """The smallest value that `part` of them do not exceed (nearest rank); None of none."""
+    if not ordered:
+        return None
+    return round(ordered[max(math.ceil(part * len(ordered)) - 1, 0)], 6)
+
+
+def _of(histogram: Histogram, suffix: str) -> float:
+    samples = (sample for family in histogram.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith(suffix))
+
+
+def _by(series: Series, *, place: int) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for labels, value in series.items():
+        if value:
+            out[labels[place]] = out.get(labels[place], 0) + int(value)
+    return out
+
+
+def largest(values: Iterable[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
+    """The `limit` largest, the largest first."""
+    return sorted(values, key=lambda pair: (-pair[1], pair[0]))[:limit]

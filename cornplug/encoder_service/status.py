@@ -1,0 +1,175 @@
+"""`GET /v1/status`, and the page at `/` that shows it.
+
+The page is three kinds of static files, without a build step and without anything from elsewhere. It
+shows names that clients chose: they go into text nodes only, and its policy lets no script of theirs run.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import pydantic
+from fastapi import APIRouter, Query, Response
+
+from cornplug import __version__
+from cornplug.encoder_service.gate import Gate
+from cornplug.encoder_service.history import History, largest, totals
+from cornplug.encoder_service.http_models import ModelRow, listed
+from cornplug.encoder_service.worker import Encoder
+
+State = Literal["serving", "draining", "down"]
+APPS_SHOWN: Final = 20
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE: Final = Path(__file__).with_name("page")
+_TYPES: Final[Mapping[str, str]] = {
+    "index.html": "text/html; charset=utf-8",
+    "status.js": "text/javascript; charset=utf-8",
+    "plots.js": "text/javascript; charset=utf-8",
+    "status.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class SampleRow(pydantic.BaseModel):
+    """What happened in `seconds` up to `at_s` (Unix time). Counts are of that time, queues of its end."""
+
+    seq: int
+    at_s: float
+    seconds: float
+    answers: dict[str, int] = pydantic.Field(examples=[{"ran": 3, "joined": 1, "reused": 5}])
+    refusals: dict[str, int] = pydantic.Field(description="By class.")
+    queue: dict[str, int] = pydantic.Field(description="Requests that no batch has taken, by class.")
+    waiting: int = pydantic.Field(description="Requests admitted and not answered.")
+    batches: int
+    media: int = pydantic.Field(description="Media that a tower was run for.")
+    tokens: int = pydantic.Field(description="Tokens that a tower was run for.")
+    busy_s: float = pydantic.Field(description="Seconds of the tower passes that ended.")
+    p50_s: float | None = pydantic.Field(description="Receipt to answer; null where nothing was answered.")
+    p95_s: float | None
+    store_failures: int
+
+
+class AppRow(pydantic.BaseModel):
+    """Answers to one app since the start."""
+
+    app: str
+    answers: int
+
+
+class RefusalRow(pydantic.BaseModel):
+    """Refusals since the start."""
+
+    qos: str
+    reason: str
+    refusals: int
+
+
+class Executors(pydantic.BaseModel):
+    alive: int
+    total: int
+
+
+class Overview(pydantic.BaseModel):
+    """The service now, and its last fifteen minutes."""
+
+    instance: str = pydantic.Field(description="Another one after each restart: numbers begin anew.")
+    version: str
+    state: State
+    now_s: float = pydantic.Field(description="Unix time of this answer.")
+    uptime_s: float
+    period_s: float = pydantic.Field(description="Time between two samples.")
+    classes: list[str]
+    executors: Executors
+    store: bool = pydantic.Field(description="Whether embeddings are published in a store of the host.")
+    models: list[ModelRow]
+    answers: dict[str, int] = pydantic.Field(description="Since the start, by who ran the tower.")
+    apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} that were answered most.")
+    refusals: list[RefusalRow]
+    samples: list[SampleRow]
+
+
+class StatusReport:
+    """Makes overviews of one service. For one event loop."""
+
+    def __init__(self, encoder: Encoder, history: History, gate: Gate) -> None:
+        self._encoder = encoder
+        self._history = history
+        self._gate = gate
+        self._instance = secrets.token_hex(8)
+        self._began_s = time.monotonic()
+
+    def overview(self, since: int) -> dict[str, Any]:
+        """An `Overview` with the samples after number `since`."""
+        encoder, meters = self._encoder, self._encoder.meters
+        alive, total = meters.executors()
+        answers = totals(meters.answers)
+        apps: dict[str, int] = {}
+        towers = {"ran": 0, "joined": 0, "reused": 0}
+        for (app, tower, _), count in answers.items():
+            apps[app] = apps.get(app, 0) + int(count)
+            towers[tower] += int(count)
+        return {
+            "instance": self._instance,
+            "version": __version__,
+            "state": self._state(),
+            "now_s": time.time(),
+            "uptime_s": round(time.monotonic() - self._began_s, 1),
+            "period_s": self._history.period_s,
+            "classes": list(meters.classes),
+            "executors": {"alive": alive, "total": total},
+            "store": encoder.has_store,
+            "models": [row.model_dump() for row in listed(encoder.registry).models],
+            "answers": towers,
+            "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
+            "refusals": [
+                {"qos": qos, "reason": reason, "refusals": int(count)}
+                for (reason, qos), count in totals(meters.refusals).items()
+            ],
+            "samples": self._history.since(since),
+        }
+
+    def _state(self) -> State:
+        if self._gate.closed:
+            return "draining"
+        return "serving" if self._encoder.healthy() else "down"
+
+
+def router(report: StatusReport) -> APIRouter:
+    """`/v1/status` and the page."""
+    routes = APIRouter()
+    files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
+
+    @routes.get("/v1/status", response_model=Overview)
+    async def status(
+        since: Annotated[int, Query(ge=0, description="Samples after this number.")] = 0,
+    ) -> Response:
+        """The service now and its last fifteen minutes, as the page at `/` shows them."""
+        body = msgspec.json.encode(report.overview(since))
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+    @routes.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return _file("index.html")
+
+    @routes.get("/page/{name}", include_in_schema=False)
+    async def part(name: str) -> Response:
+        return _file(name) if name in files else Response(status_code=404)
+
+    def _file(name: str) -> Response:
+        return Response(files[name], headers={**_HEADERS, "content-type": _TYPES[name]})
+
+    return routes

@@ -1,0 +1,230 @@
+"""The ring of samples, `/v1/status`, and the page as Chromium shows it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug import __version__
+from cornplug.config import Config
+from cornplug.encoder_service.history import History, quantile
+from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.status import POLICY
+from cornplug.testing.processes import EncoderProcess
+
+from .conftest import MakeEncoder, eventually, picture, png
+from .http_service import Service
+
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+
+
+@pytest.fixture
+def service(make_encoder: MakeEncoder, config: Config) -> Service:
+    return Service(make_encoder(), config)
+
+
+def test_samples_hold_what_was_new_and_add_up() -> None:
+    now = [100.0]
+    meters = Meters(lambda: 2, queue=lambda: {"default": (3, 99)})
+    history = History(meters, kept=3, clock=lambda: now[0])
+    for n in (1, 2, 0):
+        for _ in range(n):
+            meters.answered("a", "default", "ran", 0.25)
+            meters.passed(2, 10, 0.5)
+        meters.answered("b", "default", "reused", 0.01)
+        meters.refused("bad_input")
+        now[0] += 2.0
+        history.sample()
+    samples = history.since(0)
+    assert [s.answers for s in samples] == [{"ran": 1, "reused": 1}, {"ran": 2, "reused": 1}, {"reused": 1}]
+    assert [(s.batches, s.media, s.tokens, s.busy_s) for s in samples] == [
+        (1, 2, 10, 0.5),
+        (2, 4, 20, 1.0),
+        (0, 0, 0, 0.0),
+    ]
+    assert [(s.seq, s.at_s, s.seconds) for s in samples] == [
+        (1, 102.0, 2.0),
+        (2, 104.0, 2.0),
+        (3, 106.0, 2.0),
+    ]
+    assert samples[0].refusals == {"default": 1}
+    assert samples[0].queue == {"default": 3}
+    assert samples[0].waiting == 2
+    assert (samples[1].p50_s, samples[1].p95_s) == (0.25, 0.25)
+    quiet = history.sample()
+    assert (quiet.answers, quiet.p50_s) == ({}, None)
+    assert [s.seq for s in history.since(0)] == [2, 3, 4], "the ring is bounded"
+    assert [s.seq for s in history.since(3)] == [4]
+
+
+@given(st.lists(st.floats(0, 100), min_size=1), st.floats(0.01, 1))
+def test_a_quantile_is_the_nearest_rank(values: list[float], part: float) -> None:
+    ordered = sorted(values)
+    found = quantile(ordered, part)
+    assert found in [round(value, 6) for value in ordered]
+    below = sum(round(value, 6) <= found for value in ordered)
+    assert below >= part * len(ordered)
+
+
+def test_status_says_what_is_served_and_what_happened(
+    service: Service, llava_pair: tuple[Path, Path]
+) -> None:
+    first = service.call("GET", "/v1/status").json()
+    assert (first["state"], first["version"], first["store"]) == ("serving", __version__, False)
+    assert first["executors"] == {"alive": 1, "total": 1}
+    a, b, qwen = first["models"]
+    assert a["tower_fp"] == b["tower_fp"] != qwen["tower_fp"]
+    assert (
+        service.post(data={"model": str(llava_pair[0])}, files={"image": png(picture(1))}).status_code == 200
+    )
+    assert service.post(data={"model": "nope"}, files={"image": png(picture(1))}).status_code == 404
+    now = service.call("GET", "/v1/status").json()
+    assert now["instance"] == first["instance"]
+    assert now["answers"] == {"ran": 1, "joined": 0, "reused": 0}
+    assert now["apps"] == [{"app": "http", "answers": 1}]
+    assert now["refusals"] == [{"qos": "default", "reason": "unknown_model", "refusals": 1}]
+    assert service.call("GET", "/v1/status?since=-1").status_code == 422
+    service.gate.close()
+    assert service.call("GET", "/v1/status").json()["state"] == "draining"
+
+
+def test_the_answer_is_as_openapi_says(service: Service) -> None:
+    spec = service.call("GET", "/openapi.json").json()
+    schemas = spec["components"]["schemas"]
+    assert set(service.call("GET", "/v1/status").json()) == set(schemas["Overview"]["required"])
+    history = History(service.encoder.meters)
+    assert set(history.sample().__struct_fields__) == set(schemas["SampleRow"]["required"])
+
+
+def test_the_page_takes_nothing_from_elsewhere_and_runs_no_strangers_script(service: Service) -> None:
+    page = service.call("GET", "/")
+    assert page.headers["content-security-policy"] == POLICY
+    assert "unsafe" not in POLICY
+    names = ("status.js", "plots.js", "status.css", "icon.svg")
+    for answer in (page, *(service.call("GET", f"/page/{name}") for name in names)):
+        assert answer.status_code == 200
+        text = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in text.replace("// ", "").replace("//\n", ""), "an address"
+        assert "innerHTML" not in text
+        assert "insertAdjacentHTML" not in text
+    assert service.call("GET", "/page/..%2Fserver.py").status_code == 404
+    assert service.call("GET", "/page/nothing.js").status_code == 404
+
+
+def test_every_file_of_the_page_is_shipped() -> None:
+    shipped = {file.name for file in (files("cornplug.encoder_service") / "page").iterdir()}
+    assert shipped >= {"index.html", "status.js", "plots.js", "status.css", "icon.svg"}
+
+
+# -- in a browser -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    if "CORNPLUG_NO_BROWSER" in os.environ:
+        pytest.skip("CORNPLUG_NO_BROWSER is set")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service as Driver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or "/usr/bin/chromium"
+    profile = tempfile.mkdtemp(prefix="cornplug-chromium-")
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--no-proxy-server",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--window-size=1200,900",
+        f"--user-data-dir={profile}",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # script/setup installs Debian's; selenium would look on the internet for one of its own.
+    driver = webdriver.Chrome(options, Driver(shutil.which("chromedriver") or "/usr/bin/chromedriver"))
+    driver.set_page_load_timeout(20)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+        shutil.rmtree(profile, ignore_errors=True)
+
+
+@pytest.fixture
+def process(llava_pair: tuple[Path, Path], short_path: Path) -> Iterator[EncoderProcess]:
+    options = ("--no-store", "--threads", "1")
+    settings = short_path / "c.toml"
+    settings.write_text(f'[qos.classes.shop]\napps = ["{HOSTILE}"]\n')
+    service = EncoderProcess(
+        llava_pair, *options, socket=short_path / "e.sock", env={"CORNPLUG_CONFIG": str(settings)}
+    )
+    with service:
+        yield service
+
+
+def again(process: EncoderProcess, models: tuple[Path, Path]) -> EncoderProcess:
+    """Another service at the same address."""
+    return EncoderProcess(models, "--no-store", "--threads", "1", socket=process.socket, port=process.port)
+
+
+def shown(browser: Any, selector: str) -> str:
+    return str(browser.execute_script(f"return document.querySelector({selector!r})?.innerText ?? ''"))
+
+
+def says(browser: Any, selector: str, text: str, seconds: float = 15) -> None:
+    """Wait until that part of the page has this text."""
+    eventually(lambda: text in shown(browser, selector), seconds)
+
+
+@pytest.mark.integration
+def test_the_page_in_chromium(browser: Any, process: EncoderProcess, llava_pair: tuple[Path, Path]) -> None:
+    browser.get(process.url)
+    says(browser, "#state", "serving")
+    says(browser, "#models", "shared by 2")
+    says(browser, "#apps", "Nothing was answered yet")
+    assert browser.execute_script("return document.querySelectorAll('#plots svg .grid').length") >= 18
+
+    def post() -> httpx.Response:
+        form: Any = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(picture(1))}}
+        return httpx.post(f"{process.url}/v1/encode", **form, headers={"x-cornplug-app": HOSTILE}, timeout=30)
+
+    assert post().status_code == 200
+    assert httpx.post(f"{process.url}/v1/encode", json={"model": "nope", "image": ""}, timeout=30).is_error
+    says(browser, "#apps", HOSTILE)
+    says(browser, "#refusals", "default: ")
+    says(browser, "#facts", "answered\n1")
+    requests = "return document.querySelector('#plots figure:first-child').innerHTML"
+    eventually(lambda: 'd="M' in browser.execute_script(requests))
+    assert browser.execute_script("return document.images.length") == 1, "the app's name became a picture"
+    assert "owned" not in browser.title
+
+    browser.set_window_size(390, 800)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
+        "wider than a phone"
+    )
+    noise = [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"]
+    # The refusal above is no request of the page's.
+    assert noise == []
+
+    process.kill()
+    says(browser, "#alarm", "does not answer")
+    says(browser, "#state", "no answer")
+    assert browser.execute_script("return document.body.dataset.state") == "lost"
+    with again(process, llava_pair):
+        says(browser, "#state", "serving", 40)
+        says(browser, "#apps", "Nothing was answered yet")
