@@ -134,7 +134,8 @@ class Encodes:
                 asked.model, source.modality, data, salt=asked.salt, deadline_s=left
             )
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+        with self._encoder.observer.preprocessing():
+            return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
 
     def _failed(self, job: _Job, failed: Failed) -> Failed:
         """Counted here what the worker never saw."""

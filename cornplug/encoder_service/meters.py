@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,8 +17,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from cornplug.encoder_service.protocol import ServedModel
 from cornplug.metrics import WAIT_BUCKETS_S
 
-Stage = Literal["prepare", "queue", "compute", "publish"]
-STAGES: Final[tuple[Stage, ...]] = ("prepare", "queue", "compute", "publish")
+Stage = Literal["preprocess", "prepare", "queue", "compute", "publish"]
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 OTHER: Final = "other"
 APPS_MAX: Final = 64
 _ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -114,8 +114,8 @@ class Meters:
         )
         self.stages = Histogram(
             "cornplug_encoder_stage_seconds",
-            "Seconds in one stage: prepare (decode, preprocess, check), queue (until a batch takes it), "
-            "compute (tower and projector of its batch), publish (store, answer).",
+            "Seconds in one stage: preprocess (HTTP only: decode, resize), prepare (check inputs), "
+            "queue (until a batch takes it), compute (its batch's tower and projectors), publish (store).",
             ("stage",),
             buckets=WAIT_BUCKETS_S,
             registry=registry,
@@ -192,11 +192,11 @@ class _Live:
 
 
 def _model_info(models: Sequence[ServedModel]) -> Metric:
-    names = ("model", "family", "identity", "tower_fp", "projector_fp", "spec_fp", "dtype")
+    names = ("model", "family", "identity", "tower_fp", "projector_fp", "spec_fp", "dtype", "epoch")
     info = GaugeMetricFamily(
         "cornplug_encoder_model_info", "1 for each served model; fingerprints in hex.", labels=names
     )
     for m in models:
         digests = (digest.hex() for digest in (m.identity, m.tower_fp, m.projector_fp, m.spec_fp))
-        info.add_metric((m.name, m.family, *digests, m.dtype), 1)
+        info.add_metric((m.name, m.family, *digests, m.dtype, str(m.epoch)), 1)
     return info

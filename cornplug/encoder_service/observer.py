@@ -1,17 +1,17 @@
 """What happens to a request, told once: counted by `Meters` and traced by `Tracing`.
 
-received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
-         └───────────────────────── refused, or gone ──────────────────────────┘
+preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
+                          └───────────────────────── refused, or gone ──────────────────────────┘
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import Span, SpanKind, StatusCode, get_current_span
 
 from cornplug.encoder_service.batcher import Flight, Wait
 from cornplug.encoder_service.meters import Meters, Stage
@@ -40,11 +40,18 @@ class Observer:
                 }
             )
 
-    @contextmanager
-    def stage(self, stage: Stage, wait: Wait) -> Iterator[None]:
+    def preprocessing(self) -> AbstractContextManager[None]:
+        """Around what HTTP does to a medium before there is a request: part of the current span."""
+        return self._stage("preprocess", get_current_span())
+
+    def stage(self, stage: Stage, wait: Wait) -> AbstractContextManager[None]:
         """Around one stage of a request."""
+        return self._stage(stage, wait.span)
+
+    @contextmanager
+    def _stage(self, stage: Stage, parent: Span) -> Iterator[None]:
         began = time.monotonic()
-        with self.tracing.child(wait.span, f"cornplug.{stage}"):
+        with self.tracing.child(parent, f"cornplug.{stage}"):
             try:
                 yield
             finally:

@@ -1,8 +1,9 @@
 """Spans of what the service does, in the trace of who asked (OpenTelemetry).
 
     POST /v1/encode (server span, if HTTP)
-    └ cornplug.encode            one request, from receipt to answer
-        ├ cornplug.prepare       decode, preprocess, check
+    ├ cornplug.preprocess        decode, resize
+    └ cornplug.encode            one medium, from receipt to answer
+        ├ cornplug.prepare       check the tower's inputs
         ├ cornplug.queue         until a batch took it
         ├ cornplug.tower         its batch: child of the first request, linked to all of them
         │                        (cornplug.project where all features were kept)

@@ -29,6 +29,7 @@ LABELS = {
         "projector_fp",
         "spec_fp",
         "dtype",
+        "epoch",
     ),
     "cornplug_encoder_batch_items": (),
     "cornplug_encoder_batch_tokens": (),
@@ -86,7 +87,10 @@ def test_a_pass_is_counted_in_media_tokens_and_seconds(
     assert one(encoder, "answers_total", app="test", qos="default", tower="ran") == 1
     assert one(encoder, "answers_total", app="test", qos="default", tower="reused") == 1
     assert one(encoder, "seconds_count", qos="default") == 2
-    assert {one(encoder, "stage_seconds_count", stage=stage) for stage in STAGES} == {1}
+    assert {stage: one(encoder, "stage_seconds_count", stage=stage) for stage in STAGES} == {
+        "preprocess": 0,
+        **dict.fromkeys(("prepare", "queue", "compute", "publish"), 1),
+    }
 
 
 def test_the_queue_is_what_no_batch_has_taken(

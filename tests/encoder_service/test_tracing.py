@@ -179,6 +179,7 @@ def test_http_requests_join_by_their_headers(
     encodes = collector.named("cornplug.encode")
     assert [parent_id(s) for s in encodes] == [span_id(joined), span_id(alone)]
     assert trace_id(collector.one("cornplug.tower")) == TRACE
+    assert [parent_id(s) for s in collector.named("cornplug.preprocess")] == [span_id(joined), span_id(alone)]
 
 
 def test_an_older_peer_understands_a_traced_request_and_the_other_way_round(
