@@ -7,19 +7,25 @@ submit ──join_or_add──> queue of Flights ──take──> a batch for o
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from cornplug.encoder_service.ahead import Ahead, Batch, Load, look
+from cornplug.encoder_service.fair_order import FairOrder
+from cornplug.encoder_service.packing import pack
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused
 from cornplug.qos import ONE_CLASS, ServiceClass
 
 Answer = Encoded | Refused
 WorkT = TypeVar("WorkT")
+_PART_OF_DEADLINE: Final = 0.25
+"""A pass may last so much of the shortest deadline in it: who comes next must not wait longer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -36,8 +42,9 @@ class Wait:
     queued_s: float | None = None
     """When it began to wait for a batch; of the observer, by `time.monotonic`."""
 
-    def late(self, now_s: float) -> bool:
-        return now_s - self.received_s > self.request.deadline_s
+    @property
+    def due_s(self) -> float:
+        return self.received_s + self.request.deadline_s
 
     def answer(self, answer: Answer) -> bool:
         """Give the answer. False when the caller has gone, or has an answer already."""
@@ -62,10 +69,30 @@ class Flight(Generic[WorkT]):
     tokens: int
     work: WorkT
     waits: list[Wait]
+    qos: ServiceClass = field(init=False)
+    """The best of those who wait: a joined duplicate lifts the flight."""
+    app: str = field(init=False)
+    due_s: float = field(init=False)
+    """The earliest deadline of those who wait, by the batcher's clock."""
+    patience_s: float = field(init=False)
+    """The shortest deadline that any of them came with."""
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Who waits has changed."""
+        best = max(self.waits, key=lambda w: (w.qos.rank, -w.due_s))
+        self.qos, self.app = best.qos, best.request.app
+        self.due_s = min(w.due_s for w in self.waits)
+        self.patience_s = min(w.request.deadline_s for w in self.waits)
 
 
 class Batcher(Generic[WorkT]):
-    """Thread-safe. `on_late` is called, outside the lock, for each wait dropped as too late."""
+    """Thread-safe. `on_late` is called, outside the lock, for each wait dropped as too late.
+
+    `tokens_within(tower, seconds)` says how much a pass can do in that time, as far as is known.
+    """
 
     def __init__(
         self,
@@ -74,22 +101,33 @@ class Batcher(Generic[WorkT]):
         max_tokens: int,
         clock: Callable[[], float],
         on_late: Callable[[Wait], None],
+        tokens_within: Callable[[object, float], float] = lambda tower, seconds: math.inf,
     ) -> None:
         self._max_items = max_items
         self._max_tokens = max_tokens
         self._clock = clock
         self._on_late = on_late
+        self._tokens_within = tokens_within
         self._changed = threading.Condition()
+        self._order = FairOrder()
         self._queue: list[Flight[WorkT]] = []
+        self._next: Flight[WorkT] | None = None
         self._flying: dict[tuple[bytes, bytes], Flight[WorkT]] = {}
+        self._running: dict[Flight[WorkT], Batch] = {}
         self._closed = False
 
+    def has(self, key: tuple[bytes, bytes]) -> bool:
+        """Whether a flight of it is under way."""
+        with self._changed:
+            return key in self._flying
+
     def join_or_add(self, flight: Flight[WorkT]) -> bool:
-        """True when its one wait joined a flight that is under way; else it queues (False)."""
+        """True when its waits joined a flight that is under way; else it queues (False)."""
         with self._changed:
             other = self._flying.get(flight.key)
             if other is not None:
                 other.waits.extend(flight.waits)
+                other.settle()
                 return True
             self._flying[flight.key] = flight
             self._queue.append(flight)
@@ -97,7 +135,7 @@ class Batcher(Generic[WorkT]):
             return False
 
     def take(self) -> list[Flight[WorkT]]:
-        """Wait for work; the oldest flight and what fits beside it. Empty once closed and dry."""
+        """Wait for work; whose turn it is and what fits beside it. Empty once closed and dry."""
         while True:
             with self._changed:
                 while not self._queue and not self._closed:
@@ -114,6 +152,7 @@ class Batcher(Generic[WorkT]):
         """The flight is done: who waited for it. Later requests of its key start anew."""
         with self._changed:
             self._flying.pop(flight.key, None)
+            self._running.pop(flight, None)
             return tuple(flight.waits)
 
     def close(self) -> None:
@@ -128,65 +167,57 @@ class Batcher(Generic[WorkT]):
             return len(self._queue)
 
     def queue(self) -> dict[str, tuple[int, int]]:
-        """By class of the first who waits: (requests, tokens) that no batch has taken yet."""
+        """By class: (requests, tokens) that no batch has taken yet."""
         with self._changed:
             waiting: dict[str, tuple[int, int]] = {}
             for flight in self._queue:
-                qos = flight.waits[0].qos.name
-                requests, tokens = waiting.get(qos, (0, 0))
-                waiting[qos] = (requests + len(flight.waits), tokens + flight.tokens)
+                requests, tokens = waiting.get(flight.qos.name, (0, 0))
+                waiting[flight.qos.name] = (requests + len(flight.waits), tokens + flight.tokens)
             return waiting
+
+    def ahead(self, flight: Flight[WorkT], demand: Mapping[ServiceClass, float]) -> Ahead:
+        """What `flight` would find if it came now. `demand` as `FairOrder.until` takes it."""
+        with self._changed:
+            return look(self._queue, self._running.values(), self._order, flight, demand)
+
+    def load(self) -> Load:
+        """What waits and what runs."""
+        with self._changed:
+            return Load.of(self._queue, self._running.values())
 
     def _drop_late(self) -> list[Wait]:
         now = self._clock()
         late: list[Wait] = []
         kept: list[Flight[WorkT]] = []
         for flight in self._queue:
-            late += [w for w in flight.waits if w.late(now)]
+            late += [w for w in flight.waits if w.due_s < now]
             # Who has gone (cancelled) needs no answer, and no tower pass either.
-            flight.waits = [w for w in flight.waits if not w.late(now) and not w.future.cancelled()]
-            if flight.waits:
-                kept.append(flight)
-            else:
+            staying = [w for w in flight.waits if w.due_s >= now and not w.future.cancelled()]
+            if not staying:
                 del self._flying[flight.key]
+                continue
+            if len(staying) != len(flight.waits):
+                flight.waits = staying
+                flight.settle()
+            kept.append(flight)
         self._queue = kept
         return late
 
     def _form(self) -> list[Flight[WorkT]]:
-        first = self._queue[0]
-        batch: list[Flight[WorkT]] = []
-        seen: set[bytes] = set()
-        tokens = 0
-        left: list[Flight[WorkT]] = []
-        for flight in self._queue:
-            known = flight.feature_key in seen
-            fits = len(seen) < self._max_items and tokens + flight.tokens <= self._max_tokens
-            if flight.tower is first.tower and (flight is first or known or fits):
-                batch.append(flight)
-                if not known:
-                    seen.add(flight.feature_key)
-                    tokens += flight.tokens
-            else:
-                left.append(flight)
-        self._queue = left
-        return batch
+        packed = pack(
+            self._queue,
+            self._order,
+            max_items=self._max_items,
+            limit=self._limit,
+            first=self._next if self._next in self._queue else None,
+        )
+        self._next = packed.passed_over
+        taken = set(packed.batch)
+        self._queue = [flight for flight in self._queue if flight not in taken]
+        begun = Batch(tower=packed.batch[0].tower, tokens=packed.tokens, begun_s=self._clock())
+        self._running.update(dict.fromkeys(packed.batch, begun))
+        return packed.batch
 
-
-class Pace:
-    """How long one item takes, measured: what a refused client is told to wait."""
-
-    def __init__(self) -> None:
-        self._item_s: float | None = None
-        self._lock = threading.Lock()
-
-    def observe(self, items: int, seconds: float) -> None:
-        """A batch of `items` took `seconds`."""
-        with self._lock:
-            sample = seconds / max(items, 1)
-            # A fifth of each new sample: steady over a few batches, and soon true after a change.
-            self._item_s = sample if self._item_s is None else 0.8 * self._item_s + 0.2 * sample
-
-    def retry_after_s(self, waiting: int) -> float:
-        """Seconds after which half of what waits is done; 1 s before anything was measured."""
-        with self._lock:
-            return 1.0 if self._item_s is None else max(0.05, 0.5 * waiting * self._item_s)
+    def _limit(self, flight: Flight[WorkT]) -> float:
+        within = self._tokens_within(flight.tower, _PART_OF_DEADLINE * flight.patience_s)
+        return min(self._max_tokens, within)

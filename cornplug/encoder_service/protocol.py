@@ -107,7 +107,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The service will not encode this. `reason` is a metric label (see EncoderRefused)."""
 
     id: int
-    reason: Literal["unknown_model", "bad_input", "overloaded", "too_late", "internal"]
+    reason: Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
     message: str
     retry_after_s: float | None = None
 

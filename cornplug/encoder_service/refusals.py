@@ -9,6 +9,7 @@ _STATUS: Final[Mapping[str, int]] = {
     "unknown_model": 404,
     "bad_input": 422,
     "overloaded": 503,
+    "over_share": 429,
     "too_late": 504,
     "internal": 500,
     "too_large": 413,

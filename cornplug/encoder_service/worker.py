@@ -10,7 +10,6 @@ takes down neither its batch nor the process.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,8 @@ import msgspec
 
 from cornplug import identity
 from cornplug.codec import Kind
-from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Pace, Wait
+from cornplug.encoder_service.admission import Admission
+from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, InProcess
 from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work, to_wire
 from cornplug.encoder_service.meters import Meters
@@ -29,10 +29,11 @@ from cornplug.encoder_service.protocol import Encode, Encoded, Refused, Tensor
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import OFF, Tracing
+from cornplug.encoder_service.waiting_room import WaitingRoom
 from cornplug.errors import EncoderRefused
 from cornplug.qos import Caller, Classes
 
-Reason = Literal["unknown_model", "bad_input", "overloaded", "too_late", "internal"]
+Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 
 MAX_BATCH_TOKENS: Final = 32_768
 """Rows that one tower pass may see, besides the first medium's: bounds its memory."""
@@ -72,14 +73,20 @@ class Encoder:
         self._shelf = shelf
         shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
-        self._max_waiting = max_waiting
         self._clock = clock
-        self._pace = Pace()
-        self._lock = threading.Lock()
-        self._waiting: set[Wait] = set()
-        self._stopping = False
+        self._room = WaitingRoom(self.classes.all(), max_waiting)
+        self._gate = Admission(
+            max_items=max_batch_items,
+            max_tokens=max_batch_tokens,
+            clock=clock,
+            lanes=lambda: sum(e.lanes for e in self._executors if e.ready()),
+        )
         self._batcher: Batcher[Work] = Batcher(
-            max_items=max_batch_items, max_tokens=max_batch_tokens, clock=clock, on_late=self._refuse_late
+            max_items=max_batch_items,
+            max_tokens=max_batch_tokens,
+            clock=clock,
+            on_late=self._refuse_late,
+            tokens_within=self._gate.tokens_within,
         )
         self._admission = ThreadPoolExecutor(2, "cornplug-admit")
         self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
@@ -107,15 +114,8 @@ class Encoder:
         if not self._dispatcher.ready():
             self._refuse(wait, "overloaded", "no replica is running; they are being restarted", 1.0)
             return wait.future
-        with self._lock:
-            full = self._stopping or len(self._waiting) >= self._max_waiting
-            if not full:
-                self._waiting.add(wait)
-        if full:
-            why = (
-                "the service is stopping" if self._stopping else f"{self._max_waiting} requests wait already"
-            )
-            self._refuse(wait, "overloaded", why)
+        if (full := self._room.enter(wait)) is not None:
+            self._refuse(wait, *full, self._gate.half_done_s(self._batcher))
             return wait.future
         wait.future.add_done_callback(lambda _: self._forget(wait))
         admitted = self._admission.submit(self._admit, wait, model)
@@ -124,8 +124,7 @@ class Encoder:
 
     def waiting(self) -> int:
         """Requests admitted and not answered yet."""
-        with self._lock:
-            return len(self._waiting)
+        return len(self._room)
 
     @property
     def has_store(self) -> bool:
@@ -139,8 +138,7 @@ class Encoder:
     def drain(self, deadline_s: float) -> bool:
         """Admit nothing more, and wait until what was admitted is answered. False when the
         deadline passed first."""
-        with self._lock:
-            self._stopping = True
+        self._room.stop()
         end = time.monotonic() + deadline_s
         while self.waiting():
             if time.monotonic() > end:
@@ -173,17 +171,22 @@ class Encoder:
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.salt
         )
+        if wait.due_s <= self._clock():
+            return self._refuse_late(wait)
         self.observer.queued(wait, item.tokens)
-        self._batcher.join_or_add(
-            Flight(
-                key=(request.key, request.identity),
-                feature_key=feature_key,
-                tower=model.tower,
-                tokens=item.tokens,
-                work=Work(model=model, item=item),
-                waits=[wait],
-            )
+        flight = Flight(
+            key=(request.key, request.identity),
+            feature_key=feature_key,
+            tower=model.tower,
+            tokens=item.tokens,
+            work=Work(model=model, item=item),
+            waits=[wait],
         )
+        # Who joins costs nothing, whatever it is predicted.
+        no = None if self._batcher.has(flight.key) else self._gate.refusal(flight, self._batcher)
+        if no is not None:
+            return self._refuse(wait, no.reason, no.message, no.retry_after_s)
+        self._batcher.join_or_add(flight)
         return None
 
     def _answer_from_store(self, wait: Wait, model: Loaded) -> bool:
@@ -215,7 +218,7 @@ class Encoder:
 
     def computed(self, batch: Sequence[Flight[Work]], seconds: float) -> None:
         """What a batch took. For the dispatcher."""
-        self._pace.observe(len(batch), seconds)
+        self._gate.computed(batch, seconds)
 
     def _refuse_late(self, wait: Wait) -> None:
         self._refuse(wait, "too_late", f"not begun within {wait.request.deadline_s:g} s")
@@ -223,8 +226,6 @@ class Encoder:
     def _refuse(self, wait: Wait, reason: Reason, message: str, retry: float | None = None) -> None:
         if wait.future.done():
             return
-        if reason == "overloaded" and retry is None:
-            retry = self._pace.retry_after_s(self.waiting())
         self.observer.refused(wait, reason)
         wait.answer(Refused(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
 
@@ -242,5 +243,4 @@ class Encoder:
 
     def _forget(self, wait: Wait) -> None:
         self.observer.gone(wait)
-        with self._lock:
-            self._waiting.discard(wait)
+        self._room.leave(wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from cornplug.encoder_service.batcher import Batcher, Flight, Pace, Wait
+from cornplug.encoder_service.batcher import Batcher, Flight, Wait
 from cornplug.encoder_service.protocol import Encode, Encoded
 
 TOWER, OTHER = object(), object()
@@ -141,13 +141,3 @@ def test_an_answer_is_given_once() -> None:
     gone = wait(Clock())
     gone.future.cancel()
     assert not gone.answer(answer)
-
-
-def test_pace_follows_what_was_measured() -> None:
-    pace = Pace()
-    assert pace.retry_after_s(100) == 1.0
-    pace.observe(4, 2.0)
-    assert pace.retry_after_s(100) == 25.0
-    for _ in range(50):
-        pace.observe(10, 0.1)
-    assert 0.4 < pace.retry_after_s(100) < 0.6

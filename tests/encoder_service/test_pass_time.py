@@ -1,0 +1,59 @@
+"""What a pass costs, learned from passes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.encoder_service.pass_time import PassTime
+
+
+@given(
+    st.floats(0, 0.5),
+    st.floats(1e-6, 1e-2),
+    st.lists(st.integers(1, 20_000), min_size=12, max_size=40, unique=True),
+)
+def test_a_line_is_found_after_a_slow_warm_up(a_s: float, b_s: float, sizes: list[int]) -> None:
+    pass_time = PassTime()
+    for _ in range(2):
+        pass_time.observe(1000, 40.0)
+    for tokens in sizes:
+        pass_time.observe(tokens, a_s + b_s * tokens)
+    for tokens in sizes[-5:]:
+        assert pass_time.seconds(tokens) == pytest.approx(a_s + b_s * tokens, rel=0.05, abs=1e-3)
+
+
+def test_one_size_is_learned_too_and_a_pass_is_never_free() -> None:
+    pass_time = PassTime()
+    assert (pass_time.measured, pass_time.seconds(100)) == (False, 0.0)
+    assert pass_time.tokens_within(1) == math.inf
+    for _ in range(10):
+        pass_time.observe(576, 0.1)
+    assert pass_time.seconds(576) == pytest.approx(0.1)
+    assert pass_time.seconds(1152) == pytest.approx(0.2)
+    assert pass_time.tokens_within(1) == pytest.approx(5760)
+
+
+def test_a_hiccup_moves_little_and_a_slower_tower_is_followed() -> None:
+    pass_time = PassTime()
+    for _ in range(20):
+        pass_time.observe(1000, 0.1)
+    pass_time.observe(1000, 30.0)
+    assert pass_time.seconds(1000) < 0.15
+    for _ in range(20):
+        pass_time.observe(1000, 0.8)
+    assert 0.6 < pass_time.seconds(1000) <= 0.85
+    for _ in range(20):
+        pass_time.observe(1000, 0.1)
+    assert pass_time.seconds(1000) < 0.2
+
+
+def test_big_fixed_costs_are_shared_by_many_tokens() -> None:
+    pass_time = PassTime()
+    for tokens in (100, 400, 200, 800, 100, 400, 200, 800):
+        pass_time.observe(tokens, 0.5 + 0.001 * tokens)
+    # Not the 100 tokens that fit into 0.6 s: four fifths of a pass should be work.
+    assert pass_time.tokens_within(0.6) == pytest.approx(2000, rel=0.05)
