@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
+from cornplug.checkpoint_files import cached_snapshot, processor_jsons, read_json
 from cornplug.errors import CheckpointError
 from cornplug.families import FAMILIES, Family, Modality, Part, without_inert
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
@@ -25,13 +24,6 @@ NUMERIC_CLASS: Final = "any"
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
-_MAX_JSON_BYTES: Final = 16 << 20
-_PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
-    "image": ("image_processor", ("preprocessor_config.json",)),
-    "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
-    "audio": ("feature_extractor", ("preprocessor_config.json",)),
-}
-"""Where transformers 5 looks for a processor: its field in processor_config.json, then files of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +45,8 @@ class Checkpoint:
     """config.json"""
     preprocessors: Mapping[Modality, dict[str, Any]]
     """The JSON of each modality's processor; empty where the model has none."""
+    base: Checkpoint | None = None
+    """Where the family's `Base` part is, if not here."""
 
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
@@ -60,12 +54,21 @@ class Checkpoint:
 
         Raises CheckpointError: "not_found", "bad_config".
         """
-        path = Path(model) if Path(model).is_dir() else _cached_snapshot(model, revision)
-        config = _read_json(path / "config.json")
+        path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision)
+        config = read_json(path / "config.json")
         if config is None:
             raise CheckpointError(f"{path} has no config.json. Name a checkpoint folder.", reason="not_found")
-        together = _read_json(path / "processor_config.json") or {}
-        return cls(path, config, {modality: _processor(path, together, modality) for modality in _PROCESSORS})
+        processors = processor_jsons(path)
+        family = FAMILIES.get(str(config.get("model_type")))
+        elsewhere = family.base.name(config) if family and family.base else None
+        if elsewhere is None:
+            return cls(path, config, processors)
+        assert family is not None
+        assert family.base is not None
+        # As the engines: no revision of its own, and its config in place of what config.json says.
+        base = cls.open(str(elsewhere))
+        processors = {modality: own or base.preprocessors[modality] for modality, own in processors.items()}
+        return cls(path, {**config, family.base.config_field: base.config}, processors, base)
 
     @property
     def family(self) -> Family:
@@ -235,6 +238,14 @@ class Checkpoint:
                         reason="duplicate_tensor",
                     )
                 rows[normal] = (file, name, entry)
+        if family and family.base and self.base:
+            if parts.get(family.base.part):
+                raise CheckpointError(
+                    f"{self.path} holds a {family.base.part}, and names {self.base.path} for it: engines "
+                    "disagree on which counts. Remove one.",
+                    reason="duplicate_tensor",
+                )
+            parts[family.base.part] = _tensors_below(self.base.path, family.base.prefixes)
         return parts
 
     def _unread(self, name: str) -> bool:
@@ -246,38 +257,12 @@ class Checkpoint:
         return name.endswith("rotary_emb.inv_freq") or (bool(tied) and name == "lm_head.weight")
 
 
-def _cached_snapshot(model: str, revision: str | None) -> Path:
-    # Its import takes longer than reading a checkpoint folder.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as e:
-        raise CheckpointError(
-            f"{model} is neither a folder nor in the local Hugging Face cache. Run: hf download {model}",
-            reason="not_found",
-        ) from e
-
-
-def _processor(path: Path, together: Mapping[str, Any], modality: Modality) -> dict[str, Any]:
-    nested, files = _PROCESSORS[modality]
-    found = together.get(nested)
-    if isinstance(found, dict):
-        return found
-    given = (_read_json(path / name) for name in files)
-    return next((content for content in given if content is not None), {})
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no such file."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes.", reason="bad_config")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return None
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise CheckpointError(f"{path} is no JSON object: {e}.", reason="bad_config") from e
+def _tensors_below(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Path, str, TensorEntry]]:
+    """Tensors of a checkpoint whose names begin so, by the rest of their names."""
+    return {
+        name[len(prefix) :]: (file, name, entry)
+        for file in tensor_files(path)
+        for name, entry in read_header(file).items()
+        for prefix in prefixes
+        if name.startswith(prefix)
+    }

@@ -40,6 +40,19 @@ def without_inert(config: Json) -> Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A part that a family may keep in a checkpoint of its own, which config.json names."""
+
+    part: Part
+    name: Callable[[Json], str | None]
+    """config.json -> the other checkpoint, a folder or hub id; None where the part is in this one."""
+    prefixes: tuple[str, ...]
+    """Of the part's tensors there; its other tensors are none of ours."""
+    config_field: str
+    """Field of config.json that the other's config.json stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type`. The three spec functions raise CheckpointError for what they do not know."""
 
@@ -68,6 +81,7 @@ class Family:
     says: transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each further modality in `inputs`, whose processor is another one."""
+    base: Base | None = None
 
     @property
     def first_modality(self) -> Modality:

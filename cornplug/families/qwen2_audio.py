@@ -51,7 +51,7 @@ _UNREAD: Final = frozenset(
         "mask_time_min_masks",
         "mask_time_prob",
         "max_target_positions",
-        "median_filter_length",
+        "median_filter_width",
         "model_type",
         "num_hidden_layers",
         "use_weighted_layer_sum",

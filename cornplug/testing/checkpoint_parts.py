@@ -102,20 +102,38 @@ def write_weights(
     """
     import torch
     import transformers
-    from safetensors.torch import save_file
 
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):  # names and shapes only
         model = getattr(transformers, architecture)(config)
+    shapes = {
+        published(name): tuple(meta.shape)
+        for name, meta in model.state_dict().items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    write_tensors(folder, shapes, seeds, ids, dtype)
+
+
+def write_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    seeds: Mapping[str, int],
+    ids: Mapping[str, int],
+    dtype: str,
+    *,
+    stored: Callable[[str], str] = lambda name: name,
+) -> None:
+    """model.safetensors with tensors drawn for these names and shapes, each under its `stored` name."""
+    import torch
+    from safetensors.torch import save_file
+
     tensors = {}
-    for memory_name, meta in model.state_dict().items():
-        if memory_name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        name = published(memory_name)
+    for name, shape in shapes.items():
         seed = next(seed for prefix, seed in seeds.items() if name.startswith(prefix))
-        tensors[name] = _draw(name, tuple(meta.shape), seed).to(getattr(torch, dtype))
+        tensor = _draw(name, shape, seed).to(getattr(torch, dtype))
         if name.endswith("lm_head.weight"):
-            tensors[name] *= _speakable(ids, meta.shape[0])[:, None]
+            tensor *= _speakable(ids, shape[0])[:, None]
+        tensors[stored(name)] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

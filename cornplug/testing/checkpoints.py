@@ -12,7 +12,7 @@ One module a group of families (`llava_checkpoints`, `qwen_checkpoints`, ...); a
 
 from __future__ import annotations
 
-from cornplug.testing.audio_checkpoints import TINY_WHISPER, qwen2_audio
+from cornplug.testing.audio_checkpoints import TINY_WHISPER, qwen2_audio, ultravox
 from cornplug.testing.llava_checkpoints import CLIP_L_336, TINY_CLIP, llava
 from cornplug.testing.qwen_checkpoints import (
     QWEN2_5_VISION,
@@ -56,4 +56,5 @@ __all__ = [
     "qwen2_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "ultravox",
 ]

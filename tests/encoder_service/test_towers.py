@@ -54,6 +54,18 @@ CASES: dict[str, Case] = {
     "internvl": Case(recipe=checkpoints.internvl),
     "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),
     "qwen2_audio": Case(recipe=checkpoints.qwen2_audio, kwargs={"seconds": 4}, modality="audio"),
+    "ultravox": Case(
+        recipe=checkpoints.ultravox,
+        kwargs={"seconds": 4},
+        modality="audio",
+        reference=lambda model, made: model.hear(made),
+    ),
+    "ultravox v0.4": Case(
+        recipe=checkpoints.ultravox,
+        kwargs={"seconds": 4, "config": {"projector_ln_mid": False, "projector_act": "gelu"}},
+        modality="audio",
+        reference=lambda model, made: model.hear(made),
+    ),
     "qwen2_vl video": Case(recipe=checkpoints.qwen2_vl, modality="video"),
     "qwen2_5_vl": Case(recipe=checkpoints.qwen2_5_vl),
     "qwen2_5_vl video": Case(recipe=checkpoints.qwen2_5_vl, modality="video"),

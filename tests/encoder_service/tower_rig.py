@@ -23,6 +23,7 @@ from cornplug.families import Modality
 
 from .conftest import picture, to_wire
 from .corpus import tone
+from .ultravox_reference import UltravoxModel
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -188,7 +189,8 @@ def wire(made: Made) -> dict[str, Tensor]:
 def whole_model(path: Path) -> Any:
     """transformers' own model, LLM and all."""
     config = json.loads((path / "config.json").read_text())
-    cls = getattr(transformers, config["architectures"][0])
+    name = config["architectures"][0]
+    cls = UltravoxModel if name == "UltravoxModel" else getattr(transformers, name)
     return cls.from_pretrained(path, dtype=F32, attn_implementation="sdpa").eval()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 from transformers import WhisperFeatureExtractor
 
 from cornplug.errors import CheckpointError, MediaError
@@ -51,6 +52,42 @@ class WholeMels:
                 f"{len(samples) / self.rate:.3f} s are too short for the model", reason="unprocessable"
             )
         return {"input_features": made["input_features"], "feature_attention_mask": mask}
+
+
+class ChunkedMels:
+    """Ultravox's: as long as the sound is, cut into chunks of the tower's context.
+
+    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here: at
+    least two hops, padded to whole hops; a chunk after the first is filled up with zeros.
+    """
+
+    def __init__(self, preprocessor: Mapping[str, Any]) -> None:
+        self._extractor = extractor(preprocessor)
+
+    @property
+    def rate(self) -> int:
+        return int(self._extractor.sampling_rate)
+
+    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+        hop, context = self._extractor.hop_length, self._extractor.nb_max_frames
+        made = self._extractor(
+            np.pad(samples, (0, max(2 * hop - len(samples), 0))),
+            sampling_rate=self.rate,
+            padding="longest",
+            pad_to_multiple_of=hop,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mel, frames = made["input_features"][0], int(made["attention_mask"].sum())
+        starts = range(0, frames, context)
+        if len(starts) == 1:
+            return {"audio_features": mel[None], "audio_lens": torch.tensor([frames])}
+        mel = functional.pad(mel[:, :frames], (0, -frames % context))
+        return {
+            "audio_features": mel.unflatten(1, (-1, context)).transpose(0, 1).contiguous(),
+            "audio_lens": torch.tensor([min(frames - start, context) for start in starts]),
+        }
 
 
 _MIN_FRAMES: Final = 3

@@ -1,0 +1,64 @@
+"""A checkpoint's folder: where it is, and the JSON files in it. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cornplug.errors import CheckpointError
+from cornplug.families import Modality
+
+_MAX_JSON_BYTES: Final = 16 << 20
+_PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
+    "image": ("image_processor", ("preprocessor_config.json",)),
+    "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
+    "audio": ("feature_extractor", ("preprocessor_config.json",)),
+}
+"""Where transformers 5 looks for a processor: its field in processor_config.json, then files of its own."""
+
+
+def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
+    """The JSON of each modality's processor; empty where there is none."""
+    together = read_json(path / "processor_config.json") or {}
+    return {modality: _processor(path, together, modality) for modality in _PROCESSORS}
+
+
+def cached_snapshot(model: str, revision: str | None) -> Path:
+    """The folder of a hub id in the local cache. Raises CheckpointError("not_found")."""
+    # Its import takes longer than reading a checkpoint folder.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as e:
+        raise CheckpointError(
+            f"{model} is neither a folder nor in the local Hugging Face cache. Run: hf download {model}",
+            reason="not_found",
+        ) from e
+
+
+def _processor(path: Path, together: Mapping[str, Any], modality: Modality) -> dict[str, Any]:
+    nested, files = _PROCESSORS[modality]
+    found = together.get(nested)
+    if isinstance(found, dict):
+        return found
+    given = (read_json(path / name) for name in files)
+    return next((content for content in given if content is not None), {})
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes.", reason="bad_config")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise CheckpointError(f"{path} is no JSON object: {e}.", reason="bad_config") from e

@@ -1,0 +1,73 @@
+"""Ultravox: a Whisper tower under any LLM, then a projector that stacks eight frames to a row.
+
+Where the tower was frozen it is not in the checkpoint: `audio_model_id` names the Whisper that
+holds it, and every Ultravox over that Whisper shares its features. The hub's remote code is
+never run; what is here and in `towers/ultravox.py` follows vLLM's model of the same name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cornplug.errors import CheckpointError
+from cornplug.families.base import Base, Family, Json, Spec
+from cornplug.families.qwen2_audio import mel_spec, whisper_spec
+
+_PROJECTOR_DEFAULTS: Final[Json] = {
+    "hidden_size": 4096,
+    "stack_factor": 8,
+    "projector_act": "swiglu",
+    "projector_ln_mid": False,
+    "num_projector_layers": 0,
+}
+"""UltravoxConfig's own (vllm/transformers_utils/configs/ultravox.py, 0.32)."""
+
+
+def _tower(config: Json) -> Spec:
+    audio = config.get("audio_config") or {}
+    if audio.get("model_type", "whisper") != "whisper":
+        raise CheckpointError(
+            f"Ultravox with a {audio['model_type']!r} tower is not supported; want whisper.",
+            reason="unknown_family",
+        )
+    return whisper_spec(audio)
+
+
+def _projector(config: Json) -> Spec:
+    given = {name: config[name] for name in _PROJECTOR_DEFAULTS if config.get(name) is not None}
+    spec = {**_PROJECTOR_DEFAULTS, **given, "d_model": _tower(config)["d_model"]}
+    if spec.pop("num_projector_layers"):
+        raise CheckpointError(
+            "Ultravox with a transformer projector (num_projector_layers) is not supported.",
+            reason="unknown_family",
+        )
+    return spec
+
+
+def _preprocess(preprocessor: Json) -> Spec:
+    # As Ultravox's own processor does whatever its JSON says: no 30 s of silence, but chunks of 30 s.
+    return mel_spec(preprocessor) | {"padding": "longest", "chunked": True}
+
+
+FAMILY: Final = Family(
+    name="ultravox",
+    network="ultravox:Ultravox",
+    inputs={"audio": ("audio_features", "audio_lens")},
+    tower_prefixes=("audio_tower.",),
+    projector_prefixes=("multi_modal_projector.",),
+    language_model_prefixes=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    shares_features=True,
+    tower_spec=_tower,
+    projector_spec=_projector,
+    preprocess_spec=_preprocess,
+    before_cut=lambda _config, _name: True,
+    base=Base(
+        part="tower",
+        name=lambda config: config.get("audio_model_id"),
+        prefixes=("model.encoder.", "encoder."),
+        config_field="audio_config",
+    ),
+)

@@ -1,0 +1,130 @@
+"""Ultravox: a tower in a checkpoint of its own, and sounds of any length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cornplug import identity
+from cornplug.checkpoint import Checkpoint
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.towers.mels import ChunkedMels
+from cornplug.errors import CheckpointError, EncoderRefused
+from cornplug.testing import checkpoints
+from cornplug.testing.audio_checkpoints import mel_json
+
+from .corpus import tone
+from .tower_rig import Halves, edit_config, nudged, wire
+
+SPOKEN = tone(1.0)[:, 0].astype(np.float32) / 32768
+MADE = ChunkedMels(mel_json(80, 4)).listen(SPOKEN)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two LLMs of different width over one Whisper."""
+    root = tmp_path_factory.mktemp("ultravox")
+    common = {"seconds": 4, "base": root / "whisper"}
+    return (
+        checkpoints.ultravox(root / "a", **common),
+        checkpoints.ultravox(root / "b", hidden_size=96, heads=3, llm_seed=2, **common),
+    )
+
+
+def test_a_whisper_under_two_llms_is_one_tower_with_one_feature(pair: tuple[Path, Path]) -> None:
+    one, other = Registry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded()
+    assert one.tower is other.tower
+    assert one.served.identity != other.served.identity
+    assert (one.projector.hidden_size, other.projector.hidden_size) == (64, 96)
+    item = one.tower.prepare(wire(MADE))
+    keys = {
+        identity.feature_key(b"s" * 32, m.served.tower_fp, m.tower_spec_fp, item.digests, None)
+        for m in (one, other)
+    }
+    assert len(keys) == 1
+
+
+def test_a_tower_of_its_own_with_equal_weights_is_the_same_tower(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    own = checkpoints.ultravox(tmp_path / "own", seconds=4)
+    ids, theirs = (Checkpoint.open(str(p)).identity("float32") for p in (own, pair[0]))
+    assert ids == theirs
+    assert torch.equal(Halves.load(own).embed([MADE])[0], Halves.load(pair[0]).embed([MADE])[0])
+
+
+def test_a_whisper_that_differs_in_one_value_is_another_tower(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    own = nudged(checkpoints.ultravox(tmp_path / "own", seconds=4), tmp_path / "nudged", "tower")
+    base = tmp_path / "whisper"
+    checkpoints.ultravox(tmp_path / "a", seconds=4, base=base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.decoder.layer_norm.weight"] += 1  # not the tower's
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    fps = [Checkpoint.open(str(p)).fingerprint("tower") for p in (pair[0], tmp_path / "a", own)]
+    assert fps[0] == fps[1] != fps[2]
+
+
+def test_a_tower_in_both_places_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """vLLM lets the base count, Ultravox's own code the checkpoint: neither would be always right."""
+    own = edit_config(
+        checkpoints.ultravox(tmp_path / "own", seconds=4), audio_model_id=str(pair[0].parent / "whisper")
+    )
+    with pytest.raises(CheckpointError, match="Remove one") as e:
+        Checkpoint.open(str(own)).fingerprint("tower")
+    assert e.value.reason == "duplicate_tensor"
+
+
+def test_a_base_that_is_not_here_is_named(tmp_path: Path) -> None:
+    lost = edit_config(checkpoints.ultravox(tmp_path / "u", seconds=4), audio_model_id="nobody/whisper-lost")
+    with pytest.raises(CheckpointError, match="nobody/whisper-lost") as e:
+        Checkpoint.open(str(lost))
+    assert e.value.reason == "not_found"
+
+
+def test_a_transformer_projector_is_refused_not_guessed(tmp_path: Path) -> None:
+    path = edit_config(checkpoints.ultravox(tmp_path / "u", seconds=4), num_projector_layers=2)
+    with pytest.raises(CheckpointError, match="num_projector_layers"):
+        Checkpoint.open(str(path)).identity("float32")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lens", "tokens"),
+    [(1, [100], 7), (10, [1000], 63), (35, [3000, 500], 188 + 32), (0.001, [2], 1), (30, [3000], 188)],
+)
+def test_sounds_are_chunked_as_ultravox_s_own_tests_say(seconds: float, lens: list[int], tokens: int) -> None:
+    made = ChunkedMels(mel_json(80)).listen(np.zeros(int(seconds * 16_000), np.float32))
+    assert made["audio_lens"].tolist() == lens
+    assert made["audio_features"].shape[0] == len(lens)
+    assert sum(-(-length // 16) for length in lens) == tokens
+
+
+def test_what_an_engine_pads_for_its_other_sounds_changes_nothing(pair: tuple[Path, Path]) -> None:
+    halves = Halves.load(pair[0])
+    padded = {**MADE, "audio_features": torch.nn.functional.pad(MADE["audio_features"], (0, 77), value=0.3)}
+    assert torch.equal(halves.embed([padded])[0], halves.embed([MADE])[0])
+    assert halves.items([padded])[0].digests == halves.items([MADE])[0].digests
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"audio_features": MADE["audio_features"][0]}, "audio_features: shape"),
+        ({"audio_features": MADE["audio_features"][:, :40]}, "audio_features: shape"),
+        ({"audio_features": torch.zeros(1, 80, 401)}, "at most 400"),
+        ({"audio_lens": torch.tensor([101])}, "1 to 100 frames"),
+        ({"audio_lens": torch.tensor([0])}, "1 to 100 frames"),
+        ({"audio_lens": torch.tensor([50, 50])}, "want 1 lengths"),
+        ({"audio_features": torch.full((1, 80, 100), torch.nan)}, "NaN"),
+    ],
+)
+def test_bad_inputs_name_the_field(
+    changes: dict[str, torch.Tensor], says: str, pair: tuple[Path, Path]
+) -> None:
+    with pytest.raises(EncoderRefused, match=says):
+        Halves.load(pair[0]).tower.prepare(wire({**MADE, **changes}))
