@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import tensors, weights
+from cornplug.encoder_service.towers import tensors, varlen, weights
 from cornplug.encoder_service.towers.base import Item
 from cornplug.encoder_service.towers.mels import Mels, WholeMels
 from cornplug.errors import CheckpointError
@@ -81,8 +81,9 @@ class Encoder(nn.Module):
 
     def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """The layers, without the final norm. Attention stays inside each of `lengths` rows."""
+        segments = varlen.Segments(lengths, hidden.device)
         for layer in self.layers:
-            hidden = layer(hidden, lengths)
+            hidden = layer(hidden, segments)
         return hidden
 
 
@@ -97,8 +98,8 @@ class _Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(width)
         self._activation = ACT2FN[shape.activation_function]
 
-    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), lengths)
+    def forward(self, hidden: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
         hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
         if hidden.dtype == torch.float16:  # as transformers does: its layers overflow there
             most = torch.finfo(torch.float16).max - 1000
@@ -115,17 +116,9 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        split = [p(hidden).unflatten(1, (self._heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        if len(set(lengths)) == 1:  # one call for sounds of one length, e.g. of 30 s
-            q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in split)
-            mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-        else:
-            parts = zip(*(x.transpose(0, 1).split(list(lengths), 1) for x in split), strict=True)
-            mixed = torch.cat(
-                [functional.scaled_dot_product_attention(*(x[None] for x in qkv))[0] for qkv in parts], 1
-            ).transpose(0, 1)
-        out: torch.Tensor = self.out_proj(mixed.flatten(1))
+    def forward(self, hidden: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+        q, k, v = (p(hidden).unflatten(1, (self._heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        out: torch.Tensor = self.out_proj(varlen.attention(q, k, v, segments).flatten(1))
         return out
 
 
