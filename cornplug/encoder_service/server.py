@@ -25,6 +25,7 @@ from cornplug.config import Config, load, read_secret
 from cornplug.encoder_service.endpoint import Endpoint, claim
 from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.impatient import Impatient
 from cornplug.encoder_service.registry import Registry, Report
 from cornplug.encoder_service.replica import Replica, Settings
 from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
@@ -98,7 +99,13 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     gate = Gate()
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(DRAIN_S))
+        uvicorn.Config(
+            app,
+            http=Impatient,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=int(DRAIN_S),
+        )
     )
     endpoint = Endpoint(encoder, listeners.unix)
     await endpoint.start()

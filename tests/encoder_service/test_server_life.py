@@ -1,0 +1,112 @@
+"""How a service ends, and what it does not wait for: real processes and real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from PIL import Image
+
+from cornplug.encoder_service import impatient
+from cornplug.testing.processes import EncoderProcess
+
+from .conftest import eventually, picture, png
+
+ITEMS = 24
+CALLERS = 3
+
+
+class Caller:
+    """One stream of many pictures, read line by line."""
+
+    def __init__(self, url: str, model: str, seed: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._url = url
+        files = [("image", png(Image.new("RGB", (900, 900), (seed, i, 0)))) for i in range(ITEMS)]
+        self._request = {"data": {"model": model, "deadline_s": "60"}, "files": files}
+
+    def run(self) -> int:
+        with (
+            httpx.Client(timeout=60, trust_env=False) as http,
+            http.stream("POST", f"{self._url}/v1/encode", **self._request) as answer,
+        ):
+            self.rows += map(json.loads, answer.iter_lines())
+            return answer.status_code
+
+
+def test_sigterm_under_load_ends_streams_then_the_process(
+    llava_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What has begun is answered in full; new requests hear 503 at once; the exit status is 0."""
+    model = str(llava_pair[0])
+    options = ("--no-store", "--threads", "1")
+    with EncoderProcess([model], *options, socket=tmp_path / "e.sock") as process:
+        callers = [Caller(process.url, model, seed) for seed in range(CALLERS)]
+        # A connection of before, as a load balancer's probe has one.
+        with httpx.Client(base_url=process.url, timeout=10, trust_env=False) as probe:
+            assert probe.get("/ready").status_code == 200
+            with ThreadPoolExecutor(CALLERS) as threads:
+                streams = [threads.submit(caller.run) for caller in callers]
+                eventually(lambda: all(caller.rows for caller in callers), 30)
+                os.kill(process.pid, signal.SIGTERM)
+                eventually(lambda: probe.get("/ready").status_code == 503, 5)
+                late = probe.post("/v1/encode", data={"model": model}, files={"image": png(picture(1))})
+                still = [len(caller.rows) for caller in callers]
+                assert [stream.result() for stream in streams] == [200] * CALLERS
+        assert process.stop() == 0
+    assert (late.status_code, late.json()["error"]["reason"]) == (503, "draining")
+    assert min(still) < ITEMS, "all was done before: the test saw no draining"
+    for caller in callers:
+        assert sorted(row["index"] for row in caller.rows) == list(range(ITEMS))
+        assert all("error" not in row for row in caller.rows)
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(impatient, "HEAD_S", 0.15)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(_app, http=impatient.Impatient, lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: e\r\n\r\n"
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HTT", REQUEST + b"GET / HT"])
+def test_a_head_that_never_ends_is_cut_off(port: int, first: bytes) -> None:
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
+        s.sendall(first)
+        answer = b"".join(iter(lambda: s.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 204") == first.startswith(REQUEST)
+    assert time.monotonic() - began < 4
+
+
+def test_a_connection_that_is_used_stays(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
+        for _ in range(8):
+            s.sendall(REQUEST)
+            assert s.recv(4096).startswith(b"HTTP/1.1 204")
+            time.sleep(0.07)
