@@ -128,6 +128,8 @@ class EngineConfig(_Section):
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
     share_kv: bool = True
     share_embeddings: bool = True
+    embeddings_by_value: bool = False
+    """Take embeddings of anybody's in requests. vLLM's `--enable-mm-embeds` sets it."""
 
 
 class ClassConfig(_Section):

@@ -61,12 +61,17 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
                 tower=answer.headers["x-cornplug-tower"],
                 seconds=float(answer.headers["x-cornplug-seconds"]),
                 data=answer.body,
+                voucher=answer.headers.get("x-cornplug-voucher"),
             )
         meta = msgspec.json.decode(answer.body)
         if store is None:
             return None
         return leased(
-            store, bytes.fromhex(meta["key"]), tower=str(meta["tower"]), seconds=float(meta["seconds"])
+            store,
+            bytes.fromhex(meta["key"]),
+            tower=str(meta["tower"]),
+            seconds=float(meta["seconds"]),
+            voucher=meta.get("voucher"),
         )
     except (KeyError, ValueError, TypeError) as e:
         raise _garbage(answer, repr(e)) from e

@@ -34,6 +34,9 @@ class EncodeAnswer(pydantic.BaseModel):
     tower: Literal["ran", "joined", "reused"]
     stored: bool
     seconds: float
+    voucher: str | None = None
+    """Signed: what this is of. An engine with the same secret takes it for the medium, see
+    `EmbeddingRef.as_vllm_part`. None where a reload came between."""
     data: str | None = None
 
 
@@ -61,6 +64,7 @@ class EncodeLine(pydantic.BaseModel):
     tower: Literal["ran", "joined", "reused"] | None = None
     stored: bool | None = None
     seconds: float | None = None
+    voucher: str | None = None
     data: str | None = None
     error: ErrorDetail | None = None
 
@@ -71,6 +75,7 @@ class Done:
 
     answer: Encoded
     dtype: str
+    voucher: str | None
 
     def meta(self) -> dict[str, Any]:
         """Everything but the bytes."""
@@ -82,6 +87,7 @@ class Done:
             "tower": self.answer.tower,
             "stored": self.answer.stored,
             "seconds": round(self.answer.seconds, 6),
+            "voucher": self.voucher,
         }
 
     def fields(self) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class Done:
         return {
             f"x-cornplug-{name}": ",".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in self.meta().items()
+            if value is not None
         }
 
 

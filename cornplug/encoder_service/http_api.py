@@ -46,7 +46,7 @@ def create_app(
     preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
     threads = ThreadPoolExecutor(2, "cornplug-prepare")
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
-    encodes = Encodes(encoder, preparer, threads, config)
+    encodes = Encodes(encoder, preparer, threads, config, secret=secret)
     history = History(encoder.meters)
 
     @contextlib.asynccontextmanager

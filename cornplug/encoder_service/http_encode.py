@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from concurrent.futures import Executor
@@ -26,6 +27,7 @@ from cornplug.encoder_service.http_bodies import Asked, Source
 from cornplug.encoder_service.preparing import Prepared, Preparer
 from cornplug.encoder_service.protocol import Refused
 from cornplug.encoder_service.remote import Fetcher
+from cornplug.encoder_service.voucher import LIFETIME_S, Voucher
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import Caller
@@ -53,9 +55,16 @@ class Encodes:
     """`POST /v1/encode`, for one event loop."""
 
     def __init__(
-        self, encoder: Encoder, preparer: Preparer, threads: Executor, config: EncoderConfig
+        self,
+        encoder: Encoder,
+        preparer: Preparer,
+        threads: Executor,
+        config: EncoderConfig,
+        *,
+        secret: bytes,
     ) -> None:
         self._encoder = encoder
+        self._secret = secret
         self._preparer = preparer
         self._threads = threads
         self._config = config
@@ -118,7 +127,27 @@ class Encodes:
                 answer = await asyncio.wrap_future(submitted)
         except TimeoutError:
             return self._failed(job, Failed(reason="too_late", message="not answered inside the deadline"))
-        return Failed.of(answer) if isinstance(answer, Refused) else Done(answer=answer, dtype=prepared.dtype)
+        if isinstance(answer, Refused):
+            return Failed.of(answer)
+        return Done(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
+
+    def _voucher(self, source: Source, prepared: Prepared) -> str | None:
+        request = prepared.request
+        loaded = self._encoder.registry.by_identity(request.identity)
+        if loaded is None:
+            return None
+        grid = request.inputs.get(f"{source.modality}_grid_thw")
+        voucher = Voucher(
+            family=loaded.served.family,
+            modality=source.modality,
+            identity=request.identity,
+            media=prepared.media,
+            key=request.key,
+            dtype=prepared.dtype,
+            grid=() if grid is None else struct.unpack(f"<{len(grid.data) // 8}q", grid.data),
+            expires=time.time() + LIFETIME_S,
+        )
+        return voucher.signed(self._secret)
 
     async def _prepare(self, job: _Job, source: Source) -> Prepared:
         asked = job.asked

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cornplug.codec import Kind, decode_header, verify
+from cornplug.encoder_service import request_parts
 from cornplug.errors import CodecError, StoreError, StoreUnavailable
 from cornplug.store.base import Store
 
@@ -43,17 +44,35 @@ class EmbeddingRef:
     """Who ran the tower: "ran" (this request), "joined" (another's) or "reused" (nobody)."""
     seconds: float
     """The service's time from receipt to answer."""
+    voucher: str | None = None
+    """Signed by the service: which model made this of which medium, see `encoder_service.voucher`."""
     _data: memoryview = field(repr=False)
     _expires: float = field(repr=False, default=math.inf)
     _end_lease: list[weakref.finalize[..., EmbeddingRef]] = field(repr=False, default_factory=list)
 
     @classmethod
     def inline(
-        cls, *, key: bytes, shape: tuple[int, ...], dtype: str, tower: str, seconds: float, data: bytes
+        cls,
+        *,
+        key: bytes,
+        shape: tuple[int, ...],
+        dtype: str,
+        tower: str,
+        seconds: float,
+        data: bytes,
+        voucher: str | None = None,
     ) -> EmbeddingRef:
         """A reference to bytes that came with the answer. ValueError when they do not fill the shape."""
         _check_size(dtype, shape, len(data))
-        return cls(key=key, shape=shape, dtype=dtype, tower=tower, seconds=seconds, _data=memoryview(data))
+        return cls(
+            key=key,
+            shape=shape,
+            dtype=dtype,
+            tower=tower,
+            seconds=seconds,
+            voucher=voucher,
+            _data=memoryview(data),
+        )
 
     @property
     def in_store(self) -> bool:
@@ -90,6 +109,10 @@ class EmbeddingRef:
             flat = torch.frombuffer(self.data, dtype=getattr(torch, self.dtype))
         return flat.reshape(self.shape)
 
+    def as_vllm_part(self, *, by_value: bool = False) -> dict[str, object]:
+        """A content part for vLLM's OpenAI API, in the picture's place. See `request_parts.vllm_part`."""
+        return request_parts.vllm_part(self, by_value=by_value)
+
     def close(self) -> None:
         """End the lease now. Arrays and tensors made before must not be read any more."""
         for end in self._end_lease:
@@ -102,6 +125,7 @@ def leased(
     *,
     tower: str,
     seconds: float,
+    voucher: str | None = None,
     lease_s: float = LEASE_S,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
@@ -136,6 +160,7 @@ def leased(
         dtype=header.dtype,
         tower=tower,
         seconds=seconds,
+        voucher=voucher,
         _data=data.toreadonly(),
         _expires=started + lease_s,
     )

@@ -1,12 +1,13 @@
 """Everything that knows a version of vLLM: the tested range and the seams we patch.
 
-vLLM offers entry points, connector classes and metrics hooks; those need no patch. Three
+vLLM offers entry points, connector classes and metrics hooks; those need no patch. Some
 things have no hook in 0.32 and are wrapped here, each idempotent and each a thin shell over
 the original:
 
 * `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
-* `EngineCore.collective_rpc`: to learn that somebody replaced the weights.
+* `ImageEmbeddingMediaIO.load_base64`: vouchers in the place of embeddings;
+* `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that somebody replaced the weights.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ encoder cache, its prefix blocks and every connector. In the API process we put 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. What we cannot digest (video and audio in this
+which also repairs the engine's own caches. An embedding that came by voucher (`vouchers.py`) gets
+the identifier of its picture. What we cannot digest (video and audio in this
 release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
 like ours, and is shared with nobody.
 """
@@ -25,12 +26,15 @@ from PIL import Image
 
 from cornplug.config import read_secret
 from cornplug.encoder_service.media import digest_image
+from cornplug.engine_side.model import dtype_name
 from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.model import tower_identity
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.vouchers import PREFIX as VOUCHER
+from cornplug.vllm_connector.vouchers import Vouchers, is_voucher
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +66,16 @@ class Identifiers:
     """Identity of this API process's model, and the names it gives to media."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
-        self._secret = read_secret(settings(extra).store.secret_file)
+        ours = settings(extra)
+        self._secret = read_secret(ours.store.secret_file)
+        ec = config.ec_transfer_config
+        self.vouchers = Vouchers(
+            ours,
+            self._secret,
+            self._known_identity,
+            dtype=dtype_name(config.model_config.dtype),
+            alone=ec is None or ec.ec_connector == EC_CONNECTOR,
+        )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._identity: bytes | None = None
         self._ready = threading.Event()
@@ -78,6 +91,10 @@ class Identifiers:
             compat.logger.warning("cornplug: embeddings of this engine are not shared: %s", e)
         finally:
             self._ready.set()
+
+    def _known_identity(self) -> bytes | None:
+        self._ready.wait(_FIRST_READ_S)
+        return self._identity
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         """`mm_hash` of one picture, None where it has no digest.
@@ -103,7 +120,12 @@ class Identifiers:
             return self._uuids.get(uuid) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None) -> str:
-        """The identifier that belongs to a `mm_hash` of ours."""
+        """The identifier that belongs to a `mm_hash` of ours.
+
+        Raises VLLMValidationError for a voucher of another salt.
+        """
+        if VOUCHER in mm_hash:
+            return PREFIX + self.vouchers.key(mm_hash, salt).hex()
         self._ready.wait(_FIRST_READ_S)
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         if self._identity is None:
@@ -151,15 +173,18 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
     active = _active
     if active is None:
         return theirs
-    from vllm.multimodal.parse import ProcessorBatchItems
+    from vllm.multimodal.parse import DictEmbeddingItems, EmbeddingItems, ProcessorBatchItems
 
     uuids = inputs.mm_uuid_items or {}
     options = active.options(inputs.hf_processor_mm_kwargs)
     ours: dict[str, list[str]] = {}
     for modality, names in theirs.items():
         items = inputs.mm_data_items[modality]
+        if isinstance(items, EmbeddingItems | DictEmbeddingItems):
+            found = (active.vouchers.name(items.get(i), modality, options) for i in range(len(names)))
+            ours[modality] = [known or _foreign(name) for known, name in zip(found, names, strict=True)]
+            continue
         given = uuids.get(modality) or [None] * len(names)
-        # Embeddings that a client brings are of no tower that we know.
         pictures = modality == "image" and isinstance(items, ProcessorBatchItems)
         ours[modality] = [
             (active.media_name(items.get(i), given[i], options) if pictures else None) or _foreign(name)
@@ -170,7 +195,13 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 def _foreign(name: str) -> str:
     """vLLM's own name, which may be a client's uuid, unable to pass for one of ours."""
-    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL)) else name
+    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL, VOUCHER)) else name
+
+
+def _load_embedding(original: Callable[..., Any], this: Any, media_type: str, data: str) -> Any:
+    if _active is not None and is_voucher(data):
+        return _active.vouchers.load(data)
+    return original(this, media_type, data)
 
 
 def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +209,10 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
     active = _active
     if active is not None:
         for feature in request.mm_features or ():
+            if feature.mm_hash.startswith(VOUCHER):
+                feature.identifier = active.identifier(feature.identifier, request.cache_salt)
             # A LoRA on the tower prefixes the identifier; such an embedding is nobody else's.
-            if feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
+            elif feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
                 feature.identifier = active.identifier(feature.mm_hash, request.cache_salt)
     return request
 
@@ -188,4 +221,5 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.engine.input_processor", "InputProcessor.__init__", _input_processor_init),
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _process_inputs),
     ("vllm.multimodal.processing.processor", "BaseMultiModalProcessor._get_mm_hashes", _get_mm_hashes),
+    ("vllm.multimodal.media.image", "ImageEmbeddingMediaIO.load_base64", _load_embedding),
 )

@@ -75,7 +75,16 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
     return original(core, level, *args, **kwargs)
 
 
+def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the API process, which names pictures and takes vouchers."""
+    if method not in _HARMLESS:
+        note_replaced(method if isinstance(method, str) else "a collective_rpc callable")
+    return original(llm, method, *args, **kwargs)
+
+
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.engine.core", "EngineCore.collective_rpc", _collective_rpc),
     ("vllm.v1.engine.core", "EngineCore.sleep", _sleep),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _rpc_of_api),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.sleep", _sleep),
 )

@@ -193,12 +193,6 @@ def test_a_picture_as_an_array(active: Identifiers) -> None:
     assert identifiers._media_digest({"image_embeds": 1}) is None
 
 
-def test_embeddings_that_a_client_brings_are_not_shared(active: Identifiers) -> None:
-    found = names({"image": torch.ones(1, 4, 64)})["image"]
-    assert [key_of(name) for name in found] == [None]
-    assert final(active, found[0]) == found[0]
-
-
 def test_video_and_audio_keep_vllms_names(active: Identifiers) -> None:
     data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": picture(1)}
     items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)

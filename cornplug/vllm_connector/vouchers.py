@@ -1,0 +1,174 @@
+"""Embeddings that an app sends instead of pictures: by voucher, or by value where the operator allows it.
+
+    part ──vLLM loads its tensors──> `load_embedding`: a voucher becomes the store's rows
+         ──vLLM names its items───> `name`: rows that a voucher brought get the picture's name
+         ──the request's salt────> `identifier`: the key is made here, and must be the voucher's
+
+A voucher is believed where the store's secret signed it, for this engine's own model. Its key only says
+where the rows lie. What cannot be had or believed ends the request with a 400: there are no pixels.
+
+With a connector like ours vLLM 0.32 takes embeddings from anybody, and even requests that leave
+them out, trusting that a connector has them; its worker dies of the latter. So both are refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import torch
+from vllm.exceptions import VLLMValidationError
+
+from cornplug.config import Config
+from cornplug.encoder_service import voucher
+from cornplug.encoder_service.voucher import Voucher
+from cornplug.engine_side.model import dtype_name
+from cornplug.engine_side.tensors import raw_bytes
+from cornplug.errors import CornplugError
+from cornplug.identity import embedding_key
+from cornplug.store import entry
+from cornplug.store.base import Store
+from cornplug.store.pool import PoolStore
+from cornplug.vllm_connector import weights
+
+PREFIX: Final = "cpv1-"
+"""Of a `mm_hash`: the media digest and the voucher's key follow. No name that a picture has: vLLM keeps
+processed inputs by it, and these are others."""
+_OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
+_KEPT: Final = 65536
+"""Embeddings whose voucher is remembered; a few hundred bytes each."""
+
+
+class Vouchers:
+    """What vouchers brought into this API process. Thread-safe: vLLM loads in threads."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        identity: Callable[[], bytes | None],
+        *,
+        dtype: str,
+        alone: bool = True,
+    ) -> None:
+        """`identity` gives this engine's tower's, None while or where nobody knows it. Not `alone`: the
+        encoder connector is somebody else's, who may have what a request leaves out."""
+        self._config = config
+        self._secret = secret
+        self._identity = identity
+        self._dtype = dtype
+        self._alone = alone
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._brought: OrderedDict[bytes, Voucher] = OrderedDict()
+        """Digest of rows and grid -> what they are."""
+
+    def load(self, text: str) -> torch.Tensor:
+        """The rows that a voucher stands for. Raises VLLMValidationError."""
+        try:
+            claims = Voucher.checked(text, self._secret, now=time.time())
+            found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.patience_s)
+        except CornplugError as e:
+            raise _refused(str(e)) from e
+        identity = self._identity()
+        if claims.identity != identity or claims.dtype != self._dtype or weights.replaced():
+            here = "unknown" if identity is None else identity.hex()[:12]
+            raise _refused(
+                "the voucher's embedding is of another model, dtype or preprocessing than this server's: "
+                f"{claims.identity.hex()[:12]}, not {here}"
+            )
+        if found is None:
+            raise _refused("the store has this embedding no more: encode again, or send it by value")
+        header, payload = found
+        if header.dtype != claims.dtype or len(header.shape) != 2:
+            raise _refused(f"the store's entry is {header.dtype} {header.shape}")
+        dtype = getattr(torch, header.dtype)
+        if len(payload) != math.prod(header.shape) * dtype.itemsize:
+            raise _refused("the store's entry is not as long as it says")
+        rows = torch.frombuffer(payload, dtype=dtype).view(header.shape)
+        digest = _digest(rows, claims.grid)
+        with self._lock:
+            self._brought[digest] = claims
+            self._brought.move_to_end(digest)
+            while len(self._brought) > _KEPT:
+                self._brought.popitem(last=False)
+        return rows
+
+    def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
+        """The `mm_hash` of an embedding item; None for one by value, where the operator takes those.
+
+        Raises VLLMValidationError for what this server does not take.
+        """
+        rows = item.get(f"{modality}_embeds") if isinstance(item, Mapping) else item
+        if not isinstance(rows, torch.Tensor):
+            if not self._alone:
+                return None
+            raise _refused(f"{modality}_embeds: the embedding itself is missing", modality)
+        grid = item.get(f"{modality}_grid_thw") if isinstance(item, Mapping) else None
+        claims = self._known(rows, tuple(grid.flatten().tolist()) if isinstance(grid, torch.Tensor) else ())
+        if claims is None or claims.modality != modality:
+            if self._config.engine.embeddings_by_value or not self._alone:
+                return None
+            raise _refused(
+                f"{modality}_embeds: this server takes embeddings by voucher only, with the grid that it "
+                "names; start it with --enable-mm-embeds to take any",
+                modality,
+            )
+        if options:
+            raise _refused(f"mm_processor_kwargs {sorted(options)}: the embedding was made without", modality)
+        return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
+
+    def key(self, mm_hash: str, salt: str | None) -> bytes:
+        """The embedding key of a `mm_hash` of ours.
+
+        Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
+        changed: the voucher's embedding was made without.
+        """
+        found = _OURS.fullmatch(mm_hash)
+        identity = self._identity()
+        if found is None or identity is None:
+            raise _refused(
+                "an embedding made without adapters is none of a model with an adapter on its tower"
+            )
+        media, claimed = (bytes.fromhex(text) for text in found.groups())
+        key = embedding_key(self._secret, identity, media, salt)
+        if key != claimed:
+            raise _refused("the voucher is of another salt than this request's cache_salt", "cache_salt")
+        return key
+
+    def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> Voucher | None:
+        if not self._brought or rows.ndim != 2:
+            return None
+        digest = _digest(rows.detach().cpu().contiguous(), grid)
+        with self._lock:
+            return self._brought.get(digest)
+
+    def _opened(self) -> Store:
+        with self._lock:
+            if self._store is None:
+                # The engine starts one where there is none; a voucher alone is no reason to.
+                self._store = PoolStore(self._config.store, autostart=False)
+            return self._store
+
+
+def is_voucher(data: object) -> bool:
+    """Whether a part's text claims to be one."""
+    return isinstance(data, str) and data.startswith(voucher.PREFIX)
+
+
+def _digest(rows: torch.Tensor, grid: tuple[int, ...]) -> bytes:
+    hasher = hashlib.sha256(f"{dtype_name(rows.dtype)} {tuple(rows.shape)} ".encode())
+    hasher.update(struct.pack(f">{len(grid)}q", *grid))
+    hasher.update(raw_bytes(rows))
+    return hasher.digest()
+
+
+def _refused(message: str, parameter: str = "image_embeds") -> VLLMValidationError:
+    return cast(VLLMValidationError, VLLMValidationError(f"cornplug: {message}", parameter=parameter))

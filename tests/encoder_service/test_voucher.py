@@ -1,0 +1,195 @@
+"""Vouchers: what the service signs, what nobody can change, and the request parts made of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug import identity
+from cornplug.config import Config
+from cornplug.encoder_service import media
+from cornplug.encoder_service.client import EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.voucher import PREFIX, Voucher
+from cornplug.errors import CodecError, EncoderRefused
+from cornplug.store.memory import MemoryStore
+
+from .conftest import SECRET, MakeEncoder, picture
+
+VOUCHER = Voucher(
+    family="qwen2_vl",
+    modality="image",
+    identity=bytes(32),
+    media=bytes([1]) * 32,
+    key=bytes([2]) * 32,
+    dtype="float32",
+    grid=(1, 4, 6),
+    expires=2000.0,
+)
+TEXT = VOUCHER.signed(SECRET)
+
+
+def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
+    with pytest.raises(CodecError) as e:
+        Voucher.checked(text, secret, now=now)
+    return e.value.reason
+
+
+def test_what_was_signed_is_read_and_believed() -> None:
+    assert Voucher.read(TEXT) == Voucher.checked(TEXT, SECRET, now=1999.0) == VOUCHER
+    assert len(TEXT) < 1000
+    assert TEXT.isascii()
+    assert not set(TEXT) & set(' ",;=/+\r\n')
+
+
+def test_another_secret_and_another_day_are_not_believed() -> None:
+    assert reason(TEXT, b"t" * 32) == "voucher_proof"
+    assert reason(TEXT, now=2000.0) == "voucher_expired"
+    assert reason(replace_claims(TEXT, {"expires": 9e9})) == "voucher_proof"
+
+
+def replace_claims(text: str, changes: dict[str, Any]) -> str:
+    """A voucher with other claims under the old proof."""
+    _, claims, proof = text.split(".")
+    said = msgspec.json.decode(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
+    forged = base64.urlsafe_b64encode(msgspec.json.encode({**said, **changes})).rstrip(b"=").decode()
+    return f"{PREFIX}{forged}.{proof}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"identity": base64.b64encode(b"i" * 32).decode()},
+        {"media": base64.b64encode(b"m" * 32).decode()},
+        {"key": base64.b64encode(b"k" * 32).decode()},
+        {"grid": [1, 6, 4]},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_no_claim_can_be_changed(changes: dict[str, Any]) -> None:
+    assert reason(replace_claims(TEXT, changes)) == "voucher_proof"
+
+
+@given(st.integers(0, len(TEXT) - 1), st.characters(codec="ascii"))
+def test_no_character_can_be_changed(at: int, other: str) -> None:
+    changed = TEXT[:at] + other + TEXT[at + 1 :]
+    try:
+        found = Voucher.checked(changed, SECRET, now=1000.0)
+    except CodecError:
+        return
+    # The last character of base64 has bits that say nothing.
+    assert found == VOUCHER
+
+
+@given(st.text(max_size=200).map(lambda text: PREFIX + text) | st.text(max_size=50))
+def test_anything_else_is_no_voucher(text: str) -> None:
+    assert reason(text) in ("voucher", "voucher_proof")
+
+
+def test_digests_of_a_wrong_length_are_no_voucher() -> None:
+    assert reason(msgspec.structs.replace(VOUCHER, key=b"short").signed(SECRET)) == "voucher"
+
+
+# -- the service's ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(make_encoder: MakeEncoder, config: Config) -> Any:
+    app = create_app(make_encoder(), config.encoder, secret=SECRET)
+    with EncoderClient("http://e", transport=httpx.ASGITransport(app)) as client:
+        yield client
+
+
+def test_the_service_says_what_it_computed(
+    client: EncoderClient, llava_pair: tuple[Path, Path], qwen: Path
+) -> None:
+    for model in (llava_pair[0], qwen):
+        ref = client.encode(picture(1), model=str(model), salt="tenant")
+        assert ref.voucher is not None
+        said = Voucher.checked(ref.voucher, SECRET, now=time.time())
+        served = next(row for row in client.models() if row["name"] == str(model))
+        assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
+        assert said.media == media.digest_image(picture(1))
+        assert said.key == ref.key
+        assert said.key == identity.embedding_key(SECRET, said.identity, said.media, "tenant")
+        assert said.dtype == ref.dtype
+        if model == qwen:
+            assert said.grid[0] == 1
+            assert said.grid[1] * said.grid[2] == 4 * ref.shape[0]
+        else:
+            assert said.grid == ()
+
+
+def test_a_reference_into_the_store_has_one_too(
+    make_encoder: MakeEncoder, config: Config, qwen: Path, memory_store: MemoryStore
+) -> None:
+    app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
+    mine = memory_store.connect()
+    with EncoderClient("http://e", transport=httpx.ASGITransport(app), store=mine) as client:
+        ref = client.encode(picture(1), model=str(qwen))
+    assert ref.in_store
+    assert ref.voucher is not None
+    assert Voucher.read(ref.voucher).key == ref.key
+
+
+# -- request parts ---------------------------------------------------------------------------------
+
+
+def ref_of(voucher: Voucher | None, dtype: str = "float32") -> EmbeddingRef:
+    rows = np.arange(6 * 8, dtype="<u2" if dtype == "bfloat16" else dtype)
+    text = None if voucher is None else voucher.signed(SECRET)
+    return EmbeddingRef.inline(
+        key=VOUCHER.key,
+        shape=(6, 8),
+        dtype=dtype,
+        tower="ran",
+        seconds=0.0,
+        data=rows.tobytes(),
+        voucher=text,
+    )
+
+
+def test_a_part_by_voucher_is_small() -> None:
+    part = ref_of(VOUCHER).as_vllm_part()
+    assert part == {
+        "type": "image_embeds",
+        "image_embeds": {"image_embeds": TEXT, "image_grid_thw": [1, 4, 6]},
+    }
+    llava = msgspec.structs.replace(VOUCHER, family="llava", grid=())
+    assert ref_of(llava).as_vllm_part() == {"type": "image_embeds", "image_embeds": llava.signed(SECRET)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
+    ref = ref_of(msgspec.structs.replace(VOUCHER, family="llava", grid=(), dtype=dtype), dtype)
+    data = ref.as_vllm_part(by_value=True)["image_embeds"]
+    assert isinstance(data, str)
+    np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(data))), ref.numpy())
+
+
+@pytest.mark.parametrize(
+    ("family", "modality"), [("qwen3_vl", "image"), ("gemma3", "image"), ("qwen2_vl", "video")]
+)
+def test_what_vllm_does_not_take_is_refused_by_name(family: str, modality: Any) -> None:
+    ref = ref_of(msgspec.structs.replace(VOUCHER, family=family, modality=modality))
+    with pytest.raises(EncoderRefused, match=family) as e:
+        ref.as_vllm_part()
+    assert e.value.reason == "unsupported"
+    assert modality in str(e.value)
+
+
+def test_without_a_voucher_there_is_no_part() -> None:
+    with pytest.raises(EncoderRefused) as e:
+        replace(ref_of(VOUCHER), voucher=None).as_vllm_part(by_value=True)
+    assert e.value.reason == "no_voucher"

@@ -1,0 +1,354 @@
+"""Embeddings in requests, by vLLM's own loading, parsing and naming: by voucher, by value, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser
+from vllm.multimodal.media.connector import MediaConnector
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.multimodal.processing.inputs import ProcessorInputs
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.codec import Kind
+from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.encoder_service.voucher import Voucher
+from cornplug.identity import embedding_key
+from cornplug.store import entry
+from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector import compat, identifiers, weights
+from cornplug.vllm_connector.flags import _create_engine_config
+from cornplug.vllm_connector.identifiers import Identifiers, key_of
+
+from .test_identifiers import SECRET, config, llava, picture  # noqa: F401
+
+MEDIA = b"m" * 32
+GRID = (1, 4, 6)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=1 << 20)
+
+
+Make = Callable[..., Identifiers]
+
+
+@pytest.fixture
+def make(
+    llava: Path,  # noqa: F811
+    tmp_path: Path,
+    store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Make:
+    """The names that an API process gives, with our seams in vLLM for the length of the test."""
+    for module, target, wrapper in identifiers.WRAPS:
+        if target == "ImageEmbeddingMediaIO.load_base64":
+            from vllm.multimodal.media.image import ImageEmbeddingMediaIO
+
+            monkeypatch.setattr(ImageEmbeddingMediaIO, "load_base64", ImageEmbeddingMediaIO.load_base64)
+            compat.wrap(module, target, wrapper)
+
+    def make(**fields: Any) -> Identifiers:
+        secret = tmp_path / "secret"
+        secret.write_bytes(SECRET)
+        extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
+        made = Identifiers(config(llava, **fields), extra)
+        made.vouchers._store = store.connect()
+        monkeypatch.setattr(identifiers, "_active", made)
+        return made
+
+    return make
+
+
+def identity_of(path: Path) -> bytes:
+    return Checkpoint.open(path).identity("float32").identity
+
+
+def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **changes: Any) -> EmbeddingRef:
+    """What the service answers: rows in the store under the key, and a voucher."""
+    rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
+    key = embedding_key(SECRET, identity, MEDIA, salt)
+    entry.put(
+        store.connect(), rows.tobytes(), kind=Kind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
+        app="t", deadline_s=1,
+    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "family": "llava",
+        "modality": "image",
+        "identity": identity,
+        "media": MEDIA,
+        "key": key,
+        "dtype": "float32",
+        "grid": (),
+        "expires": time.time() + 60,
+    }
+    secret = changes.pop("secret", SECRET)
+    voucher = Voucher(**{**fields, **changes}).signed(secret)
+    return EmbeddingRef.inline(
+        key=key, shape=(6, 64), dtype="float32", tower="ran", seconds=0, data=rows.tobytes(), voucher=voucher
+    )
+
+
+def loaded(part: dict[str, Any]) -> Any:
+    """A content part's tensors, by vLLM's loader, both ways it is called."""
+    embeds = part["image_embeds"]
+    connector = MediaConnector()
+    if isinstance(embeds, str):
+        found = connector.fetch_image_embedding(embeds)
+        assert torch.equal(found, asyncio.run(connector.fetch_image_embedding_async(embeds)))
+        return found
+    return {
+        name: connector.fetch_image_embedding(value) if isinstance(value, str) else torch.tensor([value])
+        for name, value in embeds.items()
+    }
+
+
+def names(data: Any, **kwargs: Any) -> list[str]:
+    """What items are called, by vLLM's parser for LLaVA (a tensor) or Qwen2-VL (a dictionary)."""
+    if isinstance(data, dict):
+        parser: Any = Qwen2VLMultiModalDataParser(
+            2, expected_hidden_size=64, allow_missing_mm_embeddings=True
+        )
+    else:
+        parser = MultiModalDataParser(expected_hidden_size=64)
+        data = data.unsqueeze(0) if isinstance(data, torch.Tensor) else data
+    inputs = ProcessorInputs([1], parser.parse_mm_data({"image": data}), None, hf_processor_mm_kwargs=kwargs)
+    found = identifiers._get_mm_hashes(
+        lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs
+    )
+    return found["image"]
+
+
+def final(mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
+    feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
+    request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
+    identifiers._process_inputs(lambda this, request: request, None, request)
+    return feature.identifier
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_voucher_is_the_picture_itself_to_the_engine(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+    salt: str | None,
+) -> None:
+    make()
+    ref = kept(store, identity_of(llava), salt=salt)
+    rows = loaded(ref.as_vllm_part())
+    np.testing.assert_array_equal(rows.numpy(), ref.numpy())
+    [name] = names(rows)
+    # vLLM's processor cache must not take it for the picture: its inputs are others.
+    assert key_of(name) is None
+    assert key_of(final(name, salt)) == ref.key
+    assert names(loaded(kept(store, identity_of(llava), salt=salt).as_vllm_part())) == [name]
+
+
+def test_a_grid_belongs_to_the_embedding(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    make()
+    ref = kept(store, identity_of(llava), family="qwen2_vl", grid=GRID)
+    part = ref.as_vllm_part()
+    [name] = names(loaded(part))
+    assert key_of(final(name)) == ref.key
+    part["image_embeds"]["image_grid_thw"] = [1, 6, 4]
+    with pytest.raises(VLLMValidationError, match="by voucher only"):
+        names(loaded(part))
+
+
+def test_tenants_do_not_exchange_vouchers(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    make()
+    [name] = names(loaded(kept(store, identity_of(llava), salt="a").as_vllm_part()))
+    for salt in (None, "", "b"):
+        with pytest.raises(VLLMValidationError, match="salt"):
+            final(name, salt)
+
+
+def test_what_cannot_be_believed_or_had_is_a_clear_error(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    here = make()
+    right = identity_of(llava)
+    wrong = {
+        "not signed": kept(store, right, secret=b"x" * 32),
+        "expired": kept(store, right, expires=time.time() - 1),
+        "another model": kept(store, b"i" * 32),
+        "of another model, dtype": kept(store, right, dtype="bfloat16"),
+        "no more": kept(store, right, key=b"k" * 32),
+    }
+    for message, ref in wrong.items():
+        with pytest.raises(VLLMValidationError, match=message):
+            loaded(ref.as_vllm_part())
+    with pytest.raises(VLLMValidationError, match="no voucher"):
+        here.vouchers.load("cornplug1.xyz")
+    store.connect().delete([kept(store, right).key], deadline_s=1)
+    with pytest.raises(VLLMValidationError, match="no more"):
+        loaded({"image_embeds": kept_voucher_only(right)})
+    # As vLLM's API process learns it.
+    weights._rpc_of_api(lambda *args: None, SimpleNamespace(), "list_loras")
+    assert loaded(kept(store, right).as_vllm_part()) is not None
+    weights._rpc_of_api(lambda *args: None, SimpleNamespace(), "update_weights")
+    with pytest.raises(VLLMValidationError, match="another model"):
+        loaded(kept(store, right).as_vllm_part())
+
+
+def kept_voucher_only(identity: bytes) -> str:
+    voucher = Voucher(
+        family="llava",
+        modality="image",
+        identity=identity,
+        media=b"n" * 32,
+        key=b"n" * 32,
+        dtype="float32",
+        grid=(),
+        expires=time.time() + 60,
+    )
+    return voucher.signed(SECRET)
+
+
+def test_a_store_that_is_gone_is_an_error_in_time(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    here = make()
+    ref = kept(store, identity_of(llava))
+    here.vouchers._store = None  # opened anew: nobody serves this test's socket
+    started = time.monotonic()
+    with pytest.raises(VLLMValidationError):
+        loaded(ref.as_vllm_part())
+    assert time.monotonic() - started < 3
+
+
+def test_embeddings_by_value_need_the_operators_word(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    """vLLM turns --enable-mm-embeds on for any connector that loads embeddings."""
+    make()
+    part = kept(store, identity_of(llava)).as_vllm_part(by_value=True)
+    rows = loaded(part)
+    with pytest.raises(VLLMValidationError, match="--enable-mm-embeds"):
+        names(rows)
+    make(extra={"engine.embeddings_by_value": True})
+    [name] = names(rows)
+    assert key_of(final(name)) is None, "nobody says what it is of"
+
+
+def test_the_operators_word_reaches_the_api_process() -> None:
+    def config(asked: bool) -> dict[str, Any]:
+        made = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_connector="CornplugConnector", kv_connector_extra_config={}
+            ),
+            ec_transfer_config=SimpleNamespace(
+                ec_connector="CornplugECConnector", ec_connector_extra_config={}
+            ),
+            model_config=SimpleNamespace(is_multimodal_model=True),
+        )
+        _create_engine_config(lambda args: made, SimpleNamespace(enable_mm_embeds=asked))
+        assert made.kv_transfer_config.kv_connector_extra_config == (
+            made.ec_transfer_config.ec_connector_extra_config
+        )
+        return made.ec_transfer_config.ec_connector_extra_config
+
+    assert config(True) == {"engine.embeddings_by_value": True}
+    assert config(False) == {}
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_request_that_leaves_the_embedding_out_is_refused(make: Make, by_value: bool) -> None:
+    """vLLM trusts that a connector like ours has it; its worker dies where it has not."""
+    make(extra={"engine.embeddings_by_value": by_value})
+    with pytest.raises(VLLMValidationError, match="missing"):
+        names({"image_grid_thw": torch.tensor([GRID])})
+
+
+def test_another_encoder_connector_may_have_what_is_left_out(make: Make) -> None:
+    kv = SimpleNamespace(kv_connector="CornplugConnector", kv_connector_extra_config={})
+    make(ec="Other", kv=kv)
+    [name] = names({"image_grid_thw": torch.tensor([GRID])})
+    assert key_of(name) is None
+
+
+def test_nobodys_rows_pass_for_a_vouchers(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    make(extra={"engine.embeddings_by_value": True})
+    ref = kept(store, identity_of(llava))
+    rows = loaded(ref.as_vllm_part())
+    [name] = names(rows)
+    assert names(rows.clone()) == [name], "equal bytes are the same embedding, whoever sends them"
+    forged = rows.clone()
+    forged[0, 0] += 1
+    assert names(forged) != [name]
+    assert key_of(final(names(forged)[0])) is None
+    assert final(f"foreign-{name}") == f"foreign-{name}"
+
+
+def test_a_uuid_never_passes_for_a_vouchers_name(make: Make) -> None:
+    made = make()
+    claimed = f"cpv1-{MEDIA.hex()}-{bytes(32).hex()}"
+    assert identifiers._foreign(claimed) == f"foreign-{claimed}"
+    assert key_of(final(f"foreign-{claimed}")) is None
+    with pytest.raises(VLLMValidationError):
+        made.identifier(claimed, None)
+
+
+def test_arguments_and_adapters_make_another_embedding(
+    make: Make,
+    llava: Path,  # noqa: F811
+    store: MemoryStore,
+) -> None:
+    make()
+    rows = loaded(kept(store, identity_of(llava)).as_vllm_part())
+    with pytest.raises(VLLMValidationError, match="size"):
+        names(rows, size=28)
+    [name] = names(rows)
+    with pytest.raises(VLLMValidationError, match="adapter"):
+        final(name, identifier=f"7:{name}")
+
+
+def test_without_us_a_voucher_is_no_embedding() -> None:
+    """A stock engine's answer to one: an error, as to any bytes that are no tensor."""
+    text = msgspec.structs.replace(Voucher.read(kept_voucher_only(b"i" * 32))).signed(SECRET)
+    with pytest.raises(ValueError, match=r"base64|character|Invalid|Non"):
+        MediaConnector().fetch_image_embedding(text)
+
+
+def test_a_value_of_numpys_form_is_what_vllm_loads() -> None:
+    out = io.BytesIO()
+    np.save(out, np.ones((2, 3), "<f2"))
+    found = MediaConnector().fetch_image_embedding(base64.b64encode(out.getvalue()).decode())
+    assert torch.equal(found, torch.ones(2, 3, dtype=torch.float16))
+
+
+def test_pictures_are_named_as_before(make: Make) -> None:
+    make()
+    [name] = names([picture(1)])
+    assert key_of(name) is not None
