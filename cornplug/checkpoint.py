@@ -93,15 +93,21 @@ class Checkpoint:
         A tower counts up to the cut only (`Family.before_cut`). A model of no known family
         is all language model. Raises CheckpointError as `locate`, and "unreadable", "changed".
         """
-        rows = self._part(part)
-        wanted: dict[Path, dict[str, TensorEntry]] = {}
-        for file, name, entry in rows.values():
-            wanted.setdefault(file, {})[name] = entry
-        digests = tensor_digests(wanted)
-        return tensors_fingerprint(
-            (normal, entry.dtype, entry.shape, digests[file][name])
-            for normal, (file, name, entry) in rows.items()
-        )
+        return _fingerprint(self._part(part))
+
+    def whole_fingerprint(self) -> bytes:
+        """Fingerprint of every weight, cut or not: of a model whose parts nobody can tell apart.
+
+        The same as `fingerprint("language_model")` for a family that is not known.
+        """
+        rows = {
+            name if part == "language_model" else f"{part}/{name}": row
+            for part, of_part in self._parts.items()
+            for name, row in of_part.items()
+        }
+        if not rows:
+            raise CheckpointError(f"{self.path} has no tensors.", reason="no_weights")
+        return _fingerprint(rows)
 
     def locate(self, part: Part) -> dict[str, tuple[Path, str]]:
         """Normalised name -> (file, name in that file) of a part's tensors up to the cut.
@@ -266,3 +272,14 @@ def _tensors_below(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Pat
         for prefix in prefixes
         if name.startswith(prefix)
     }
+
+
+def _fingerprint(rows: Mapping[str, tuple[Path, str, TensorEntry]]) -> bytes:
+    wanted: dict[Path, dict[str, TensorEntry]] = {}
+    for file, name, entry in rows.values():
+        wanted.setdefault(file, {})[name] = entry
+    digests = tensor_digests(wanted)
+    return tensors_fingerprint(
+        (normal, entry.dtype, entry.shape, digests[file][name])
+        for normal, (file, name, entry) in rows.items()
+    )

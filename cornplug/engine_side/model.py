@@ -27,6 +27,8 @@ class TowerIdentity:
     served_identity: bytes | None
     """The identity that an encoder service would list for this model; None where only this
     very model's engines can share (unknown family, or settings that the service lacks)."""
+    picture_inputs: tuple[str, ...] = ()
+    """What the service takes of a picture: the processor's outputs by name."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -72,7 +74,9 @@ class EngineModel:
             if e.reason != "unknown_family":
                 raise
             return TowerIdentity(overridden(self._whole_model(), self.overrides), None)
-        return TowerIdentity(overridden(identity, self.overrides), None if self.overrides else identity)
+        served = None if self.overrides else identity
+        inputs = self.checkpoint.family.inputs.get("image", ())
+        return TowerIdentity(overridden(identity, self.overrides), served, inputs)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
         """(language model fingerprint, KV spec without the page geometry). Reads weights once.
@@ -92,7 +96,7 @@ class EngineModel:
     def _whole_model(self) -> bytes:
         """For a family that we cannot cut: every weight and every setting counts, so only
         engines of the very same checkpoint share."""
-        weights = self.checkpoint.fingerprint("language_model")
+        weights = self.checkpoint.whole_fingerprint()
         spec = spec_fingerprint(
             {
                 "whole": self.checkpoint.config,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.engine_side.backoff import BackOff
+from cornplug.engine_side.model import TowerIdentity
 from cornplug.engine_side.runtime import Runtime
 from cornplug.engine_side.tensors import to_wire
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
@@ -31,8 +33,6 @@ from cornplug.store import entry
 
 WHAT: Final = "embedding"
 _SOURCE: Final = "cornplug_source"
-_FIELDS: Final = ("image_grid_thw",)
-"""What a tower needs besides `pixel_values`."""
 
 
 def source_of(item: Any) -> str | None:
@@ -52,15 +52,12 @@ class Asker:
         # Not asyncio's own: those may all be busy decoding pictures.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
-    async def prepare(self, items: list[Any], served: bytes | None, salt: str | None) -> None:
-        """See to it that the store has the embeddings of named items. Never raises.
-
-        `served` is the identity that a service would list for this model, None where none could.
-        """
+    async def prepare(self, items: list[Any], tower: TowerIdentity, salt: str | None) -> None:
+        """See to it that the store has the embeddings of named items of `tower`'s. Never raises."""
         if weights.replaced():
             return
         unlike = {item.identity: item for item in items}
-        sources = await asyncio.gather(*(self._one(item, served, salt) for item in unlike.values()))
+        sources = await asyncio.gather(*(self._one(item, tower, salt) for item in unlike.values()))
         found = dict(zip(unlike, sources, strict=True))
         for item in items:
             if found[item.identity]:
@@ -71,13 +68,13 @@ class Asker:
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(self, item: Any, served: bytes | None, salt: str | None) -> str:
+    async def _one(self, item: Any, tower: TowerIdentity, salt: str | None) -> str:
         """The source of an item's embedding, "" after a counted miss."""
         began = time.monotonic()
         try:
             if await self._in_thread(self._stored, item.identity):
                 return "store"
-            return await self._encoded(item, served, salt, began)
+            return await self._encoded(item, tower, salt, began)
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
             return ""
@@ -85,16 +82,16 @@ class Asker:
             waited = time.monotonic() - began
             self._tally.observe("cornplug_wait_seconds", waited, self._run.app, WHAT)
 
-    async def _encoded(self, item: Any, served: bytes | None, salt: str | None, began: float) -> str:
-        if served is None:
+    async def _encoded(self, item: Any, tower: TowerIdentity, salt: str | None, began: float) -> str:
+        if tower.served_identity is None:
             raise EncoderUnavailable("no service is known to serve this model", reason="not_served")
         if self._backoff.spares(began):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        inputs = await self._in_thread(_inputs, item)
+        inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
         deadline_s = self._run.config.encoder.deadline_s - (time.monotonic() - began)
         request = Encode(
             id=0,
-            identity=served,
+            identity=tower.served_identity,
             key=item.identity,
             salt=salt,
             inputs=inputs,
@@ -135,16 +132,16 @@ class Asker:
             raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")
 
 
-def _inputs(item: Any) -> dict[str, Tensor]:
+def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, Tensor]:
     """Name -> tensor of one item, as its tower gets them. Raises EncoderRefused("no_inputs")."""
-    values = {"pixel_values": item.feature}
-    values |= {name: item.model_specific_data[name] for name in _FIELDS if name in item.model_specific_data}
+    known = {**item.model_specific_data, "pixel_values": item.feature}
+    values = {name: known[name] for name in wanted if name in known}
     found = {}
     for name, value in values.items():
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
-            # For instance a handle to another process's GPU memory.
+            # For instance a handle to another process's GPU memory, or LLaVA's sizes: (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
         found[name] = to_wire(value)
     return found

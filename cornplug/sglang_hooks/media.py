@@ -18,6 +18,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from cornplug.engine_side.model import TowerIdentity
@@ -84,7 +85,7 @@ def _tower_identity(processor: Any) -> TowerIdentity:
         "cornplug: SGLang preprocesses pictures of this model in its own way; their embeddings and KV "
         "are shared among SGLang servers only"
     )
-    return TowerIdentity(overridden(tower.identity, {"sglang_preprocessing": differs}), tower.served_identity)
+    return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
 
 def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
@@ -173,7 +174,7 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
         items = name(mm_inputs, tower, obj)
         if items and tower is not None and active.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
-            await here.asker.prepare(wanted, tower.served_identity, salt_of_request(obj))
+            await here.asker.prepare(wanted, tower, salt_of_request(obj))
     return tokenized
 
 

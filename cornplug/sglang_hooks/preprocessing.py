@@ -22,6 +22,7 @@ from PIL import Image
 from cornplug.engine_side.model import EngineModel, dtype_name
 from cornplug.engine_side.tensors import raw_bytes
 from cornplug.errors import CheckpointError
+from cornplug.families import FAMILIES
 from cornplug.identity import array_digest, digest
 
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
@@ -57,7 +58,8 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
     """
     processor = getattr(processor, "inner", processor)
     try:
-        ours = [_tensors(processor, picture) for picture in probes()]
+        names = _names(model)
+        ours = [_tensors(processor, picture, names) for picture in probes()]
         theirs = _reference(model, ours)
     except _ITS_WORDS as e:
         raise CheckpointError(
@@ -74,14 +76,22 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
     return digest("cornplug-preprocessing-v1", *parts).hex()
 
 
-def _tensors(processor: Any, picture: Image.Image) -> Tensors:
+def _names(model: EngineModel) -> Sequence[str]:
+    """What a tower of this family takes of a picture."""
+    family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
+    return (
+        family.inputs["image"] if family and "image" in family.inputs else ("pixel_values", "image_grid_thw")
+    )
+
+
+def _tensors(processor: Any, picture: Image.Image, names: Sequence[str]) -> Tensors:
     """What SGLang sends to its tower for one picture."""
     from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
     from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 
     if isinstance(processor, LlavaImageProcessor):
         return _llava(processor, picture)
-    found = _called(processor, picture)
+    found = _called(processor, picture, names)
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
         artifact = _artifact(processor, picture)
         if not _agree(artifact, found):
@@ -90,11 +100,11 @@ def _tensors(processor: Any, picture: Image.Image) -> Tensors:
     return found
 
 
-def _called(processor: Any, picture: Image.Image) -> Tensors:
+def _called(processor: Any, picture: Image.Image, names: Sequence[str]) -> Tensors:
     # A clone: other threads use the processor meanwhile.
     clone = copy.deepcopy(processor._processor)
     made = processor.process_mm_data(processor.mm_tokens.image_token, images=[picture], processor=clone)
-    return {name: made[name].cpu() for name in ("pixel_values", "image_grid_thw") if name in made}
+    return {name: made[name].cpu() for name in names if name in made}
 
 
 def _keeps_artifacts(processor: Any) -> bool:
@@ -130,9 +140,11 @@ def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
     image_processor = AutoImageProcessor.from_pretrained(
         model.checkpoint.path, local_files_only=True, trust_remote_code=False
     )
+    family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
+    asked = {**(family.processor_defaults.get("image", {}) if family else {}), **model.processor_kwargs}
     made: list[Tensors] = []
     for picture, found in zip(probes(), ours, strict=True):
-        values = image_processor(images=picture, return_tensors="pt", **model.processor_kwargs)
+        values = image_processor(images=picture, return_tensors="pt", **asked)
         made.append({name: values[name] for name in found if name in values})
     return made
 

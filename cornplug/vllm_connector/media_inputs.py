@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,15 +10,14 @@ import torch
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.engine_side.tensors import to_wire
 from cornplug.errors import EncoderRefused
+from cornplug.families import FAMILIES, Modality
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_FIELDS = ("pixel_values", "image_grid_thw")
-
 
 class MediaInputs:
-    """Takes inputs from vLLM's feature specs.
+    """Takes from vLLM's feature specs what the model's family names, and nothing else.
 
     For some families vLLM 0.32 leaves rescaling and normalising to the device
     (`mm_device_do_normalize`): the processed pixels are then raw uint8. We apply vLLM's own
@@ -30,21 +30,27 @@ class MediaInputs:
 
         with set_current_vllm_config(config):
             self._norm: Any = build_mm_input_norm(config.model_config)
+        family = FAMILIES.get(str(config.model_config.hf_config.model_type))
+        self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, Tensor]:
         """Name -> tensor of one item. Raises EncoderRefused("no_inputs") where vLLM kept none."""
         if feature.data is None:
             raise EncoderRefused("the engine holds no processed inputs for this medium", reason="no_inputs")
+        wanted = self._wanted.get(feature.modality, ())
         found = {}
-        for name in _FIELDS:
+        for name in wanted:
             element = feature.data.get(name)
             if element is not None and isinstance(element.data, torch.Tensor):
-                found[name] = self._tensor(name, element.data)
-        if "pixel_values" not in found:
-            raise EncoderRefused("the medium has no pixel_values", reason="no_inputs")
+                found[name] = self._tensor(element.data)
+        if not wanted or wanted[0] not in found:
+            raise EncoderRefused(
+                f"the engine's {feature.modality} has no {wanted[0] if wanted else 'known inputs'}",
+                reason="no_inputs",
+            )
         return found
 
-    def _tensor(self, name: str, value: torch.Tensor) -> Tensor:
+    def _tensor(self, value: torch.Tensor) -> Tensor:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)

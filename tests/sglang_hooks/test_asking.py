@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
+from cornplug.engine_side.model import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import asking, weights
@@ -43,7 +45,8 @@ class Stage:
             one = item(i)
             one.set_identity(key)
             items.append(one)
-        asyncio.run(self.asker.prepare(items, served, salt))
+        tower = TowerIdentity(b"i" * 32, served, ("pixel_values", "image_grid_thw"))
+        asyncio.run(self.asker.prepare(items, tower, salt))
         return [source_of(one) for one in items]
 
     def publish(self, key: bytes) -> None:
@@ -72,6 +75,23 @@ def encoded(tower: Any = "ran", tensor: Tensor | None = None) -> Callable[[Encod
     return lambda request: Encoded(
         id=1, key=request.key, tower=tower, stored=tensor is None, tensor=tensor, seconds=0.1
     )
+
+
+def test_what_the_family_names_is_sent() -> None:
+    """Not what else SGLang's processor keeps: the service refuses what its tower does not take."""
+    one = item()
+    one.model_specific_data["num_crops"] = torch.tensor([0])
+    assert set(asking._inputs(one, ("pixel_values", "image_grid_thw"))) == {"pixel_values", "image_grid_thw"}
+    assert set(asking._inputs(one, ("pixel_values",))) == {"pixel_values"}
+
+
+def test_llava_s_sizes_are_not_guessed_at() -> None:
+    """SGLang keeps (width, height), where everybody else has (height, width)."""
+    one = item()
+    one.model_specific_data["image_sizes"] = [(70, 60)]
+    with pytest.raises(EncoderRefused) as error:
+        asking._inputs(one, ("pixel_values", "image_sizes"))
+    assert error.value.reason == "no_inputs"
 
 
 def test_what_the_store_has_is_asked_of_nobody(here: Stage) -> None:

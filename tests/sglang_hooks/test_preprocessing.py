@@ -27,8 +27,17 @@ CLIP: dict[str, Any] = {
 }
 
 
+GEMMA: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 56, "width": 56},
+    "do_pan_and_scan": True,
+}
+KINDS = {"Qwen2VLImageProcessor": "qwen2_vl", "CLIPImageProcessor": "llava", "Gemma3ImageProcessor": "gemma3"}
+
+
 def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineModel:
-    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    kind = KINDS[preprocessor["image_processor_type"]]
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)), dtype="float32", max_model_len=128, processor_kwargs=kwargs
@@ -79,6 +88,16 @@ def test_settings_that_the_identity_knows_are_not_peculiar_and_others_are(tmp_pa
     assert other is not None
     assert other == again
     assert other != peculiarity(Processor(tmp_path), known)
+
+
+def test_what_the_processor_class_lays_over_the_file_is_known(tmp_path: Path) -> None:
+    """Gemma 3's asks for no pan and scan, whatever the file says, in SGLang as in transformers."""
+    known = model(tmp_path, GEMMA)
+    asked = known.checkpoint.family.processor_defaults["image"]
+    assert peculiarity(Processor(tmp_path, **asked), known) is None
+    crops = {**asked, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    assert peculiarity(Processor(tmp_path, **crops), known) is not None
+    assert peculiarity(Processor(tmp_path, **crops), model(tmp_path, GEMMA, **crops)) is None
 
 
 def test_sglangs_llava_rounds_pixels(tmp_path: Path) -> None:

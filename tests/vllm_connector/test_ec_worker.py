@@ -173,6 +173,7 @@ def facade(store: MemoryStore | None, role: ECConnectorRole) -> CornplugECConnec
 def inputs(norm: Any) -> MediaInputs:
     made = object.__new__(MediaInputs)
     made._norm = norm
+    made._wanted = {"image": ("pixel_values", "image_grid_thw")}
     return made
 
 
@@ -202,6 +203,29 @@ def test_a_scalar_input() -> None:
     assert int.from_bytes(sent["image_grid_thw"].data, "little") == 7
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sent"),
+    [
+        ("llava", {"pixel_values"}),
+        ("llava_next", {"pixel_values", "image_sizes"}),
+        ("internvl", {"pixel_values"}),
+        ("gemma3", {"pixel_values"}),
+        ("qwen2_vl", {"pixel_values", "image_grid_thw"}),
+    ],
+)
+def test_what_the_family_names_is_sent(model_type: str, sent: set[str]) -> None:
+    """Not what else a processor counts: the service refuses what its tower does not take."""
+    from vllm.config import VllmConfig
+
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(model_type=model_type), multimodal_config=None
+    )
+    made = MediaInputs(config)
+    fields = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+    assert set(made.of(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
+
+
 def test_raw_pixels_are_normalised_as_the_engine_would() -> None:
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
@@ -227,6 +251,7 @@ def norm(mean: list[float], std: list[float]) -> FusedMMInputNorm:
         MultiModalFeatureSpec(None, "image", NAME, PlaceholderRange(0, 4)),
         item(image_grid_thw=torch.ones(3)),
         item(pixel_values=[torch.ones(3), torch.ones(4)]),
+        MultiModalFeatureSpec(item(pixel_values=torch.ones(3)).data, "video", NAME, PlaceholderRange(0, 4)),
     ],
 )
 def test_without_pixels_nobody_is_asked(feature: MultiModalFeatureSpec) -> None:
