@@ -50,12 +50,10 @@ class Preparer:
     def __init__(self, registry: Registry, *, secret: bytes, limits: Limits) -> None:
         self._registry = registry
         self._secret = secret
-        self._readers: dict[tuple[str, Modality], Reader] = {
-            (loaded.served.name, modality): READERS[modality](loaded, limits)
-            for loaded in registry.loaded()
-            for modality in loaded.checkpoint.family.inputs
-            if modality in READERS
-        }
+        self._limits = limits
+        # By the identity that they prepare for, never by name: a reload may change what a name means.
+        self._readers: dict[bytes, Reader] = {}
+        registry.on_load(self._add_readers)
 
     def prepare(
         self, model: str, modality: Modality, data: bytes, *, salt: str | None, deadline_s: float
@@ -65,27 +63,41 @@ class Preparer:
         Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and
         MediaError as the modality's reader.
         """
-        reading = self._reader(model, modality).read(data)
-        return self._prepared(model, modality, reading, salt, deadline_s, APP)
+        loaded = self._loaded(model)
+        reading = self._reader(loaded, modality).read(data)
+        return self._prepared(loaded, modality, reading, salt, deadline_s, APP)
 
     def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
         """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""
-        reader = self._reader(model, "image")
-        assert isinstance(reader, Pictures)
-        return self._prepared(model, "image", reader.read_for_sglang(data), salt, deadline_s, SGLANG)
-
-    def _reader(self, model: str, modality: Modality) -> Reader:
         loaded = self._loaded(model)
-        reader = self._readers.get((model, modality))
+        reader = self._reader(loaded, "image")
+        assert isinstance(reader, Pictures)
+        return self._prepared(loaded, "image", reader.read_for_sglang(data), salt, deadline_s, SGLANG)
+
+    def _add_readers(self, loaded: Loaded) -> None:
+        for modality in loaded.checkpoint.family.inputs:
+            model_identity = loaded.served.identity_for(modality)
+            if modality in READERS and model_identity is not None:
+                self._readers[model_identity] = READERS[modality](loaded, self._limits)
+
+    def _reader(self, loaded: Loaded, modality: Modality) -> Reader:
+        reader = self._readers.get(loaded.served.identity_for(modality) or b"")
         if reader is None:
-            taken = [m for m in loaded.checkpoint.family.inputs if (model, m) in self._readers]
-            raise EncoderRefused(f"{modality}: {model} takes {', '.join(taken)} only", reason="modality")
+            taken = [m.name for m in loaded.served.modalities if m.identity in self._readers]
+            raise EncoderRefused(
+                f"{modality}: {loaded.served.name} takes {', '.join(taken)} only", reason="modality"
+            )
         return reader
 
     def _prepared(
-        self, model: str, modality: Modality, reading: Reading, salt: str | None, deadline_s: float, app: str
+        self,
+        loaded: Loaded,
+        modality: Modality,
+        reading: Reading,
+        salt: str | None,
+        deadline_s: float,
+        app: str,
     ) -> Prepared:
-        loaded = self._loaded(model)
         model_identity = loaded.served.identity_for(modality)
         assert model_identity is not None
         wanted = loaded.checkpoint.family.inputs[modality]

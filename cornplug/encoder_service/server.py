@@ -1,6 +1,7 @@
 """`cornplug encoder`: loads towers once, then serves engines by socket and apps by HTTP.
 
 SIGTERM and SIGINT drain: nothing new is taken, what waits is answered, the exit status is 0.
+SIGHUP serves the weights that are on disk now, without a pause (`reloading`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import open_tracing
 from cornplug.encoder_service.worker import Encoder
-from cornplug.errors import ConfigError
+from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.qos import Classes
 from cornplug.store.pool import PoolStore
+
+log = logging.getLogger(__name__)
 
 DRAIN_S: Final = 30.0
 """Longest time that a stopping service works on what it has admitted."""
@@ -113,6 +116,15 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
+    # Kept, for the loop itself holds its tasks weakly.
+    reloads: set[asyncio.Future[None]] = set()
+
+    def reload() -> None:
+        task = loop.run_in_executor(None, _reload, encoder)
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     serving = asyncio.create_task(web.serve(sockets=[listeners.http]))
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,6 +138,16 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     web.should_exit = True
     await serving
     await endpoint.close()
+
+
+def _reload(encoder: Encoder) -> None:
+    try:
+        changed = encoder.reload()
+    except (CheckpointError, EncoderRefused) as e:
+        log.error("reload: %s. Everything is served as before.", e)
+    else:
+        names = ", ".join(f"{model.name} (epoch {model.epoch})" for model in changed)
+        log.info("reload: %s", f"now served anew: {names}" if names else "no weights have changed")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -57,6 +57,11 @@ class WaitingRoom:
         with self._lock:
             self._stopping = True
 
+    def identities(self) -> frozenset[bytes]:
+        """The models that those in it wait for."""
+        with self._lock:
+            return frozenset(wait.request.identity for wait in self._waits)
+
     def __len__(self) -> int:
         with self._lock:
             return len(self._waits)

@@ -25,8 +25,9 @@ from cornplug.encoder_service.compute import Executor, InProcess
 from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work, to_wire
 from cornplug.encoder_service.meters import Meters
 from cornplug.encoder_service.observer import Observer
-from cornplug.encoder_service.protocol import Encode, Encoded, Refused, Tensor
+from cornplug.encoder_service.protocol import Encode, Encoded, Refused, ServedModel, Tensor
 from cornplug.encoder_service.registry import Loaded, Registry
+from cornplug.encoder_service.reloading import Reloader
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import OFF, Tracing
 from cornplug.encoder_service.waiting_room import WaitingRoom
@@ -89,6 +90,7 @@ class Encoder:
             tokens_within=self._gate.tokens_within,
         )
         self._admission = ThreadPoolExecutor(2, "cornplug-admit")
+        self._reloader = Reloader(registry, self._executors, self._room.identities)
         self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
 
     def submit(
@@ -134,6 +136,13 @@ class Encoder:
     def healthy(self) -> bool:
         """Whether anything computes."""
         return self._dispatcher.alive()
+
+    def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
+        """Serve the weights that are on disk now, of one model or of all; nothing stops meanwhile.
+
+        Takes as long as loading does. Returns and raises as `Reloader.reload`.
+        """
+        return self._reloader.reload(name)
 
     def drain(self, deadline_s: float) -> bool:
         """Admit nothing more, and wait until what was admitted is answered. False when the

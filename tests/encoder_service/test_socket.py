@@ -250,7 +250,7 @@ def test_claim_refuses_a_living_service_and_replaces_a_dead_one(short_path: Path
 class RealService:
     """`cornplug encoder` as a process of its own."""
 
-    def __init__(self, folder: Path, models: list[Path]) -> None:
+    def __init__(self, folder: Path, models: list[Path], *flags: str) -> None:
         self.socket = folder / "e.sock"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -258,7 +258,7 @@ class RealService:
         self.log = folder / "log"
         command = [sys.executable, "-m", "cornplug.encoder_service.server", "--dtype", "float32"]
         command += ["--device", "cpu", "--no-store", "--threads", "1", "--port", str(self.port)]
-        command += ["--socket", str(self.socket), *(a for m in models for a in ("--model", str(m)))]
+        command += ["--socket", str(self.socket), *(a for m in models for a in ("--model", str(m))), *flags]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)
         eventually(self._up, 60)

@@ -1,0 +1,87 @@
+"""Weights that were replaced on disk, served without a restart: all executors have them, or nobody.
+
+    read fingerprints ─> load what changed beside the old ─> every executor ─> one assignment
+                                    (a failure up to here changes nothing)        └─> old ones freed
+                                                                                      when unused
+Work under way ends with the weights it began with, and is published under their keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import Final
+
+from cornplug.encoder_service.compute import Executor
+from cornplug.encoder_service.loading import Loaded
+from cornplug.encoder_service.protocol import ServedModel
+from cornplug.encoder_service.registry import Registry
+from cornplug.errors import CheckpointError, EncoderRefused
+
+FORGET_S: Final = 600.0
+"""How long replaced weights are kept at most for requests that came before: as long as one may wait."""
+_LOOK_S: Final = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Reloader:
+    """Replaces models of a registry, one reload at a time. Thread-safe."""
+
+    def __init__(
+        self, registry: Registry, executors: Sequence[Executor], in_use: Callable[[], Set[bytes]]
+    ) -> None:
+        """`in_use`: the identities of which requests are under way."""
+        self._registry = registry
+        self._executors = tuple(executors)
+        self._in_use = in_use
+        self._one = threading.Lock()
+
+    def reload(self, name: str | None) -> tuple[ServedModel, ...]:
+        """Serve what is on disk now, of one model or of all. The models that changed, as now served.
+
+        Raises EncoderRefused: "unknown_model", or "overloaded" while another reload goes on; and
+        CheckpointError where something cannot be loaded: then all is served as before.
+        """
+        if name is not None and self._registry.by_name(name) is None:
+            raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
+        if not self._one.acquire(blocking=False):
+            raise EncoderRefused("another reload is going on", reason="overloaded")
+        try:
+            return self._reload([name] if name is not None else [m.name for m in self._registry.served()])
+        finally:
+            self._one.release()
+
+    def _reload(self, names: Sequence[str]) -> tuple[ServedModel, ...]:
+        fresh = self._registry.fresh(names)
+        served = {model.identity for model in self._registry.served()}
+        have: list[Executor] = []
+        try:
+            for executor in self._executors:
+                executor.load(fresh)
+                have.append(executor)
+        except CheckpointError:
+            for executor in have:
+                executor.drop([loaded for loaded in fresh if loaded.served.identity not in served])
+            raise
+        old = self._registry.replace(fresh)
+        for loaded in fresh:
+            row = loaded.served
+            log.info("%s: epoch %d, identity %s", row.name, row.epoch, row.identity.hex()[:12])
+        if old:
+            threading.Thread(target=self._forget, args=(old,), name="cornplug-forget", daemon=True).start()
+        return tuple(loaded.served for loaded in fresh)
+
+    def _forget(self, old: Sequence[Loaded]) -> None:
+        """Free what was replaced once nobody waits for it."""
+        ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
+        end = time.monotonic() + FORGET_S
+        while ids & self._in_use() and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        with self._one:
+            served = {model.identity for model in self._registry.served()}
+            gone = [loaded for loaded in old if loaded.served.identity not in served]
+            for executor in self._executors:
+                executor.drop(gone)

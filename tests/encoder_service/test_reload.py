@@ -1,0 +1,296 @@
+"""Weights replaced under a running service: served at once under other names, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cornplug import identity
+from cornplug.encoder_service.batcher import Answer
+from cornplug.encoder_service.compute import InProcess
+from cornplug.encoder_service.loading import Loaded
+from cornplug.encoder_service.preparing import Preparer
+from cornplug.encoder_service.protocol import Encode, Encoded, Refused
+from cornplug.encoder_service.readers.base import Limits
+from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.replica import Settings
+from cornplug.encoder_service.replica_set import open_replicas
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import CheckpointError, EncoderRefused
+from cornplug.testing import checkpoints
+
+from .conftest import SECRET, MakeEncoder, eventually, inputs_of, picture, png
+from .test_socket import RealService
+from .test_worker import Gate, hold
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, llava_pair: tuple[Path, Path]) -> tuple[Path, Path]:
+    """Copies to write over."""
+    one, other = (shutil.copytree(path, tmp_path / path.name) for path in llava_pair)
+    return one, other
+
+
+@pytest.fixture
+def encoder(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> Encoder:
+    return make_encoder(registry=Registry.open([str(p) for p in pair], dtype="float32", device="cpu"))
+
+
+def request_of(registry: Registry, path: Path, seed: int) -> Encode:
+    loaded = registry.by_name(str(path))
+    assert loaded is not None
+    model = loaded.served.identity
+    return Encode(
+        id=1,
+        identity=model,
+        key=identity.embedding_key(SECRET, model, bytes([seed]) * 32, None),
+        salt=None,
+        inputs=inputs_of(path, picture(seed)),
+        app="test",
+        deadline_s=60.0,
+    )
+
+
+def embedded(future: Future[Answer]) -> bytes:
+    answer = future.result(60)
+    assert isinstance(answer, Encoded), answer
+    assert answer.tensor is not None
+    return answer.tensor.data
+
+
+def rewrite(path: Path, prefix: str, by: float = 0.01) -> None:
+    """Other weights in the same bytes of the same file, with the old time stamp: the hardest to notice."""
+    (file,) = path.glob("*.safetensors")
+    before = file.stat()
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.startswith(prefix) and tensor.is_floating_point():
+            tensor += by
+    beside = path / "new"
+    save_file(tensors, beside, metadata={"format": "pt"})
+    file.write_bytes(beside.read_bytes())
+    beside.unlink()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (
+        before.st_size, before.st_mtime_ns, before.st_ino,
+    )  # fmt: skip
+
+
+def test_new_weights_have_new_names_and_the_old_names_are_unknown(
+    encoder: Encoder, pair: tuple[Path, Path]
+) -> None:
+    old = request_of(encoder.registry, pair[0], 1)
+    before = embedded(encoder.submit(old))
+    rewrite(pair[0], "vision_tower.")
+    (row,) = encoder.reload()
+    assert (row.name, row.epoch) == (str(pair[0]), 1)
+    new = request_of(encoder.registry, pair[0], 1)
+    assert new.identity == row.identity != old.identity
+    assert new.key != old.key
+    after = embedded(encoder.submit(new))
+    assert after != before
+    fresh = Registry.open([str(pair[0])], dtype="float32", device="cpu").loaded()[0]
+    item = fresh.tower.prepare(new.inputs)
+    (want,) = fresh.projector.project(fresh.tower.encode([item]), [item])
+    assert after == bytes(want.numpy().tobytes())
+    refused = encoder.submit(old).result(10)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "unknown_model"
+    assert [m.epoch for m in encoder.registry.served()] == [1, 0]
+
+
+def test_nothing_changed_is_no_reload(encoder: Encoder, pair: tuple[Path, Path]) -> None:
+    before = encoder.registry.loaded()
+    assert encoder.reload() == ()
+    assert encoder.registry.loaded() == before
+
+
+def test_only_what_changed_is_loaded(encoder: Encoder, pair: tuple[Path, Path]) -> None:
+    one, other = encoder.registry.loaded()
+    rewrite(pair[1], "multi_modal_projector.")
+    assert encoder.reload(str(pair[0])) == ()
+    assert len(encoder.reload(str(pair[1]))) == 1
+    same, new = encoder.registry.loaded()
+    assert same is one
+    assert new.tower is one.tower
+    assert new.projector is not other.projector
+    with pytest.raises(EncoderRefused, match="not served"):
+        encoder.reload("nobody")
+
+
+def test_a_request_under_way_ends_with_the_weights_it_began_with(
+    encoder: Encoder, pair: tuple[Path, Path], gate: Gate, make_encoder: MakeEncoder
+) -> None:
+    old = request_of(encoder.registry, pair[0], 2)
+    gate.open.set()
+    want = embedded(make_encoder(registry=encoder.registry).submit(old))
+    gate.open.clear()
+    gate.entered.clear()
+    running = hold(encoder, gate, request_of(encoder.registry, pair[0], 1))
+    queued = encoder.submit(old)
+    eventually(lambda: encoder._batcher.queued() == 1)
+    rewrite(pair[0], "vision_tower.")
+    assert len(encoder.reload()) == 1
+    gate.open.set()
+    embedded(running)
+    answer = queued.result(30)
+    assert isinstance(answer, Encoded)
+    assert answer.key == old.key
+    assert embedded(queued) == want
+
+
+def damaged(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def other_family(path: Path) -> None:
+    shutil.rmtree(path)
+    checkpoints.qwen2_vl(path)
+
+
+def other_shape(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["intermediate_size"] *= 2
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def gone(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(damaged, "damaged"), (other_family, "is a qwen2_vl now"), (other_shape, "shapes"), (gone, "local")],
+)
+def test_a_reload_that_fails_changes_nothing(
+    encoder: Encoder, pair: tuple[Path, Path], change: Any, words: str
+) -> None:
+    request = request_of(encoder.registry, pair[0], 1)
+    before, served = embedded(encoder.submit(request)), encoder.registry.served()
+    # The one that is good is not taken either: a deployment changes as a whole.
+    rewrite(pair[1], "vision_tower.")
+    change(pair[0])
+    with pytest.raises(CheckpointError, match=words):
+        encoder.reload()
+    assert encoder.registry.served() == served
+    assert embedded(encoder.submit(request)) == before
+
+
+def test_other_preprocessing_is_another_model_and_is_applied(
+    encoder: Encoder, pair: tuple[Path, Path]
+) -> None:
+    limits = Limits(max_pixels=10**6, max_audio_s=10.0)
+    preparer = Preparer(encoder.registry, secret=SECRET, limits=limits)
+
+    def prepared() -> Encode:
+        return preparer.prepare(str(pair[0]), "image", png(picture(1)), salt=None, deadline_s=1.0).request
+
+    before = prepared()
+    file = pair[0] / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    assert prepared() == before
+    assert len(encoder.reload()) == 1
+    after = prepared()
+    assert after.identity != before.identity
+    assert after.inputs["pixel_values"].data != before.inputs["pixel_values"].data
+    file.write_text("{}")
+    (pair[0] / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"image_processor_type": "NoSuch"}})
+    )
+    with pytest.raises(CheckpointError):
+        encoder.reload()
+    assert prepared() == after
+
+
+class Full(InProcess):
+    """An executor without room for a second tower."""
+
+    def load(self, models: Sequence[Loaded]) -> None:
+        raise CheckpointError("no room", reason="replica")
+
+
+class Watched(InProcess):
+    dropped: Sequence[Loaded] = ()
+
+    def drop(self, models: Sequence[Loaded]) -> None:
+        self.dropped = models
+
+
+def test_all_executors_reload_or_none(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> None:
+    registry = Registry.open([str(p) for p in pair], dtype="float32", device="cpu")
+    cpu = torch.device("cpu")
+    good = Watched(cpu)
+    encoder = make_encoder(registry=registry, executors=[good, Full(cpu)])
+    served = registry.served()
+    rewrite(pair[0], "vision_tower.")
+    with pytest.raises(CheckpointError, match="no room"):
+        encoder.reload()
+    assert registry.served() == served
+    assert [loaded.served.name for loaded in good.dropped] == [str(pair[0])]
+
+
+@pytest.fixture
+def beside(pair: tuple[Path, Path]) -> Iterator[Encoder]:
+    """With a replica."""
+    registry = Registry.open([str(pair[0])], dtype="float32", device="meta")
+    replicas = open_replicas(["cpu"], Settings(dtype="float32", threads=1), registry.loaded())
+    encoder = Encoder(registry, Shelf(None, deadline_s=1.0), secret=SECRET, executors=replicas)
+    yield encoder
+    encoder.close()
+    for replica in replicas:
+        replica.close()
+
+
+def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
+    beside: Encoder, pair: tuple[Path, Path]
+) -> None:
+    (replica,) = beside._executors
+    (old,) = beside.registry.loaded()
+    before = embedded(beside.submit(request_of(beside.registry, pair[0], 1)))
+    rewrite(pair[0], "vision_tower.")
+    beside.reload()
+    (new,) = beside.registry.loaded()
+    assert embedded(beside.submit(request_of(beside.registry, pair[0], 1))) != before
+    eventually(lambda: old.served.identity not in replica._models)  # type: ignore[attr-defined]
+    damaged(pair[0])
+    with pytest.raises(CheckpointError):
+        beside.reload()
+    assert beside.healthy()
+    assert set(replica._models) == {new.served.identity}  # type: ignore[attr-defined]
+
+
+@pytest.mark.integration
+def test_sighup_reloads_a_real_service(short_path: Path, pair: tuple[Path, Path]) -> None:
+    service = RealService(short_path, [pair[0]])
+    try:
+        with SocketEncoder(service.socket) as client:
+            (before,) = client.describe(5)
+            rewrite(pair[0], "vision_tower.")
+            service.process.send_signal(signal.SIGHUP)
+            eventually(lambda: client.describe(5)[0].identity != before.identity)
+            assert client.describe(5)[0].epoch == 1
+            damaged(pair[0])
+            service.process.send_signal(signal.SIGHUP)
+            eventually(lambda: "served as before" in service.log.read_text())
+            assert client.describe(5)[0].epoch == 1
+    finally:
+        service.end()
