@@ -50,7 +50,7 @@ class BodyGuard:
                     message = await receive()
             except TimeoutError:
                 problem = f"body: not complete after {self._read_s:g} s"
-                raise EncoderRefused(problem, reason="too_slow") from None
+                raise EncoderRefused(problem, reason="slow_body") from None
             whole = not message.get("more_body", False)
             size = len(message.get("body", b""))
             seen += size

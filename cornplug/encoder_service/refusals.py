@@ -15,7 +15,7 @@ _STATUS: Final[Mapping[str, int]] = {
     "too_large": 413,
     "too_many_pixels": 413,
     "too_many_items": 413,
-    "too_slow": 408,
+    "slow_body": 408,
     "media_type": 415,
     "not_found": 404,
     "method_not_allowed": 405,

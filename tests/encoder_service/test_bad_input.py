@@ -23,9 +23,9 @@ from cornplug.encoder_service import media
 from cornplug.errors import MediaError
 from cornplug.testing.processes import EncoderProcess
 
-from . import corpus
+from . import hostile_pictures
 from .conftest import eventually
-from .corpus import picture, saved
+from .hostile_pictures import picture, saved
 
 MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
@@ -35,8 +35,8 @@ PATIENCE_S: Final = 8.0
 GROWTH_BYTES: Final = 150 << 20
 """Eight bytes for each of two pictures at the limit, and what an allocator keeps."""
 
-HOSTILE: Final = corpus.hostile()
-ODD: Final = corpus.odd()
+HOSTILE: Final = hostile_pictures.hostile()
+ODD: Final = hostile_pictures.odd()
 
 
 class Living:
@@ -276,7 +276,7 @@ def test_a_body_that_never_comes_ends(living: Living) -> None:
     with raw(living, HEAD + b"content-length: 1000\r\n\r\n{") as s:
         answer = s.recv(65536)
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b'"too_slow"' in answer
+    assert b'"slow_body"' in answer
     assert BODY_S * 0.9 < time.monotonic() - began < BODY_S + PATIENCE_S
 
 

@@ -275,4 +275,4 @@ def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) ->
             await asyncio.sleep(0.02)
 
     answer = service.post(content=trickle(), headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "too_slow")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow_body")
