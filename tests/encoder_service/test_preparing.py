@@ -19,7 +19,7 @@ from cornplug.identity import embedding_key
 from cornplug.testing import checkpoints
 
 from .conftest import SECRET, picture, png
-from .corpus import encoded, tone, wav
+from .recordings import encoded, tone, wav
 
 SPOKEN = tone(1.3)
 

@@ -18,7 +18,7 @@ from cornplug.errors import MediaError
 from cornplug.identity import samples_digest
 
 from .conftest import picture, png
-from .corpus import encoded, tone, wav, wav_header
+from .recordings import encoded, tone, wav, wav_header
 
 MAX_S = 5.0
 MONO = tone(0.5)

@@ -17,7 +17,7 @@ from cornplug.errors import CheckpointError, EncoderRefused
 from cornplug.testing import checkpoints
 from cornplug.testing.audio_checkpoints import mel_json
 
-from .corpus import tone
+from .recordings import tone
 from .tower_rig import Halves, edit_config, nudged, wire
 
 SPOKEN = tone(1.0)[:, 0].astype(np.float32) / 32768

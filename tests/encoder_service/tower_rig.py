@@ -22,7 +22,7 @@ from cornplug.encoder_service.towers.base import Item, Projector, Tower
 from cornplug.families import Modality
 
 from .conftest import picture, to_wire
-from .corpus import tone
+from .recordings import tone
 from .ultravox_reference import UltravoxModel
 
 CPU = torch.device("cpu")
