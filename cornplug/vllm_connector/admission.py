@@ -1,0 +1,181 @@
+"""Classes of service in front of vLLM's own API server: who cannot be answered in time hears so at once.
+
+    CORNPLUG_CONFIG=qos.toml vllm serve MODEL --middleware cornplug.vllm_connector.admission.Admission
+
+Classes are those of the encoder service ([qos], see `cornplug.qos`); `deadline_s` is the time to the
+first token. A refusal is 429 (beyond its class's share while others' is kept free) or 503 (its deadline
+cannot be met), with Retry-After and OpenAI's form of an error. Without [qos] every request passes, as it
+does where vLLM's figures are missing (`--disable-log-stats`): counted as "blind".
+
+Each API server process (`--api-server-count`) reads the figures of all, and counts what it admitted
+itself; between two readings, half a second at most, it does not see what the others admit.
+
+What it does not do: set vLLM's request priority, which stands in the body, and is not to be touched here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cornplug.config import Config, load
+from cornplug.qos import Classes, ServiceClass
+from cornplug.vllm_connector.queue_forecast import Forecast, Reading, Verdict
+
+PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
+_PERIOD_S: Final = 0.5
+_READ_S: Final = 0.25
+"""Longest that a request waits for a reading. Then the last one must do."""
+
+_WAITING: Final = "vllm:num_requests_waiting"
+_FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
+_PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
+_PREFILLS: Final = "vllm:request_prefill_time_seconds_count"
+_NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
+
+
+class Admission:
+    """ASGI middleware. vLLM makes it with the application alone; the rest is for tests."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: Config | None = None,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        qos = (config or load()).qos
+        self._app = app
+        self._on = bool(qos.classes)
+        self._classes = Classes(qos)
+        self._forecast = Forecast(self._classes.all())
+        self._registry = registry
+        self._clock = clock
+        self._outcomes, self._predicted = _meters(registry or REGISTRY)
+        self._read_at_s = -math.inf
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._on or scope["type"] != "http" or scope["method"] != "POST" or _path(scope) not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        qos = self._classes.of_headers(Headers(scope=scope)).qos
+        await self._fresh()
+        verdict = self._forecast.decide(qos, self._clock())
+        self._outcomes.labels(qos.name, verdict.outcome).inc()
+        self._predicted.set(verdict.wait_s or 0.0)
+        if verdict.admitted:
+            await self._pass(qos, scope, receive, send)
+        else:
+            await _refusal(qos, verdict)(scope, receive, send)
+
+    async def _pass(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until its first bytes it stands in the queue: a stream's come with the first token."""
+        waits = True
+
+        def first() -> None:
+            nonlocal waits
+            if waits:
+                waits = False
+                self._forecast.leaves(qos)
+
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.body" and message.get("body"):
+                first()
+            await send(message)
+
+        self._forecast.enters(qos)
+        try:
+            await self._app(scope, receive, seen)
+        finally:
+            first()
+
+    async def _fresh(self) -> None:
+        """Have a reading that is not older than a period, if one can be had in time."""
+        if self._clock() - self._read_at_s < _PERIOD_S:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.wait({self._reading}, timeout=_READ_S)
+
+    async def _read(self) -> None:
+        # Several API servers share their figures in files, which takes milliseconds to read.
+        self._forecast.read(await asyncio.to_thread(_figures, self._registry, self._clock))
+        self._read_at_s = self._clock()
+
+
+def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> Reading | None:
+    """vLLM's figures, added up over its engines; None where it keeps none."""
+    found: dict[str, float] = {}
+    try:
+        for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except (OSError, ValueError):
+        # Another API server's file went while it was read.
+        return None
+    if _WAITING not in found or _FIRST_TOKENS not in found:
+        return None
+    return Reading(
+        at_s=clock(),
+        waiting=found[_WAITING],
+        first_tokens=found[_FIRST_TOKENS],
+        prefill_s=found.get(_PREFILL_SUM, 0.0),
+        prefills=found.get(_PREFILLS, 0.0),
+    )
+
+
+def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
+    if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return get_prometheus_registry().collect()
+    # Of some sixty metrics, just these.
+    return (registry or REGISTRY).restricted_registry(_NAMES).collect()
+
+
+def _refusal(qos: ServiceClass, verdict: Verdict) -> JSONResponse:
+    status, kind = _STATUS[verdict.outcome]
+    wait_s = verdict.wait_s or 0.0
+    why = (
+        f"the first token would come after {wait_s:.1f} s, and class {qos.name!r} has {qos.deadline_s:g} s"
+        if verdict.outcome == "overloaded"
+        else f"class {qos.name!r} has used its share, and the rest is kept for others"
+    )
+    retry_s = max(1, math.ceil(verdict.retry_after_s or 0.0))
+    error = {"message": f"{why}; try again in {retry_s} s", "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status, headers={"retry-after": str(retry_s)})
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+@functools.lru_cache
+def _meters(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
+    outcomes = Counter(
+        "cornplug_admission_total",
+        "Requests of generation by class and outcome: admitted, blind (admitted without vLLM's figures), "
+        "over_share (429), overloaded (503).",
+        ("qos", "outcome"),
+        registry=registry,
+    )
+    predicted = Gauge(
+        "cornplug_admission_predicted_seconds",
+        "Predicted time to the first token of the last request; 0 where there was no queue.",
+        multiprocess_mode="mostrecent",
+        registry=registry,
+    )
+    return outcomes, predicted

@@ -1,0 +1,148 @@
+"""Whether a request would have its first token in time, from what vLLM says of its queue. No I/O, no clock.
+
+vLLM serves its queue in the order of arrival. So a wait is the requests ahead over the rate at which
+first tokens come while requests wait (Little's law: J. Little, "A proof for the queuing formula L = λW",
+1961), and a class's share is kept by what may enter the queue, not by its order:
+
+    room of the queue = what the rate serves inside the shortest deadline of all classes
+    ├ premium's share of it     kept free for premium, used or not
+    ├ standard's share
+    └ the rest                  whoever comes first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cornplug.qos import ServiceClass
+
+Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
+
+_MEMORY_S: Final = 60.0
+"""Seconds of saturation after which a measurement counts for a third."""
+_FIRST_TOKENS: Final = 3
+"""First tokens measured under saturation before the rate is believed."""
+_LONGEST_RETRY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """vLLM's counters at one time, added up over its engines."""
+
+    at_s: float
+    waiting: float
+    """Requests in the engine's queue."""
+    first_tokens: float
+    """Requests that have had their first token, ever."""
+    prefill_s: float = 0.0
+    """Seconds of prefill of all requests that have finished."""
+    prefills: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What becomes of a request."""
+
+    outcome: Outcome
+    wait_s: float | None = None
+    """Predicted time to its first token; None: nothing to predict it from, or no queue."""
+    retry_after_s: float | None = None
+    """When it would have been admitted, if nobody else came. With refusals only."""
+
+    @property
+    def admitted(self) -> bool:
+        return self.outcome in ("admitted", "blind")
+
+
+class Forecast:
+    """One engine's queue as one API server sees it. For one event loop."""
+
+    def __init__(self, classes: Sequence[ServiceClass]) -> None:
+        self._shares: Final[Mapping[str, float]] = {c.name: c.share for c in classes}
+        deadlines = [c.deadline_s for c in classes if c.deadline_s is not None]
+        self._shortest_s = min(deadlines) if deadlines else None
+        self._pending = dict.fromkeys(self._shares, 0)
+        self._since_reading = 0
+        self._last: Reading | None = None
+        self._saturated_s = 0.0
+        self._first_tokens = 0.0
+        self._prefill_s = 0.0
+        self._prefills = 0.0
+        self._believed = False
+
+    def read(self, now: Reading | None) -> None:
+        """Take a new reading; None: vLLM's figures are not to be had."""
+        last, self._last = self._last, now
+        self._since_reading = 0
+        if last is None or now is None or now.at_s <= last.at_s or now.first_tokens < last.first_tokens:
+            return
+        if now.prefills > last.prefills:
+            self._prefill_s, self._prefills = now.prefill_s, now.prefills
+        # Only while requests wait is the rate that of the engine, and not that of the callers.
+        if last.waiting > 0 and now.waiting > 0:
+            seconds = now.at_s - last.at_s
+            kept = math.exp(-seconds / _MEMORY_S)
+            self._saturated_s = self._saturated_s * kept + seconds
+            self._first_tokens = self._first_tokens * kept + now.first_tokens - last.first_tokens
+            self._believed = self._believed or self._first_tokens >= _FIRST_TOKENS
+
+    def enters(self, qos: ServiceClass) -> None:
+        """A request of this class goes to the engine."""
+        self._pending[qos.name] += 1
+        self._since_reading += 1
+
+    def leaves(self, qos: ServiceClass) -> None:
+        """It has its first token, or has ended without one."""
+        self._pending[qos.name] -= 1
+
+    def decide(self, qos: ServiceClass, now_s: float) -> Verdict:
+        """Whether a request of this class may go to the engine now."""
+        if self._last is None:
+            return Verdict(outcome="blind")
+        if self._shortest_s is None or not self._believed:
+            return Verdict(outcome="admitted")
+        rate = max(self._first_tokens / self._saturated_s, 1e-6)
+        queue = self._queue(self._last, now_s, rate)
+        if queue <= 0:
+            return Verdict(outcome="admitted")
+        prefill_s = self._prefill_s / self._prefills if self._prefills else 0.0
+        wait_s = _likely(queue + 1) / rate + prefill_s
+        if qos.deadline_s is not None and wait_s > qos.deadline_s:
+            return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
+        room = _served(rate * max(self._shortest_s - prefill_s, 0.0))
+        in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
+        if self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
+            kept_free = sum(
+                max(share * room - self._pending[name] * in_queue, 0.0)
+                for name, share in self._shares.items()
+                if name != qos.name
+            )
+            over = queue + 1 + kept_free - room
+            if over > 0:
+                return _refused("over_share", wait_s, over / rate)
+        return Verdict(outcome="admitted", wait_s=wait_s)
+
+    def _queue(self, last: Reading, now_s: float, rate: float) -> float:
+        """Requests ahead: what the engine said, what went there since, less what it has begun since."""
+        since = min(self._since_reading, sum(self._pending.values()))
+        return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
+
+
+def _likely(requests: float) -> float:
+    """For how many a queue of `requests` is to be taken, so that hardly a wait is longer: times between
+    first tokens vary by about their mean, so their sum by its root, and three of those are allowed for."""
+    return requests + 3 * math.sqrt(requests)
+
+
+def _served(requests: float) -> float:
+    """The inverse of `_likely`."""
+    return (math.sqrt(2.25 + requests) - 1.5) ** 2
+
+
+def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> Verdict:
+    return Verdict(
+        outcome=outcome, wait_s=wait_s, retry_after_s=min(max(retry_after_s, 0.0), _LONGEST_RETRY_S)
+    )

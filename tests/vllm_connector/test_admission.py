@@ -1,0 +1,377 @@
+"""Classes in front of vLLM's API server: who is refused, when, how, and what it is counted as."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from cornplug.config import Config, QosConfig
+from cornplug.qos import ServiceClass
+from cornplug.vllm_connector.admission import Admission
+from cornplug.vllm_connector.queue_forecast import Forecast, Reading
+
+PREMIUM = ServiceClass(name="premium", share=0.5, priority=10, deadline_s=2.0)
+BATCH = ServiceClass(name="batch", share=0.1, deadline_s=30.0)
+
+
+# -- the forecast, in virtual time ----------------------------------------------------------------
+
+
+def saturated(*classes: ServiceClass, rate: float = 10.0, waiting: float = 5.0) -> Forecast:
+    """One that has seen an engine with a queue give `rate` first tokens a second for ten seconds."""
+    forecast = Forecast(classes)
+    for second in range(11):
+        forecast.read(Reading(at_s=float(second), waiting=waiting, first_tokens=rate * second))
+    return forecast
+
+
+def likely(requests: float) -> float:
+    return requests + 3 * math.sqrt(requests)
+
+
+def test_a_deadline_that_the_queue_allows_is_admitted_and_one_that_it_does_not_is_refused() -> None:
+    forecast = saturated(PREMIUM, waiting=8)
+    verdict = forecast.decide(PREMIUM, 10.0)
+    assert verdict.admitted
+    assert verdict.wait_s == pytest.approx(likely(9) / 10)
+    forecast = saturated(PREMIUM, waiting=15)
+    verdict = forecast.decide(PREMIUM, 10.0)
+    assert verdict.outcome == "overloaded"
+    assert verdict.retry_after_s == pytest.approx(likely(16) / 10 - 2.0)
+    assert forecast.decide(PREMIUM, 10.0 + verdict.retry_after_s).admitted
+
+
+def test_what_others_leave_is_anybodys_but_their_share_is_kept_free() -> None:
+    room = (math.sqrt(2.25 + 10 * 2.0) - 1.5) ** 2
+    forecast = saturated(PREMIUM, BATCH, waiting=3)
+    for _ in range(3):
+        forecast.enters(BATCH)
+    forecast.read(Reading(at_s=11.0, waiting=3, first_tokens=110))
+    # Beside premium's half of the room, which nobody uses, there is place for the fourth.
+    assert 3 + 1 + room / 2 < room < 5 + 1 + room / 2
+    assert forecast.decide(BATCH, 11.0).admitted
+    for _ in range(2):
+        forecast.enters(BATCH)
+    refused = forecast.decide(BATCH, 11.0)
+    assert refused.outcome == "over_share"
+    assert refused.retry_after_s == pytest.approx((5 + 1 + room / 2 - room) / 10)
+    assert forecast.decide(PREMIUM, 11.0).admitted
+
+
+def test_a_burst_between_two_readings_is_seen() -> None:
+    forecast = saturated(PREMIUM, waiting=1)
+    forecast.read(Reading(at_s=11.0, waiting=0, first_tokens=110))
+    admitted = 0
+    while forecast.decide(PREMIUM, 11.0).admitted:
+        forecast.enters(PREMIUM)
+        admitted += 1
+        assert likely(admitted) <= 20
+    assert likely(admitted + 1) > 20
+
+
+def test_nothing_is_refused_before_anything_was_measured_or_where_nothing_is_promised() -> None:
+    assert Forecast([PREMIUM]).decide(PREMIUM, 0.0).outcome == "blind"
+    fresh = Forecast([PREMIUM])
+    fresh.read(Reading(at_s=0.0, waiting=1000, first_tokens=0))
+    assert fresh.decide(PREMIUM, 0.0).outcome == "admitted"
+    promised_nothing = ServiceClass(name="free")
+    assert saturated(promised_nothing, waiting=1000).decide(promised_nothing, 10.0).admitted
+
+
+def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
+    forecast = saturated(PREMIUM, waiting=10)
+    for second in range(11, 60):
+        forecast.read(Reading(at_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
+    forecast.read(Reading(at_s=60.0, waiting=5, first_tokens=106))
+    verdict = forecast.decide(PREMIUM, 60.0)
+    assert verdict.admitted
+    assert verdict.wait_s == pytest.approx(likely(6) / 10)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1e9), st.sampled_from([0, 1, 2])),
+        max_size=40,
+    )
+)
+def test_whatever_vllm_says_there_is_a_verdict_and_a_bounded_wait(
+    steps: list[tuple[float, float, float, int]],
+) -> None:
+    forecast, now = Forecast([PREMIUM, BATCH]), 0.0
+    for passed, waiting, first_tokens, act in steps:
+        now += passed
+        if act == 0:
+            forecast.read(Reading(at_s=now, waiting=waiting, first_tokens=first_tokens))
+        elif act == 1:
+            forecast.read(None)
+        for qos in (PREMIUM, BATCH):
+            verdict = forecast.decide(qos, now)
+            if verdict.admitted:
+                forecast.enters(qos)
+            else:
+                assert verdict.retry_after_s is not None
+                assert 0 <= verdict.retry_after_s <= 60
+
+
+def overload(
+    premium: float, batch: float, *, seconds: float = 125.0, warm_up: float = 5.0
+) -> dict[str, dict[str, float]]:
+    """An engine that serves 20 requests a second in order of arrival, asked for so many times
+    that by each class."""
+    rate, chance = 20.0, random.Random(4)
+    arrivals = {PREMIUM.name: rate * premium, BATCH.name: rate * batch}
+    forecast = Forecast([PREMIUM, BATCH])
+    tally = {c.name: dict.fromkeys(("offered", "admitted", "in_time"), 0.0) for c in (PREMIUM, BATCH)}
+    events: list[tuple[float, int, str, Any]] = [(0.0, 0, "read", None)]
+    count = 1
+
+    def at(when: float, what: str, value: Any = None) -> None:
+        nonlocal count
+        heapq.heappush(events, (when, count, what, value))
+        count += 1
+
+    for qos in (PREMIUM, BATCH):
+        at(chance.expovariate(arrivals[qos.name]), "arrive", qos)
+    queue: list[tuple[ServiceClass, float]] = []
+    busy, first_tokens = False, 0
+    while events:
+        now, _, what, value = heapq.heappop(events)
+        if now > seconds:
+            break
+        if what == "read":
+            forecast.read(Reading(at_s=now, waiting=len(queue), first_tokens=first_tokens))
+            at(now + 0.5, "read")
+        elif what == "arrive":
+            at(now + chance.expovariate(arrivals[value.name]), "arrive", value)
+            counts = now >= warm_up
+            tally[value.name]["offered"] += counts
+            if forecast.decide(value, now).admitted:
+                tally[value.name]["admitted"] += counts
+                forecast.enters(value)
+                queue.append((value, now))
+        else:
+            qos, came = value
+            busy = False
+            first_tokens += 1
+            forecast.leaves(qos)
+            tally[qos.name]["in_time"] += warm_up <= came >= now - qos.deadline_s
+        if queue and not busy:
+            busy = True
+            at(now + chance.expovariate(rate), "first_token", queue.pop(0))
+    return tally
+
+
+@pytest.mark.parametrize("wanted", [0.3, 1.5])
+def test_at_three_times_capacity_the_premium_class_keeps_its_deadlines(wanted: float) -> None:
+    tally = overload(wanted, 3.0 - wanted)
+    premium, batch = tally["premium"], tally["batch"]
+    assert premium["in_time"] / premium["admitted"] >= 0.95
+    assert batch["in_time"] / batch["admitted"] >= 0.95
+    assert (premium["in_time"] + batch["in_time"]) / 120 >= 0.9 * 20, "the engine is not left idle"
+    if wanted < 0.5:
+        assert premium["in_time"] >= 0.95 * premium["offered"], "well inside its share it is hardly refused"
+    else:
+        assert premium["in_time"] >= 0.5 * 0.95 * 20 * 120
+
+
+def test_below_capacity_nearly_nobody_is_refused() -> None:
+    for counts in overload(0.35, 0.35).values():
+        assert counts["admitted"] >= 0.97 * counts["offered"]
+
+
+# -- the middleware, over ASGI, with a real registry ------------------------------------------------
+
+
+class Engine:
+    """What vLLM has in its registry, and an application behind the middleware."""
+
+    def __init__(self, qos: dict[str, Any], *, figures: bool = True) -> None:
+        self.registry = CollectorRegistry()
+        self.now = 0.0
+        self.paths: list[str] = []
+        self.hold: asyncio.Event | None = None
+        if figures:
+            names = ("model_name", "engine")
+            self.waiting = Gauge("vllm:num_requests_waiting", "w", names, registry=self.registry).labels(
+                "m", "0"
+            )
+            ttft = Histogram("vllm:time_to_first_token_seconds", "t", names, registry=self.registry)
+            self.ttft = ttft.labels("m", "0")
+        config = Config(qos=QosConfig.model_validate(qos))
+        self.app = Admission(self.answer, config=config, registry=self.registry, clock=lambda: self.now)
+
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
+        self.paths.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if self.hold is not None:
+            await self.hold.wait()
+        await send({"type": "http.response.body", "body": b"data: token", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def post(self, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://v") as client:
+            return await client.post(
+                path, json={"model": "m"}, headers={k.replace("_", "-"): v for k, v in headers.items()}
+            )
+
+    async def saturate(self, waiting: int, rate: int = 10) -> None:
+        """Ten seconds in which requests wait."""
+        for _ in range(10):
+            self.waiting.set(waiting)
+            for _ in range(rate):
+                self.ttft.observe(0.1)
+            self.now += 1
+            await self.post("/v1/completions", authorization="Bearer k")
+
+    def counted(self, qos: str, outcome: str) -> float:
+        labels = {"qos": qos, "outcome": outcome}
+        return self.registry.get_sample_value("cornplug_admission_total", labels) or 0.0
+
+
+QOS: dict[str, Any] = {
+    "default": "standard",
+    "classes": {
+        "premium": {"share": 0.5, "deadline_s": 2.0, "api_keys": ["k"]},
+        "standard": {"deadline_s": 3.0},
+    },
+}
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(test())
+
+
+def test_refusals_are_such_as_openais_clients_understand() -> None:
+    async def test() -> None:
+        engine = Engine(QOS)
+        await engine.saturate(waiting=8)
+        assert (await engine.post(authorization="Bearer k")).status_code == 200
+        over = await engine.post(authorization="Bearer wrong")
+        assert over.status_code == 429
+        assert int(over.headers["retry-after"]) >= 1
+        error = over.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("RateLimitError", None, 429)
+        assert "'standard'" in error["message"]
+        engine.waiting.set(60)
+        engine.now += 1
+        full = await engine.post(authorization="Bearer k")
+        assert full.status_code == 503
+        assert 6 <= int(full.headers["retry-after"]) <= 9
+        assert full.json()["error"]["code"] == 503
+        assert engine.counted("standard", "over_share") == 1
+        assert engine.counted("premium", "overloaded") == 1
+        assert engine.registry.get_sample_value("cornplug_admission_predicted_seconds") > 4  # type: ignore[operator]
+
+    run(test)
+
+
+def test_health_metrics_and_the_rest_are_never_refused() -> None:
+    async def test() -> None:
+        engine = Engine(QOS)
+        await engine.saturate(waiting=1000)
+        assert (await engine.post()).status_code == 503
+        for path in ("/v1/embeddings", "/tokenize", "/health"):
+            assert (await engine.post(path)).status_code == 200
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(engine.app), base_url="http://v"
+        ) as client:
+            assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/v1/chat/completions")).status_code == 200
+
+    run(test)
+
+
+def test_without_classes_it_is_not_there() -> None:
+    async def test() -> None:
+        engine = Engine({})
+        await engine.saturate(waiting=1000)
+        assert (await engine.post()).status_code == 200
+        assert b"vllm:" not in b"".join(name.encode() for name in engine.paths)
+        assert "cornplug_admission_total{" not in str(list(engine.registry.collect()))
+
+    run(test)
+
+
+def test_without_vllms_figures_everybody_is_admitted_and_counted() -> None:
+    async def test() -> None:
+        engine = Engine(QOS, figures=False)
+        for _ in range(3):
+            assert (await engine.post()).status_code == 200
+        assert engine.counted("standard", "blind") == 3
+
+    run(test)
+
+
+def test_who_has_its_first_token_or_fails_stands_in_no_queue() -> None:
+    async def test() -> None:
+        engine = Engine(QOS)
+        engine.hold = asyncio.Event()
+        waiting = [asyncio.create_task(engine.post()) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        assert sum(engine.app._forecast._pending.values()) == 5
+        waiting[0].cancel()
+        engine.hold.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(engine.app._forecast._pending.values()) == 0
+
+    run(test)
+
+
+def test_a_reading_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from cornplug.vllm_connector import admission
+
+    free = threading.Event()
+    monkeypatch.setattr(admission, "_READ_S", 0.05)
+    monkeypatch.setattr(admission, "_figures", lambda *_: free.wait(5) and None)
+
+    async def test() -> None:
+        engine = Engine(QOS)
+        try:
+            assert (await asyncio.wait_for(engine.post(), 2)).status_code == 200
+        finally:
+            free.set()
+
+    run(test)
+
+
+def test_vllm_loads_it_as_its_own_middlewares() -> None:
+    """By the code that `--middleware` runs, in front of a FastAPI application."""
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+    app = FastAPI()
+    args = Namespace(
+        allowed_origins=["*"],
+        allow_credentials=False,
+        allowed_methods=["*"],
+        allowed_headers=["*"],
+        api_key=None,
+        enable_request_id_headers=False,
+        middleware=["cornplug.vllm_connector.admission.Admission"],
+    )
+    init_entrypoints_middleware(args, app, ())
+
+    @app.post("/v1/completions")
+    async def complete() -> dict[str, str]:
+        return {"text": "hi"}
+
+    async def test() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://v") as client:
+            assert (await client.post("/v1/completions")).json() == {"text": "hi"}
+
+    run(test)
+    assert any(m.cls is Admission for m in app.user_middleware)
