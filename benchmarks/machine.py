@@ -8,19 +8,26 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cornplug
+
+if TYPE_CHECKING:
+    import torch
 
 _SET_BY_USER = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 
 
-def describe() -> dict[str, Any]:
-    """Processor, cores, memory, versions, and how busy the machine is at this moment."""
+def describe(device: torch.device | None = None) -> dict[str, Any]:
+    """Processor, cores, memory, versions, and how busy the machine is at this moment.
+
+    `device`: torch's, where something is measured on one that is not the CPU.
+    """
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "accelerator": _accelerator_name(device),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -45,7 +52,8 @@ def line(machine: dict[str, Any]) -> str:
     """The description in two lines of text."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, no GPU used; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
+        f"{machine.get('accelerator') or 'no GPU used'}; "
         f"{machine['system']}; {versions}; Python {machine['python']}.\n"
         f"{machine['date']}; load at start {machine['load_at_start'][0]:.2f}, "
         f"{machine['busy_at_start']:.2f} cores busy with other work."
@@ -57,6 +65,14 @@ def _cpu_name() -> str:
         if row.startswith("model name"):
             return row.partition(":")[2].strip()
     return platform.machine()
+
+
+def _accelerator_name(device: torch.device | None) -> str | None:
+    if device is None or device.type != "cuda":
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
 
 
 def _version(package: str) -> str:

@@ -28,6 +28,11 @@ def qwen2_vl(**parameters: Any) -> Path:
     return _made("qwen2-vl", checkpoints.qwen2_vl, parameters)
 
 
+def qwen2_5_vl(**parameters: Any) -> Path:
+    """The folder of a Qwen2.5-VL with these parameters of `cornplug.testing.checkpoints.qwen2_5_vl`."""
+    return _made("qwen2-5-vl", checkpoints.qwen2_5_vl, parameters)
+
+
 def _made(family: str, make: Callable[..., Path], parameters: dict[str, Any]) -> Path:
     text = json.dumps(parameters, sort_keys=True)
     name = f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

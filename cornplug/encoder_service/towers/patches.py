@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers import tensors
@@ -74,6 +75,14 @@ def packed(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, t
 def frames(grids: torch.Tensor) -> list[int]:
     """Patches of each frame: attention never crosses frames."""
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
+
+
+def embedded(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
+    """(patches, width): `proj`, whose kernel covers a patch, as the one matmul that it is.
+
+    As a convolution over thousands of single patches it takes longer than a whole block.
+    """
+    return linear(pixels, proj.weight.flatten(1), proj.bias)
 
 
 class HalfTurns(nn.Module):

@@ -24,7 +24,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers import weights
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
+from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
 from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
 
@@ -83,7 +83,7 @@ class Qwen25VlTower:
         windows = Segments(lengths, self._device)
         whole = Segments(frames(grids), self._device)
         # The patches of a window lie together from here on; each frame stays in its place.
-        hidden = self._blocks.patch_embed(pixels)[order.to(self._device)]
+        hidden = embedded(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
         for number, block in enumerate(self._blocks.blocks):
             segments = whole if number in self._whole_frames else windows

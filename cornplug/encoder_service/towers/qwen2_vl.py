@@ -24,7 +24,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers import weights
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
+from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
 from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
 
 
@@ -76,7 +76,7 @@ class Qwen2VlTower:
     @torch.inference_mode()
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
         pixels, grids = packed(items, self._device)
-        hidden = self._blocks.patch_embed(pixels)
+        hidden = embedded(pixels, self._blocks.patch_embed.proj)
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
         segments = Segments(frames(grids), self._device)
         for block in self._blocks.blocks:

@@ -27,7 +27,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers import weights
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, frames, packed
+from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
 from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
 
 
@@ -77,7 +77,7 @@ class Qwen3VlTower:
     @torch.inference_mode()
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
         pixels, grids = packed(items, self._device)
-        hidden = self._blocks.patch_embed(pixels)
+        hidden = embedded(pixels, self._blocks.patch_embed.proj)
         hidden = hidden + self._blocks.positions(grids, self._inputs.merge).to(hidden.dtype)
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
         segments = Segments(frames(grids), self._device)
