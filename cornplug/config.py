@@ -16,7 +16,15 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from cornplug.errors import ConfigError
 
@@ -81,6 +89,8 @@ class EncoderConfig(_Section):
     """Of all HTTP bodies under way together."""
     body_deadline_s: float = Field(default=30.0, gt=0)
     """Longest that a body may take to arrive."""
+    admin_key: SecretStr = SecretStr("")
+    """Who has it may reload weights by HTTP. Empty: who asks from this host may."""
     max_items: int = Field(default=64, gt=0)
     """Media in one HTTP request."""
     max_waiting: int = Field(default=256, gt=0)

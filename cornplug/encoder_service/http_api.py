@@ -1,6 +1,7 @@
 """The HTTP face: media in, embeddings out. Every digest and key is computed here.
 
     POST /v1/encode   one medium, or several answered as each finishes: see `http_bodies`, `http_answers`
+    POST /v1/reload   the operator's, see `http_admin`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
     GET  /            a page of live figures, see `status`   GET /v1/status
     POST /encode ...  SGLang's language-only servers, see `sglang_epd`
@@ -22,13 +23,13 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import openapi, sglang_epd, status
+from cornplug.encoder_service import http_admin, openapi, sglang_epd, status
 from cornplug.encoder_service.body_guard import BodyGuard
 from cornplug.encoder_service.gate import CLOSED, Gate, Gated
 from cornplug.encoder_service.history import History
 from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
 from cornplug.encoder_service.http_encode import Encodes
-from cornplug.encoder_service.http_models import ModelList, Status, listed
+from cornplug.encoder_service.http_models import ModelList, Models, Status
 from cornplug.encoder_service.preparing import Preparer
 from cornplug.encoder_service.readers.base import Limits
 from cornplug.encoder_service.status import StatusReport
@@ -46,6 +47,7 @@ def create_app(
     preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
     threads = ThreadPoolExecutor(2, "cornplug-prepare")
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
+    served = Models(encoder.registry, preparer)
     encodes = Encodes(encoder, preparer, threads, config, secret=secret)
     history = History(encoder.meters)
 
@@ -56,7 +58,8 @@ def create_app(
 
     app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
     app.include_router(sglang_epd.router(parts, encoder))
-    app.include_router(status.router(StatusReport(encoder, history, gate)))
+    app.include_router(status.router(StatusReport(encoder, history, gate, served)))
+    app.include_router(http_admin.router(encoder, served, config))
     app.add_middleware(
         BodyGuard,
         max_bytes=config.max_body_bytes,
@@ -75,7 +78,7 @@ def create_app(
     @app.get("/v1/models")
     async def models() -> ModelList:
         """What is served, by what it is computed from."""
-        return listed(encoder.registry)
+        return served.listed()
 
     @app.get("/health", response_model=Status, responses={503: {"model": Status}})
     @app.get("/sglang/{model:path}/health", include_in_schema=False)

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-import pydantic
+import io
+from typing import Final, Literal
 
-from cornplug.encoder_service.registry import Loaded, Registry
+import pydantic
+from PIL import Image
+
+from cornplug.encoder_service.http_bodies import MODALITIES
+from cornplug.encoder_service.preparing import Preparer
+from cornplug.encoder_service.protocol import Encode, ServedModality, ServedModel
+from cornplug.encoder_service.registry import Registry
+from cornplug.errors import CornplugError
 from cornplug.families import Modality
+
+Rows = Literal["fixed", "by medium"]
+_SIDES: Final = ((224, 224), (896, 224))
+
+
+class ModalityRow(pydantic.BaseModel):
+    """One kind of medium that a model takes, with its own preprocessing."""
+
+    name: Modality
+    identity: str
+    spec_fp: str
+    rows: Rows
+    """Whether all media of the kind give embeddings of equally many rows."""
 
 
 class ModelRow(pydantic.BaseModel):
@@ -14,12 +35,16 @@ class ModelRow(pydantic.BaseModel):
     name: str
     family: str
     modalities: list[Modality]
+    media: list[ModalityRow]
+    """One for each of `modalities`."""
     identity: str
     tower_fp: str
     projector_fp: str
     spec_fp: str
     dtype: str
     hidden_size: int
+    epoch: int
+    """How often its weights have been replaced since the service started."""
 
 
 class ModelList(pydantic.BaseModel):
@@ -30,21 +55,71 @@ class Status(pydantic.BaseModel):
     status: str = pydantic.Field(examples=["ok"])
 
 
-def listed(registry: Registry) -> ModelList:
-    """Every model, in the order given at start."""
-    return ModelList(models=[_row(loaded) for loaded in registry.loaded()])
+class Models:
+    """The list, as it is now. Whether rows are fixed is tried once a model, on two blank pictures."""
+
+    def __init__(self, registry: Registry, preparer: Preparer) -> None:
+        self._registry = registry
+        self._preparer = preparer
+        self._rows: dict[bytes, Rows] = {}
+        self.listed()  # tried here, not while requests wait
+
+    def listed(self) -> ModelList:
+        """Every model, in the order given at start."""
+        return self.of(self._registry.served())
+
+    def of(self, served: tuple[ServedModel, ...]) -> ModelList:
+        """The rows of these."""
+        return ModelList(models=[self._row(model) for model in served])
+
+    def _row(self, served: ServedModel) -> ModelRow:
+        return ModelRow(
+            name=served.name,
+            family=served.family,
+            modalities=[as_modality(modality.name) for modality in served.modalities],
+            media=[self._medium(served, modality) for modality in served.modalities],
+            identity=served.identity.hex(),
+            tower_fp=served.tower_fp.hex(),
+            projector_fp=served.projector_fp.hex(),
+            spec_fp=served.spec_fp.hex(),
+            dtype=served.dtype,
+            hidden_size=served.hidden_size,
+            epoch=served.epoch,
+        )
+
+    def _medium(self, served: ServedModel, modality: ServedModality) -> ModalityRow:
+        if modality.identity not in self._rows:
+            fixed = modality.name == "image" and self._alike(served.name)
+            self._rows[modality.identity] = "fixed" if fixed else "by medium"
+        return ModalityRow(
+            name=as_modality(modality.name),
+            identity=modality.identity.hex(),
+            spec_fp=modality.spec_fp.hex(),
+            rows=self._rows[modality.identity],
+        )
+
+    def _alike(self, model: str) -> bool:
+        """Whether pictures of other sides look the same to the tower, but for their pixels."""
+        try:
+            square, wide = (self._blank(model, sides) for sides in _SIDES)
+        except CornplugError:
+            return False
+        return _geometry(square) == _geometry(wide)
+
+    def _blank(self, model: str, sides: tuple[int, int]) -> Encode:
+        out = io.BytesIO()
+        Image.new("RGB", sides).save(out, "BMP")
+        return self._preparer.prepare(model, "image", out.getvalue(), salt=None, deadline_s=1.0).request
 
 
-def _row(loaded: Loaded) -> ModelRow:
-    served = loaded.served
-    return ModelRow(
-        name=served.name,
-        family=served.family,
-        modalities=list(loaded.checkpoint.family.inputs),
-        identity=served.identity.hex(),
-        tower_fp=served.tower_fp.hex(),
-        projector_fp=served.projector_fp.hex(),
-        spec_fp=served.spec_fp.hex(),
-        dtype=served.dtype,
-        hidden_size=served.hidden_size,
-    )
+def as_modality(name: str) -> Modality:
+    """The name that the wire carries, as the type that it is."""
+    return next(modality for modality in MODALITIES if modality == name)
+
+
+def _geometry(request: Encode) -> dict[str, object]:
+    """Shapes, and the values of what counts: grids, sizes, numbers of tiles."""
+    return {
+        name: (tensor.shape, tensor.data if tensor.dtype.startswith(("int", "bool")) else None)
+        for name, tensor in request.inputs.items()
+    }

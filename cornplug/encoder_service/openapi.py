@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cornplug.encoder_service.http_answers import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
@@ -44,11 +45,20 @@ ENCODE: Final[Responses] = {
     415: _error("Neither multipart/form-data nor application/json."),
     422: _error("A field is wrong, or a medium is damaged or of a form that the model does not take."),
     424: _error("A remote URL could not be fetched."),
+    429: _error("The caller's class has had its share while others wait.", retry=True),
     500: _error("A fault of the service."),
     503: _error("Full or stopping: ask another one, or again.", retry=True),
     504: _error("Not begun inside the deadline."),
 }
 NOT_READY: Final[Responses] = {503: _error("Stopping, or no tower can run.", retry=True)}
+RELOAD: Final[Responses] = {
+    403: _error("Neither from this host nor with the operator's key."),
+    404: _error("The model is not served."),
+    409: _error("What is on disk cannot be loaded: everything is served as before."),
+    415: _error("Not application/json."),
+    422: _error("A field is wrong."),
+    503: _error("Another reload is going on, or the service is stopping.", retry=True),
+}
 METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
@@ -74,6 +84,16 @@ BODY: Final[Mapping[str, Any]] = {
         },
     }
 }
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route that reads its JSON body itself."""
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": model.model_json_schema()}},
+        }
+    }
 
 
 def complete(app: FastAPI) -> None:

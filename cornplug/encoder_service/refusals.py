@@ -24,6 +24,8 @@ _STATUS: Final[Mapping[str, int]] = {
     "remote_url": 422,
     "remote_failed": 424,
     "remote_timeout": 424,
+    "forbidden": 403,
+    "not_reloaded": 409,
     "forbidden_receiver": 403,
     "undeliverable": 502,
     "no_receiver": 504,

@@ -28,6 +28,7 @@ from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.impatient import Impatient
 from cornplug.encoder_service.registry import Registry, Report
+from cornplug.encoder_service.remote import Rules
 from cornplug.encoder_service.replica import Replica, Settings
 from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
 from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
@@ -158,6 +159,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(_overrides(args))
     _check(args)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    Rules.of(config.encoder)  # refused before minutes of loading, as what is listened to
     listeners = Listeners.open(config)
     try:
         with console.status("loading") as status:

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Query, Response
 from cornplug import __version__
 from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.history import History, largest, totals
-from cornplug.encoder_service.http_models import ModelRow, listed
+from cornplug.encoder_service.http_models import ModelRow, Models
 from cornplug.encoder_service.worker import Encoder
 
 State = Literal["serving", "draining", "down"]
@@ -105,10 +105,11 @@ class Overview(pydantic.BaseModel):
 class StatusReport:
     """Makes overviews of one service. For one event loop."""
 
-    def __init__(self, encoder: Encoder, history: History, gate: Gate) -> None:
+    def __init__(self, encoder: Encoder, history: History, gate: Gate, models: Models) -> None:
         self._encoder = encoder
         self._history = history
         self._gate = gate
+        self._models = models
         self._instance = secrets.token_hex(8)
         self._began_s = time.monotonic()
 
@@ -132,7 +133,7 @@ class StatusReport:
             "classes": list(meters.classes),
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
-            "models": [row.model_dump() for row in listed(encoder.registry).models],
+            "models": [row.model_dump() for row in self._models.listed().models],
             "answers": towers,
             "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
             "refusals": [

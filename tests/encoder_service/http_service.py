@@ -20,6 +20,7 @@ class Service:
 
     def __init__(self, encoder: Encoder, config: Config) -> None:
         self.encoder = encoder
+        self.config = config
         self.gate = Gate()
         self.app = create_app(encoder, config.encoder, secret=SECRET, gate=self.gate)
 

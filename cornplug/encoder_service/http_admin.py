@@ -1,0 +1,85 @@
+"""`POST /v1/reload`: serve the weights that are on disk now. For the operator only.
+
+Without `encoder.admin_key`, who asks from this host is the operator; with it, who has the key. JSON
+only, so that no web page in a browser on this host can ask in passing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from ipaddress import ip_address
+from typing import Final
+
+import pydantic
+from fastapi import APIRouter, Request
+
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service import openapi
+from cornplug.encoder_service.http_models import ModelList, Models
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import CheckpointError, EncoderRefused
+
+_FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+class ReloadBody(pydantic.BaseModel):
+    """Which model; none: all of them."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    model: str | None = pydantic.Field(default=None, max_length=1024)
+
+
+def router(encoder: Encoder, models: Models, config: EncoderConfig) -> APIRouter:
+    """The operator's routes."""
+    routes = APIRouter()
+    key = config.admin_key.get_secret_value()
+
+    @routes.post("/v1/reload", responses=openapi.RELOAD, openapi_extra=openapi.json_body(ReloadBody))
+    async def reload(request: Request) -> ModelList:
+        """The models whose weights or settings have changed, as they are served now."""
+        _allow(request, key)
+        name = await _model(request)
+        # Loading takes as long as it takes; nothing that is served waits for it.
+        try:
+            changed = await asyncio.to_thread(encoder.reload, name)
+        except CheckpointError as e:
+            raise EncoderRefused(f"{e} Everything is served as before.", reason="not_reloaded") from e
+        return await asyncio.to_thread(models.of, changed)
+
+    return routes
+
+
+def _allow(request: Request, key: str) -> None:
+    """Raises EncoderRefused("forbidden")."""
+    if key:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise EncoderRefused(
+                "authorization: want the operator's key (encoder.admin_key)", reason="forbidden"
+            )
+        return
+    # What a proxy on this host passes on comes from this host as well.
+    passed_on = any(name in request.headers for name in _FORWARDED)
+    if passed_on or request.client is None or not _is_here(request.client.host):
+        raise EncoderRefused(
+            "only from this host; set encoder.admin_key to allow others who have it", reason="forbidden"
+        )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback
+
+
+async def _model(request: Request) -> str | None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise EncoderRefused("content-type: send application/json", reason="media_type")
+    try:
+        return ReloadBody.model_validate_json(await request.body(), strict=True).model
+    except pydantic.ValidationError as e:
+        raise EncoderRefused(f"body: {e.errors()[0]['msg'][:200]}", reason="bad_input") from None
