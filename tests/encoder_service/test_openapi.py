@@ -19,7 +19,7 @@ SETTINGS = {
     "workers": 1,
     "continue-on-failure": True,
     "request-timeout": 10,
-    "generation": {"max-examples": 25, "deterministic": True, "database": "none", "no-shrink": True},
+    "generation": {"max-examples": 15, "deterministic": True, "database": "none", "no-shrink": True},
     "phases": {"stateful": {"enabled": False}},
     # A base64 text that is no picture fits the schema, and is refused all the same.
     "checks": {"positive_data_acceptance": {"enabled": False}},
