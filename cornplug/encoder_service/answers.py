@@ -14,7 +14,7 @@ from cornplug.store.base import Store
 
 RAW: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
-"""Too many requests now, or draining: another service may do it, or this one later."""
+"""Full, a class over its share, or draining: another service may do it, or this one later."""
 _FAILED: Final = frozenset({500, 504})
 """It could not do this one, or not in its time; another one may."""
 
@@ -87,8 +87,8 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
 
 
 def check(answer: HttpAnswer) -> None:
-    """Pass a 200. Raises Busy (429, 503), Failed (500, 504), EncoderRefused (the service's reason
-    and message) or EncoderUnavailable("encoder_garbage")."""
+    """Pass a 200. Raises Busy (429, 503, and what names a Retry-After), Failed (500, 504), EncoderRefused
+    (the service's reason and message) or EncoderUnavailable("encoder_garbage")."""
     if answer.status == 200:
         return
     try:
@@ -97,8 +97,11 @@ def check(answer: HttpAnswer) -> None:
         precise = error.get("retry_after_s")
     except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise _garbage(answer, f"HTTP {answer.status}") from e
-    if answer.status in _BUSY:
-        raise Busy(refusal, _seconds(precise) or _seconds(answer.headers.get("retry-after")))
+    retry_after_s = _seconds(precise)
+    if retry_after_s is None:
+        retry_after_s = _seconds(answer.headers.get("retry-after"))
+    if answer.status in _BUSY or (answer.status in _FAILED and retry_after_s is not None):
+        raise Busy(refusal, retry_after_s)
     if answer.status in _FAILED:
         raise Failed(refusal)
     raise refusal

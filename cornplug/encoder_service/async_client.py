@@ -27,6 +27,7 @@ from cornplug.encoder_service.outgoing import Item, Medium, Outgoing
 from cornplug.encoder_service.reference import EmbeddingRef
 from cornplug.encoder_service.tracing_headers import trace_headers
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
+from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 from cornplug.store.pool import PoolStore
 
@@ -53,6 +54,7 @@ class AsyncEncoderClient:
         deadline_s: longest wait for one embedding, with all that is tried; None: `encoder.deadline_s`.
         api_key: sent as `Authorization: Bearer`.
         app: in whose name, for the service's metrics and classes; None: the service's default.
+        service_class: the class of service to ask for; None: that of the key or app.
         transport: how to reach the services, for tests and proxies (httpx's own seam).
     """
 
@@ -64,6 +66,7 @@ class AsyncEncoderClient:
         deadline_s: float | None = None,
         api_key: str | None = None,
         app: str | None = None,
+        service_class: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         config = load()
@@ -78,7 +81,9 @@ class AsyncEncoderClient:
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:
-            headers["x-cornplug-app"] = app
+            headers[APP_HEADER] = app
+        if service_class is not None:
+            headers[CLASS_HEADER] = service_class
         self._http = httpx.AsyncClient(headers=headers, transport=transport, follow_redirects=False)
 
     async def encode(

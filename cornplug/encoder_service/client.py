@@ -46,10 +46,17 @@ class EncoderClient:
         deadline_s: float | None = None,
         api_key: str | None = None,
         app: str | None = None,
+        service_class: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = AsyncEncoderClient(
-            services, store=store, deadline_s=deadline_s, api_key=api_key, app=app, transport=transport
+            services,
+            store=store,
+            deadline_s=deadline_s,
+            api_key=api_key,
+            app=app,
+            service_class=service_class,
+            transport=transport,
         )
         self._pid = os.getpid()
         self._lock = threading.Lock()

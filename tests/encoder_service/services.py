@@ -40,6 +40,7 @@ class _Threaded:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # closed connections leave the loop with its next turn
         self.loop.stop()
 
 
@@ -85,7 +86,10 @@ class Misbehaving(_Threaded):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(ConnectionError, asyncio.IncompleteReadError),
+        ):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]

@@ -122,7 +122,9 @@ def test_who_asks_and_in_which_trace_is_passed_on(llava: str) -> None:
     with Misbehaving(says(404, b'{"error": {"reason": "unknown_model", "message": "m"}}')) as server:
 
         async def ask() -> None:
-            async with AsyncEncoderClient(server.url, api_key="k3y", app="search") as client:
+            async with AsyncEncoderClient(
+                server.url, api_key="k3y", app="search", service_class="vip"
+            ) as client:
                 with trace.use_span(trace.NonRecordingSpan(context)), pytest.raises(EncoderRefused):
                     await client.encode(b"x", model=llava)
 
@@ -136,6 +138,7 @@ def test_who_asks_and_in_which_trace_is_passed_on(llava: str) -> None:
     first, second = (request.lower() for request in server.requests)
     assert b"authorization: bearer k3y\r\n" in first
     assert b"x-cornplug-app: search\r\n" in first
+    assert b"x-cornplug-class: vip\r\n" in first
     traceparent = b"traceparent: 00-00000000000000000000000000000abc-0000000000000def-01\r\n"
     assert traceparent in first
     assert traceparent in second
@@ -208,6 +211,18 @@ def test_retry_after_is_kept(app: Any, llava: str) -> None:
         assert 0.6 < time.monotonic() - began < 2
         assert e.value.reason == "damaged"
         assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(("status", "reason"), [(429, "over_share"), (504, "too_late"), (503, "draining")])
+def test_what_a_service_cannot_do_in_time_another_does(
+    status: int, reason: str, app: Any, llava: str
+) -> None:
+    refusal = OVERLOADED.replace(b"overloaded", reason.encode()).replace(b"0.3", b"30")
+    with Misbehaving(says(status, refusal)) as busy, Served(app) as good:
+        with EncoderClient({busy.url: 1e6, good.url: 1.0}, deadline_s=2) as client:
+            for _ in range(3):
+                assert client.encode(picture(1), model=llava).shape == (16, 64)
+        assert len(busy.requests) == 1
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(llava: str) -> None:

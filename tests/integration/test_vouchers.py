@@ -1,0 +1,109 @@
+"""A picture's embedding in a request to a real vLLM, in the picture's place: same answer, no tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.config import load
+from cornplug.encoder_service.client import EmbeddingRef, EncoderClient
+from cornplug.store.pool import PoolStore
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import (
+    Answer,
+    EncoderProcess,
+    RequestFailed,
+    StoreProcess,
+    VllmServer,
+    photos,
+)
+
+MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
+
+
+@dataclass
+class Rig:
+    """One engine, one service, one store."""
+
+    model: Path
+    server: VllmServer
+    encoder: EncoderProcess
+    store_socket: Path
+
+    def encode(self, picture: int, salt: str | None = None) -> EmbeddingRef:
+        with EncoderClient(self.encoder.url) as client:
+            return client.encode(photos()[picture].data, model=str(self.model), salt=salt)
+
+    def ask(self, part: Mapping[str, Any], **fields: Any) -> Answer:
+        content = [part, {"type": "text", "text": "what is this"}]
+        return self.server.chat([{"role": "user", "content": content}], max_tokens=8, **fields)
+
+
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("v")
+    model = MAKERS[request.param](folder / "m")
+    store_socket, socket = folder / "s.sock", folder / "e.sock"
+    flags = ("--cornplug-store", str(store_socket), "--cornplug-encoder", str(socket))
+    with (
+        StoreProcess(store_socket),
+        EncoderProcess([model], "--store-socket", str(store_socket), socket=socket) as encoder,
+        VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / "vllm.log") as server,
+    ):
+        yield Rig(model, server, encoder, store_socket)
+
+
+def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
+    passes = rig.encoder.tower_passes()
+    by_voucher = rig.ask(rig.encode(0).as_vllm_part())
+    with_pixels = rig.server.chat("what is this", images=[photos()[0].data], max_tokens=8)
+    assert by_voucher.token_ids == with_pixels.token_ids
+    assert by_voucher.prompt_tokens == with_pixels.prompt_tokens
+    assert by_voucher.logprobs == pytest.approx(with_pixels.logprobs, abs=1e-4)
+    assert rig.encoder.tower_passes() == passes + 1
+    other = rig.ask(rig.encode(1).as_vllm_part())
+    assert other.token_ids != by_voucher.token_ids
+    # Two in one request, each with its own grid.
+    parts = [rig.encode(i).as_vllm_part() for i in (2, 3)]
+    content = [*parts, {"type": "text", "text": "compare"}]
+    both = rig.server.chat([{"role": "user", "content": content}], max_tokens=8)
+    pixels = rig.server.chat("compare", images=[photos()[i].data for i in (2, 3)], max_tokens=8)
+    assert both.token_ids == pixels.token_ids
+
+
+def test_tenants_keep_theirs(rig: Rig) -> None:
+    part = rig.encode(0, salt="a").as_vllm_part()
+    assert len(rig.ask(part, cache_salt="a").token_ids) == 8
+    refused(rig, part, "salt", cache_salt="b")
+
+
+def refused(rig: Rig, part: Mapping[str, Any], message: str, **fields: Any) -> None:
+    with pytest.raises(RequestFailed) as e:
+        rig.ask(part, **fields)
+    assert e.value.status == 400, str(e.value)
+    assert message in str(e.value)
+
+
+def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
+    ref = rig.encode(4)
+    good = ref.as_vllm_part()
+    refused(rig, ref.as_vllm_part(by_value=True), "by voucher only")
+    text = ref.voucher
+    assert text is not None
+    forged = {"type": "image_embeds", "image_embeds": text[:-8] + "AAAAAAAA"}
+    refused(rig, forged, "not signed")
+    if isinstance(good["image_embeds"], dict):
+        grid = good["image_embeds"]["image_grid_thw"]
+        refused(rig, {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}}, "missing")
+        turned = {**good["image_embeds"], "image_grid_thw": [1, grid[2], grid[1]]}
+        if grid[1] != grid[2]:
+            refused(rig, {"type": "image_embeds", "image_embeds": turned}, "by voucher only")
+    store = PoolStore(load({"store.socket": rig.store_socket}).store, autostart=False, connect_timeout_s=5)
+    store.delete([ref.key], deadline_s=5)
+    store.close()
+    refused(rig, good, "no more")
+    assert len(rig.ask(rig.encode(4).as_vllm_part()).token_ids) == 8
