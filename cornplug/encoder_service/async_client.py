@@ -202,7 +202,9 @@ class AsyncEncoderClient:
             except Failed as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
-                last = e
+                # What an earlier try saw says more than that the last one had no time left.
+                if last is None or e.reason != "encoder_timeout":
+                    last = e
         raise last or EncoderUnavailable(
             f"{', '.join(order)} failed a moment ago, or asked to be left alone", reason="encoder_backoff"
         )
