@@ -84,6 +84,10 @@ class EncoderConfig(_Section):
     """Largest picture accepted, in pixels after decoding."""
     max_audio_s: float = Field(default=600.0, gt=0)
     """Longest sound accepted, in seconds."""
+    max_video_s: float = Field(default=600.0, gt=0)
+    """Longest video accepted, in seconds."""
+    max_frames: int = Field(default=768, gt=0)
+    """Sampled frames of a video. All together may have four times `max_pixels`."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     max_held_bytes: int = Field(default=1 << 30, gt=0)
     """Of all HTTP bodies under way together."""

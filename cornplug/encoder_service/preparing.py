@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,8 @@ import torch
 
 from cornplug import identity
 from cornplug.encoder_service.protocol import Encode, Tensor
-from cornplug.encoder_service.readers.base import Limits, Reader, Reading
+from cornplug.encoder_service.readers.base import Limits, Reader, Reading, Sampling
+from cornplug.encoder_service.readers.clips import Clips
 from cornplug.encoder_service.readers.pictures import Pictures
 from cornplug.encoder_service.readers.sounds import Sounds
 from cornplug.encoder_service.registry import Loaded, Registry
@@ -35,8 +36,10 @@ class Prepared:
     """The media digest."""
 
 
+AS_THE_ENGINE: Final = Sampling()
 READERS: Final[Mapping[Modality, Callable[[Loaded, Limits], Reader]]] = {
     "image": Pictures,
+    "video": Clips,
     "audio": Sounds,
 }
 
@@ -56,16 +59,39 @@ class Preparer:
         registry.on_load(self._add_readers)
 
     def prepare(
-        self, model: str, modality: Modality, data: bytes, *, salt: str | None, deadline_s: float
+        self,
+        model: str,
+        modality: Modality,
+        data: bytes,
+        *,
+        salt: str | None,
+        deadline_s: float,
+        sampling: Sampling = AS_THE_ENGINE,
     ) -> Prepared:
         """A request for the medium in `data`, as this model's engine would make it.
+
+        `sampling` says which frames of a video; the key follows from the frames and their times.
 
         Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and
         MediaError as the modality's reader.
         """
         loaded = self._loaded(model)
-        reading = self._reader(loaded, modality).read(data)
+        if modality != "video" and sampling != AS_THE_ENGINE:
+            raise EncoderRefused(f"fps, num_frames: of a video, not of {modality}", reason="bad_input")
+        reading = self._reader(loaded, modality).read(data, sampling)
         return self._prepared(loaded, modality, reading, salt, deadline_s, APP)
+
+    def prepare_frames(
+        self, model: str, pictures: Sequence[bytes], *, fps: float, salt: str | None, deadline_s: float
+    ) -> Prepared:
+        """A request for a video given as its frames, `fps` of them a second: all are taken.
+
+        Raises as `prepare`, and as `clips.of_pictures`.
+        """
+        loaded = self._loaded(model)
+        reader = self._reader(loaded, "video")
+        assert isinstance(reader, Clips)
+        return self._prepared(loaded, "video", reader.read_pictures(pictures, fps), salt, deadline_s, APP)
 
     def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
         """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""

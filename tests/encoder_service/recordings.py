@@ -51,3 +51,38 @@ def encoded(samples: Pcm, container: str, codec: str, rate: int = 16_000) -> byt
         file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
+
+
+def moving(count: int, width: int = 64, height: int = 48) -> list[npt.NDArray[np.uint8]]:
+    """(height, width, 3) RGB frames: coarse patches that wander, another shade in each frame."""
+    patches = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    still = patches.repeat(height // 6, 0).repeat(width // 8, 1)
+    return [np.roll(still, 2 * i, axis=1) // 2 + np.uint8(i * 3 % 120) for i in range(count)]
+
+
+def video(
+    frames: list[npt.NDArray[np.uint8]],
+    container: str = "mp4",
+    codec: str = "libx264",
+    *,
+    fps: int = 10,
+    pix_fmt: str = "yuv420p",
+    **options: str,
+) -> bytes:
+    """The frames by one of FFmpeg's encoders."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=fps, options=options)
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt = pix_fmt
+        for array in frames:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
+        file.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def turned_by_90(mp4: bytes) -> bytes:
+    """The same MP4, marked to be shown a quarter turn clockwise, as telephones do."""
+    matrix = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    at = mp4.index(b"tkhd") + 4 + 40
+    return mp4[:at] + matrix + mp4[at + 36 :]

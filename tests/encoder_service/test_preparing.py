@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2AudioProcessor, WhisperFeatureExtractor
+from PIL import Image
+from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from cornplug.encoder_service import sounds
 from cornplug.encoder_service.preparing import Prepared, Preparer
-from cornplug.encoder_service.readers.base import Limits
+from cornplug.encoder_service.readers.base import Limits, Sampling
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.towers.tensors import FLOATS, INTEGERS, from_wire
 from cornplug.errors import EncoderRefused, MediaError
@@ -19,7 +21,7 @@ from cornplug.identity import embedding_key
 from cornplug.testing import checkpoints
 
 from .conftest import SECRET, picture, png
-from .recordings import encoded, tone, wav
+from .recordings import encoded, moving, tone, video, wav
 
 SPOKEN = tone(1.3)
 
@@ -94,3 +96,39 @@ def test_a_modality_that_the_model_does_not_take_is_refused(preparer: Preparer, 
     with pytest.raises(EncoderRefused) as e:
         preparer.prepare_for_sglang(str(heard), png(picture(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
+
+
+def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(qwen: Path) -> None:
+    registry = Registry.open([str(qwen)], dtype="float32", device="cpu")
+    preparer = Preparer(registry, secret=SECRET, limits=Limits())
+    data = video(moving(31), "matroska", "libx264rgb", pix_fmt="rgb24", crf="0")
+
+    def prepare(**options: Any) -> Prepared:
+        return preparer.prepare(str(qwen), "video", data, salt=None, deadline_s=5, **options)
+
+    made, denser = prepare(), prepare(sampling=Sampling(fps=5))
+    shown = np.stack([moving(31)[i] for i in (0, 5, 10, 15, 20, 25)])
+    theirs = AutoVideoProcessor.from_pretrained(qwen)(
+        videos=[torch.from_numpy(shown).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
+    )
+    pixels = from_wire("x", made.request.inputs["pixel_values_videos"], FLOATS)
+    assert torch.equal(pixels, theirs["pixel_values_videos"])
+    served = registry.served()[0]
+    assert made.request.identity == served.identity_for("video") != served.identity
+    assert denser.media != made.media
+    assert denser.request.key != made.request.key
+    by_pictures = preparer.prepare_frames(
+        str(qwen), [png(Image.fromarray(f)) for f in shown], fps=2.0, salt=None, deadline_s=5
+    )
+    # The same frames at the same times: the same video.
+    assert by_pictures.request == made.request
+
+
+def test_a_picture_has_no_frames_to_sample(qwen: Path) -> None:
+    registry = Registry.open([str(qwen)], dtype="float32", device="cpu")
+    preparer = Preparer(registry, secret=SECRET, limits=Limits())
+    with pytest.raises(EncoderRefused, match="of a video") as e:
+        preparer.prepare(
+            str(qwen), "image", png(picture(1)), salt=None, deadline_s=5, sampling=Sampling(fps=1)
+        )
+    assert e.value.reason == "bad_input"

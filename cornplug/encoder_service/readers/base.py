@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.clips import ClipLimits
+from cornplug.errors import EncoderRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +20,39 @@ class Limits:
 
     max_pixels: int = 64_000_000
     max_audio_s: float = 600.0
+    max_video_s: float = 600.0
+    max_frames: int = 768
 
     @classmethod
     def of(cls, config: EncoderConfig) -> Limits:
-        return cls(max_pixels=config.max_pixels, max_audio_s=config.max_audio_s)
+        return cls(
+            max_pixels=config.max_pixels,
+            max_audio_s=config.max_audio_s,
+            max_video_s=config.max_video_s,
+            max_frames=config.max_frames,
+        )
+
+    def clips(self) -> ClipLimits:
+        return ClipLimits(max_s=self.max_video_s, max_frames=self.max_frames, max_pixels=self.max_pixels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Which frames of a video a request wants; with nothing said, those that the model's engine takes.
+
+    Raises EncoderRefused("bad_input") for both at once, and for none or less.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fps is not None and self.num_frames is not None:
+            raise EncoderRefused("fps, num_frames: say one of them", reason="bad_input")
+        if not (self.fps is None or 0 < self.fps < math.inf):
+            raise EncoderRefused(f"fps: {self.fps}, want a number above 0", reason="bad_input")
+        if self.num_frames is not None and self.num_frames < 1:
+            raise EncoderRefused(f"num_frames: {self.num_frames}, want 1 or more", reason="bad_input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +68,9 @@ class Reading:
 class Reader(Protocol):
     """Of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
-    def read(self, data: bytes) -> Reading:
-        """Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's
-        processor takes no such medium."""
+    def read(self, data: bytes, sampling: Sampling) -> Reading:
+        """`sampling` is for videos; others have nothing to sample.
+
+        Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's
+        processor takes no such medium.
+        """

@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug.encoder_service import media
-from cornplug.encoder_service.readers.base import Limits, Reading
+from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
 from cornplug.encoder_service.registry import Loaded
 from cornplug.errors import CheckpointError, MediaError
 
@@ -27,7 +27,7 @@ class Pictures:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
-    def read(self, data: bytes) -> Reading:
+    def read(self, data: bytes, sampling: Sampling) -> Reading:
         return self._reading(media.as_received(media.decode(data, self._max_pixels)))
 
     def read_for_sglang(self, data: bytes) -> Reading:

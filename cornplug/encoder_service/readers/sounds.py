@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cornplug.encoder_service import sounds, towers
-from cornplug.encoder_service.readers.base import Limits, Reading
+from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
 from cornplug.encoder_service.registry import Loaded
 from cornplug.encoder_service.resampling import resampled
 
@@ -18,6 +18,6 @@ class Sounds:
         self._max_s = limits.max_audio_s
         self._mels = towers.listener(loaded.checkpoint)
 
-    def read(self, data: bytes) -> Reading:
+    def read(self, data: bytes, sampling: Sampling) -> Reading:
         sound = resampled(sounds.decode(data, max_s=self._max_s), self._mels.rate)
         return Reading(digest=sound.digest(), inputs=self._mels.listen(sound.samples))

@@ -1,0 +1,187 @@
+"""From a video's bytes to sampled RGB frames with their times, and to their digest.
+
+The rule is vLLM's own (vllm/multimodal/video.py and video_decoders/opencv.py, 0.32), so that
+engines and the service arrive at one digest for one video:
+
+1. The first video stream counts. Frames are numbered as they are shown; a frame's time is its
+   number over the stream's rate, whatever its own time stamp says.
+2. Which frames are taken is said by the model (`readers.clips`) and by the request.
+3. Pixels are converted as OpenCV has FFmpeg do it, and turned upright where the file says so.
+
+The digest is over the sampled frames and their times. What the sampling was called is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cornplug.encoder_service import media
+from cornplug.encoder_service.sounds import BROKEN, announced_duration_s, frames, opened
+from cornplug.errors import MediaError
+from cornplug.identity import frames_digest
+
+Frames = npt.NDArray[np.uint8]
+_SHORT_BY: Final = 0.02
+"""Part of the announced frames whose absence is no truncation."""
+_MAX_FPS: Final = 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a file says of its video, before any frame is decoded."""
+
+    total: int
+    """Frames in it."""
+    fps: float
+    width: int
+    height: int
+
+    @property
+    def duration_s(self) -> float:
+        return self.total / self.fps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Clip:
+    """Sampled frames of one video."""
+
+    frames: Frames
+    """(sampled, height, width, 3) RGB."""
+    indices: tuple[int, ...]
+    """The number of each, rising, in the whole video."""
+    source: Source
+
+    @property
+    def times_s(self) -> list[float]:
+        """Seconds from the start, of each frame."""
+        return [index / self.source.fps for index in self.indices]
+
+    def digest(self) -> bytes:
+        """Media digest (32 bytes) of the frames and their times."""
+        height, width = self.frames.shape[1:3]
+        return frames_digest(width, height, self.times_s, (frame.tobytes() for frame in self.frames))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipLimits:
+    max_s: float = 600.0
+    max_frames: int = 768
+    """Sampled."""
+    max_pixels: int = 64_000_000
+    """Of one frame; all sampled frames together may have four times as many."""
+
+
+def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits) -> Clip:
+    """Decode the frames that `choose` names; duration and size are checked before anything is decoded.
+
+    Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
+    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and what `choose` raises.
+    """
+    source = _source(data, limits)
+    indices = tuple(sorted({int(index) for index in choose(source)}))
+    if not indices or indices[0] < 0 or indices[-1] >= source.total:
+        raise MediaError(f"no frame of {source.total} is sampled", reason="unprocessable")
+    _check_room(len(indices), source.width, source.height, limits)
+    wanted, taken = frozenset(indices), []
+    with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
+        for index, frame in enumerate(frames(container, container.streams.video[0], "video")):
+            if index in wanted:
+                taken.append(_rgb(frame, source))
+            if index == indices[-1]:
+                break
+    if len(taken) < len(indices):
+        raise MediaError(f"the video ends after {len(taken)} of {len(indices)} frames", reason="damaged")
+    return Clip(frames=np.stack(taken), indices=indices, source=source)
+
+
+def of_pictures(pictures: Sequence[bytes], fps: float, limits: ClipLimits) -> Clip:
+    """A video given as pictures of one size, `fps` of them a second; every one is taken.
+
+    Raises MediaError as `media.decode`, and "too_many_frames", "too_many_pixels", "frame_size".
+    """
+    if not pictures:
+        raise MediaError("the video has no frames", reason="empty")
+    if not 0 < fps <= _MAX_FPS:
+        raise MediaError(f"fps: {fps}, want over 0 and at most {_MAX_FPS:g}", reason="frame_rate")
+    taken: list[Frames] = []
+    for number, picture in enumerate(pictures):
+        image = media.as_received(media.decode(picture, limits.max_pixels))
+        if number == 0:
+            _check_room(len(pictures), *image.size, limits)
+        elif image.size != (taken[0].shape[1], taken[0].shape[0]):
+            raise MediaError(f"frame {number} has another size than the first", reason="frame_size")
+        taken.append(np.asarray(image))
+    height, width = taken[0].shape[:2]
+    source = Source(total=len(taken), fps=fps, width=width, height=height)
+    return Clip(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
+
+
+def _source(data: bytes, limits: ClipLimits) -> Source:
+    """What the header says, compared with the packets that are there."""
+    with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
+        if not container.streams.video or container.streams.video[0].codec_context is None:
+            raise MediaError("the file has no video stream that we know", reason="no_video")
+        stream = container.streams.video[0]
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width * height > limits.max_pixels:
+            raise MediaError(
+                f"{width} x {height} pixels, at most {limits.max_pixels} are accepted",
+                reason="too_many_pixels",
+            )
+        fps = float(stream.guessed_rate or stream.average_rate or 0)
+        if min(width, height) <= 0 or not 0 < fps <= _MAX_FPS:
+            raise MediaError(f"the video has {width} x {height} pixels at {fps} fps", reason="damaged")
+        announced_s = announced_duration_s(container, stream)
+        if announced_s is not None and announced_s > limits.max_s:
+            raise MediaError(
+                f"{announced_s:.0f} s of video, at most {limits.max_s:g} are accepted", reason="too_long"
+            )
+        # OpenCV's count: the header's, else by duration and rate.
+        announced = stream.frames or (int(announced_s * fps + 0.5) if announced_s else 0)
+        present = _packets(container, stream)
+    if present < announced * (1 - _SHORT_BY) - 1:
+        raise MediaError(f"the video is truncated: {present} of {announced} frames", reason="damaged")
+    total = min(announced or present, present)
+    if total < 1:
+        raise MediaError("the video has no frames", reason="empty")
+    if total / fps > limits.max_s:
+        raise MediaError(f"over {limits.max_s:g} s of video", reason="too_long")
+    return Source(total=total, fps=fps, width=width, height=height)
+
+
+def _packets(container: Any, stream: Any) -> int:
+    """How many frames lie in the file, without decoding any."""
+    try:
+        return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+    except BROKEN as e:
+        raise MediaError(f"the video is damaged: {e}", reason="damaged") from e
+
+
+def _check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
+    if count > limits.max_frames:
+        raise MediaError(
+            f"{count} frames, at most {limits.max_frames} are accepted", reason="too_many_frames"
+        )
+    if count * width * height > 4 * limits.max_pixels:
+        raise MediaError(
+            f"{count} frames of {width} x {height} pixels, at most {4 * limits.max_pixels} in all: "
+            "sample fewer frames",
+            reason="too_many_pixels",
+        )
+
+
+def _rgb(frame: Any, source: Source) -> Frames:
+    """(height, width, 3) of one decoded frame, upright."""
+    if (frame.width, frame.height) != (source.width, source.height):
+        raise MediaError("the video changes its size on its way", reason="damaged")
+    try:
+        bgr: Frames = frame.reformat(format="bgr24", interpolation="BICUBIC").to_ndarray()
+    except BROKEN as e:
+        raise MediaError(f"the video's pixels cannot be read: {e}", reason="damaged") from e
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(bgr[:, :, ::-1], turns))

@@ -1,0 +1,94 @@
+"""Videos: decoded (`clips`), sampled as the model's engine would, through its video processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import AutoVideoProcessor
+
+from cornplug.encoder_service import clips
+from cornplug.encoder_service.clips import Clip, Source
+from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
+from cornplug.encoder_service.registry import Loaded
+from cornplug.errors import CheckpointError, MediaError
+
+Sampler = Callable[[Source, Sampling], Sequence[int]]
+
+_FPS: Final = 2.0
+_MAX_FPS: Final = 30.0
+_MIN_FRAMES: Final = 4
+_MAX_FRAMES: Final = 768
+_PATCH: Final = 2
+"""Frames that the tower sees as one; of the Qwen families."""
+
+
+class Clips:
+    """Reads videos for one model. Raises CheckpointError("bad_config") without a video processor."""
+
+    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+        checkpoint = loaded.checkpoint
+        kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
+        if kind not in SAMPLERS:
+            raise CheckpointError(f"{checkpoint.path}: {kind} is not served", reason="bad_config")
+        self._sampler = SAMPLERS[kind]
+        self._limits = limits.clips()
+        try:
+            self._processor: Any = AutoVideoProcessor.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, ImportError) as e:
+            raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
+
+    def read(self, data: bytes, sampling: Sampling) -> Reading:
+        return self._reading(clips.decode(data, lambda source: self._sampler(source, sampling), self._limits))
+
+    def read_pictures(self, pictures: Sequence[bytes], fps: float) -> Reading:
+        """A video given as its frames, `fps` of them a second."""
+        return self._reading(clips.of_pictures(pictures, fps, self._limits))
+
+    def _reading(self, clip: Clip) -> Reading:
+        frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
+        try:
+            made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        except ValueError as e:
+            raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
+        return Reading(digest=clip.digest(), inputs=dict(made))
+
+
+def _qwen2(source: Source, sampling: Sampling) -> Sequence[int]:
+    """Whole patches of frames, at even steps (vLLM's Qwen2VLVideoBackend; `num_frames` as transformers)."""
+    total = source.total
+    most = min(_MAX_FRAMES, total) // _PATCH * _PATCH
+    if sampling.num_frames is not None:
+        wanted = float(round(sampling.num_frames / _PATCH) * _PATCH)
+    else:
+        wanted = total / source.fps * min(sampling.fps or _FPS, _MAX_FPS)
+    count = math.floor(min(max(wanted, _MIN_FRAMES), most) / _PATCH) * _PATCH
+    if count < _PATCH:  # one frame: there is nothing to choose
+        return range(total)
+    # torch's own float32 steps, which no other library repeats to the frame.
+    found = torch.arange(0, total, total / count).int().clamp(max=total - 1)
+    return [int(index) for index in found]
+
+
+def _qwen3(source: Source, sampling: Sampling) -> Sequence[int]:
+    """From the first frame to the last, at even steps (vLLM's Qwen3VLVideoBackend)."""
+    total = source.total
+    if sampling.num_frames is not None:
+        count = sampling.num_frames
+    else:
+        count = max(int(total / source.fps * min(sampling.fps or _FPS, _MAX_FPS)), _MIN_FRAMES)
+    count = min(count, _MAX_FRAMES, total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+
+
+SAMPLERS: Final[Mapping[str, Sampler]] = {
+    "Qwen2VLVideoProcessor": _qwen2,
+    "Qwen2_5_VLVideoProcessor": _qwen2,
+    "Qwen3VLVideoProcessor": _qwen3,
+}
+"""By the class of a checkpoint's video processor, as vLLM chooses its own."""

@@ -1,0 +1,200 @@
+"""Videos good, odd and hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cornplug.encoder_service import clips
+from cornplug.encoder_service.clips import ClipLimits, Source
+from cornplug.encoder_service.readers.base import Sampling
+from cornplug.encoder_service.readers.clips import SAMPLERS
+from cornplug.errors import EncoderRefused, MediaError
+
+from .conftest import picture, png
+from .recordings import moving, tone, turned_by_90, video, wav
+
+LIMITS = ClipLimits(max_s=20, max_frames=40, max_pixels=10_000)
+SHOWN = moving(31)
+MP4 = video(SHOWN)
+
+
+def evenly(source: Source) -> Sequence[int]:
+    return np.linspace(0, source.total - 1, min(8, source.total), dtype=int).tolist()
+
+
+def decode(data: bytes) -> clips.Clip:
+    return clips.decode(data, evenly, LIMITS)
+
+
+FILES = {
+    "mp4": MP4,
+    "turned": turned_by_90(MP4),
+    "matroska": video(SHOWN, "matroska"),
+    "webm": video(SHOWN, "webm", "libvpx-vp9"),
+    "avi": video(SHOWN, "avi", "mpeg4"),
+    "lossless": video(SHOWN, "matroska", "ffv1", pix_fmt="yuv444p"),
+    "odd size": video(moving(20, 72, 54), fps=30),
+    "full range": video(SHOWN, pix_fmt="yuvj420p"),
+    "10 bit": video(SHOWN, pix_fmt="yuv420p10le"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_pixels_and_times_are_those_of_vllm(kind: str) -> None:
+    """Its OpenCV decoder is the rule; run it where it is installed. Equal bits, so equal digests."""
+    opencv = pytest.importorskip("vllm.multimodal.video_decoders.opencv")
+    video_module = pytest.importorskip("vllm.multimodal.video")
+    target = video_module.VideoTargetMetadata(8, -1, 300)
+    frames, source, _, valid = opencv.decode_opencv(video_module.VideoBackend, FILES[kind], target, {})
+    ours = decode(FILES[kind])
+    assert (ours.source.total, ours.source.fps) == (source.total_frames_num, source.original_fps)
+    assert list(ours.indices) == valid
+    assert np.array_equal(ours.frames, frames)
+
+
+def test_lossless_frames_come_back() -> None:
+    clip = clips.decode(video(SHOWN, "matroska", "libx264rgb", pix_fmt="rgb24", crf="0"), evenly, LIMITS)
+    assert all(np.array_equal(a, SHOWN[i]) for a, i in zip(clip.frames, clip.indices, strict=True))
+    assert clip.times_s == [i / 10 for i in clip.indices]
+
+
+def test_a_portrait_stands_upright() -> None:
+    upright, lying = decode(FILES["turned"]), decode(MP4)
+    assert np.array_equal(upright.frames, np.rot90(lying.frames, -1, axes=(1, 2)))
+
+
+def test_the_container_does_not_matter_but_pixels_times_and_choice_do() -> None:
+    lossless = {"codec": "ffv1", "pix_fmt": "yuv444p"}
+    same = [decode(video(SHOWN, kind, **lossless)).digest() for kind in ("matroska", "avi")]
+    assert same[0] == same[1]
+    slower = decode(video(SHOWN, "matroska", fps=5, **lossless)).digest()
+    other = decode(video(moving(31)[::-1], "matroska", **lossless)).digest()
+    fewer = clips.decode(video(SHOWN, "matroska", **lossless), lambda s: [0, 5], LIMITS).digest()
+    assert len({same[0], slower, other, fewer}) == 4
+
+
+def test_a_video_as_pictures_is_the_same_video() -> None:
+    still = [picture(i) for i in range(4)]
+    clip = clips.of_pictures([png(p) for p in still], 2.0, LIMITS)
+    assert np.array_equal(clip.frames, np.stack([np.asarray(p) for p in still]))
+    assert clip.times_s == [0, 0.5, 1, 1.5]
+    assert clip.digest() != clips.of_pictures([png(p) for p in still], 1.0, LIMITS).digest()
+
+
+@pytest.mark.parametrize(
+    ("pictures", "fps", "reason"),
+    [
+        ([], 1, "empty"),
+        ([png(picture(1)), png(picture(2, 40, 30))], 1, "frame_size"),
+        ([png(picture(1))], 0, "frame_rate"),
+        ([png(picture(1))], float("nan"), "frame_rate"),
+        ([png(picture(1, 9, 9))] * 41, 1, "too_many_frames"),
+        ([png(picture(1, 99, 99))] * 5, 1, "too_many_pixels"),
+        ([b"no picture"], 1, "unknown_format"),
+    ],
+)
+def test_bad_pictures_of_a_video_are_refused(pictures: list[bytes], fps: float, reason: str) -> None:
+    with pytest.raises(MediaError) as e:
+        clips.of_pictures(pictures, fps, LIMITS)
+    assert e.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\0" * 5000, "unknown_format"),
+        (wav(tone(0.5)), "no_video"),
+        (png(picture(1)), "unknown_format"),
+        (video(moving(2, 128, 96)), "too_many_pixels"),
+        (video(moving(30), fps=1), "too_long"),
+        (FILES["matroska"][: len(FILES["matroska"]) // 2], "damaged"),
+        (MP4[: len(MP4) // 2], "unknown_format"),  # its index comes last
+        (b"#EXTM3U\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n", "unknown_format"),
+    ],
+)
+def test_bad_videos_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(MediaError) as e:
+        decode(data)
+    assert e.value.reason == reason
+
+
+def test_too_many_sampled_frames_are_refused_before_they_are_decoded() -> None:
+    data = video(moving(200, 16, 12), fps=25)
+    started = time.monotonic()
+    with pytest.raises(MediaError) as e:
+        clips.decode(data, lambda source: range(source.total), LIMITS)
+    assert e.value.reason == "too_many_frames"
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("kind", ["mp4", "matroska", "webm", "avi"])
+def test_damage_gives_a_clip_or_a_media_error(kind: str) -> None:
+    """Never another exception: 40 mutations of each container."""
+    rng = random.Random(kind)
+    refused = 0
+    for i in range(40):
+        data = bytearray(FILES[kind])
+        if i % 3 == 0:
+            data = data[: rng.randrange(1, len(data))]
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(min(len(data), 300 if i % 2 else len(data)))] = rng.randrange(256)
+        try:
+            clip = decode(bytes(data))
+        except MediaError:
+            refused += 1
+        else:
+            assert 1 <= len(clip.frames) <= LIMITS.max_frames
+    assert refused > 0
+
+
+@settings(max_examples=40, deadline=2000)
+@given(st.binary(max_size=400), st.sampled_from([b"", *(f[:200] for f in FILES.values())]))
+def test_any_bytes_give_a_clip_or_a_media_error(data: bytes, begin: bytes) -> None:
+    with contextlib.suppress(MediaError):
+        assert len(decode(begin + data).frames) > 0
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("Qwen2VL", "qwen2_vl"), ("Qwen3VL", "qwen3_vl")])
+@given(
+    total=st.integers(2, 20_000),
+    rate=st.sampled_from([1.0, 10.0, 23.976, 24.0, 25.0, 29.97, 30.0, 60.0]),
+    fps=st.sampled_from([None, 0.5, 1.0, 2.0, 4.0, 31.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_frames_are_chosen_as_vllm_chooses_them(
+    name: str, theirs: str, total: int, rate: float, fps: float | None
+) -> None:
+    module = pytest.importorskip("vllm.multimodal.video")
+    backend = module.VIDEO_LOADER_REGISTRY.load(theirs)
+    want = backend.compute_frames_index_to_sample(
+        module.VideoSourceMetadata(total, rate, total / rate), module.VideoTargetMetadata(32, fps or 2, 300)
+    )
+    source = Source(total=total, fps=rate, width=8, height=8)
+    assert list(SAMPLERS[f"{name}VideoProcessor"](source, Sampling(fps=fps))) == want
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@given(total=st.integers(1, 3000), count=st.integers(1, 5000))
+@settings(max_examples=100, deadline=None)
+def test_any_number_of_frames_lies_inside_the_video(name: str, total: int, count: int) -> None:
+    source = Source(total=total, fps=25.0, width=8, height=8)
+    found = list(SAMPLERS[name](source, Sampling(num_frames=count)))
+    assert found == sorted(found)
+    assert 0 <= found[0] <= found[-1] < total
+    assert len(found) <= max(count + 2, 4)  # whole patches, and a step that float32 rounds
+
+
+@pytest.mark.parametrize("wrong", [{"fps": 1, "num_frames": 2}, {"fps": 0}, {"fps": -1}, {"num_frames": 0}])
+def test_a_sampling_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(EncoderRefused) as e:
+        Sampling(**wrong)
+    assert e.value.reason == "bad_input"
