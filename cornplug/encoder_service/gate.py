@@ -55,14 +55,18 @@ class Gate:
 
 
 class Gated:
-    """ASGI middleware: what is posted passes the gate, or hears that it is closed."""
+    """ASGI middleware: what is posted passes the gate, or hears that it is closed.
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    `still`: ends of paths that requests under way depend on, so they are let in to the end.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, still: tuple[str, ...] = ()) -> None:
         self._app = app
         self._gate = gate
+        self._still = still
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(self._still):
             await self._app(scope, receive, send)
         elif self._gate.closed:
             await refused(CLOSED)(scope, receive, send)

@@ -114,19 +114,23 @@ class Encodes:
 
     async def _outcome(self, job: _Job, source: Source) -> Outcome:
         try:
-            async with job.turn:
-                prepared = await self._prepare(job, source)
+            async with asyncio.timeout(max(job.end - time.monotonic(), 0.0) + _MARGIN_S):
+                return await self._encoded(job, source)
         except (EncoderRefused, MediaError) as e:
-            return self._failed(job, Failed.of(e))
-        left = max(job.end - time.monotonic(), 0.001)
-        request = msgspec.structs.replace(prepared.request, deadline_s=left)
-        submitted = self._encoder.submit(request, inline=job.asked.inline, caller=job.caller)
-        try:
-            async with asyncio.timeout(left + _MARGIN_S):
-                # Cancelled with this task, so that no tower runs for a client that has gone.
-                answer = await asyncio.wrap_future(submitted)
+            failed = Failed.of(e)
         except TimeoutError:
-            return self._failed(job, Failed(reason="too_late", message="not answered inside the deadline"))
+            failed = Failed(reason="too_late", message=f"{source.field}: not answered inside the deadline")
+        # Counted here what the worker never saw.
+        self._encoder.meters.refused(failed.reason, job.caller.qos.name)
+        return failed
+
+    async def _encoded(self, job: _Job, source: Source) -> Outcome:
+        async with job.turn:
+            prepared = await self._prepare(job, source)
+        request = msgspec.structs.replace(prepared.request, deadline_s=max(job.end - time.monotonic(), 0.001))
+        submitted = self._encoder.submit(request, inline=job.asked.inline, caller=job.caller)
+        # Cancelled with this task, so that no tower runs for a client that has gone.
+        answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, Refused):
             return Failed.of(answer)
         return Done(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
@@ -165,11 +169,6 @@ class Encodes:
 
         with self._encoder.observer.preprocessing():
             return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
-
-    def _failed(self, job: _Job, failed: Failed) -> Failed:
-        """Counted here what the worker never saw."""
-        self._encoder.meters.refused(failed.reason, job.caller.qos.name)
-        return failed
 
 
 async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:

@@ -8,6 +8,7 @@ import email.parser
 import email.policy
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from cornplug.config import Config
+from cornplug.encoder_service.preparing import Preparer
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from .conftest import MakeEncoder, eventually, picture, png
@@ -227,6 +229,8 @@ def test_a_closed_gate_refuses_and_is_not_ready(service: Service, llava: str) ->
         assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "draining")
         assert answer.headers["retry-after"] == "1"
     assert service.call("GET", "/health").status_code == 200
+    # SGLang's encodes under way need it, so it is asked what it is: no such request here.
+    assert service.call("POST", "/scheduler_receive_url", json={}).status_code == 422
 
 
 def test_not_ready_when_no_tower_can_run(make_encoder: MakeEncoder, config: Config) -> None:
@@ -276,3 +280,24 @@ def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) ->
 
     answer = service.post(content=trickle(), headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow_body")
+
+
+def test_a_medium_that_takes_for_ever_to_read_is_too_late(
+    service: Service, llava: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Preparer.prepare
+    let_go = threading.Event()
+
+    def prepare(preparer: Preparer, model: str, modality: Any, data: bytes, **options: Any) -> Any:
+        if data == b"slow":
+            let_go.wait(20)
+        return real(preparer, model, modality, data, **options)
+
+    monkeypatch.setattr(Preparer, "prepare", prepare)
+    items = [{"image": image64(b"slow")}, {"image": image64(png(picture(1)))}]
+    began = time.monotonic()
+    rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 0.5}))
+    let_go.set()
+    assert time.monotonic() - began < 10
+    assert rows[0]["error"]["reason"] == "too_late"
+    assert rows[1]["shape"] == [16, 64]
