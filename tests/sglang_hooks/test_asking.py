@@ -29,6 +29,10 @@ def store() -> FaultyStore:
     return FaultyStore(MemoryStore(capacity_bytes=1 << 20).connect())
 
 
+def tower(served: bytes | None = TOWER) -> TowerIdentity:
+    return TowerIdentity(b"i" * 32, served, ("pixel_values", "image_grid_thw"))
+
+
 class Stage:
     def __init__(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = Service()
@@ -45,8 +49,7 @@ class Stage:
             one = item(i)
             one.set_identity(key)
             items.append(one)
-        tower = TowerIdentity(b"i" * 32, served, ("pixel_values", "image_grid_thw"))
-        asyncio.run(self.asker.prepare(items, tower, salt))
+        asyncio.run(self.asker.prepare(items, tower(served), salt))
         return [source_of(one) for one in items]
 
     def publish(self, key: bytes) -> None:
@@ -159,7 +162,7 @@ def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
         nonlocal turns
         one = item()
         one.set_identity(KEYS[0])
-        waiting = asyncio.create_task(here.asker.prepare([one], TOWER, None))
+        waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not waiting.done():
             turns += 1
             await asyncio.sleep(0.005)
@@ -195,7 +198,7 @@ def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
     one = item()
     one.feature = object()
     one.set_identity(KEYS[0])
-    asyncio.run(here.asker.prepare([one], TOWER, None))
+    asyncio.run(here.asker.prepare([one], tower(), None))
     assert here.missed() == {"no_inputs": 1}
 
 
@@ -203,7 +206,7 @@ def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
     async def run() -> None:
         one = item()
         one.set_identity(KEYS[0])
-        waiting = asyncio.create_task(here.asker.prepare([one], TOWER, None))
+        waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not here.service.futures:
             await asyncio.sleep(0.001)
         waiting.cancel()
