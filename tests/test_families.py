@@ -324,3 +324,56 @@ def test_inert_fields_never_hold_a_model_s_shape() -> None:
         "hidden_act",
     }
     assert without_inert(dict.fromkeys(shape, 1)).keys() == shape
+
+
+# --- audio ---
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "ultravox"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"feature_size": 128},
+        {"hop_length": 80},
+        {"n_fft": 512},
+        {"chunk_length": 20},
+        {"sampling_rate": 8000},
+        {"dither": 0.1},
+        {"padding_value": 1.0},
+        {"do_normalize": True},
+        {"some_new_field": 1},
+    ],
+)
+def test_fields_that_change_a_mel_count(family: str, change: dict[str, Any]) -> None:
+    spec = FAMILIES[family].preprocess_spec
+    assert spec(change) != spec({})
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"mel_filters": [[0.0, 1.0]]},
+        {"n_samples": 480_000, "nb_max_frames": 3000},
+        {"processor_class": "WhisperProcessor", "return_attention_mask": True},
+        {"feature_extractor_type": "WhisperFeatureExtractor", "hop_length": 160, "padding_side": "right"},
+    ],
+)
+def test_what_a_mel_is_not_made_of_does_not_count(noise: dict[str, Any]) -> None:
+    spec = FAMILIES["qwen2_audio"].preprocess_spec
+    assert spec(noise) == spec({})
+
+
+def test_whisper_s_decoder_and_training_do_not_shape_its_encoder() -> None:
+    spec = FAMILIES["ultravox"].tower_spec
+    plain = {"audio_config": {"model_type": "whisper", "d_model": 64}}
+    whole = {"decoder_layers": 4, "vocab_size": 51_866, "mask_time_prob": 0.05, "median_filter_width": 7}
+    noisy = {"audio_config": {**plain["audio_config"], **whole, "encoder_layerdrop": 0.0, "dropout": 0.1}}
+    assert spec(noisy) == spec(plain)
+    assert spec({"audio_config": {"d_model": 64, "activation_function": "relu"}}) != spec(plain)
+
+
+@pytest.mark.parametrize(("family", "tower"), [("qwen2_audio", "whisper"), ("ultravox", "wav2vec2")])
+def test_another_tower_under_an_audio_model_is_refused(family: str, tower: str) -> None:
+    with pytest.raises(CheckpointError, match=tower) as caught:
+        FAMILIES[family].tower_spec({"audio_config": {"model_type": tower}})
+    assert caught.value.reason == "unknown_family"

@@ -15,6 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from cornplug.encoder_service.preparing import medium_bytes
+from cornplug.encoder_service.readers.base import Sampling
 from cornplug.errors import EncoderRefused
 from cornplug.families import Modality
 
@@ -22,6 +23,9 @@ MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 16 << 10
+_PICTURES: Final = "data:video/jpeg;base64,"
+_PICTURE: Final = "data:image/jpeg;base64,"
+_MAX_PICTURES: Final = 4096
 _SHOWN: Final = 200
 """Characters of a client's own words that a message repeats."""
 
@@ -70,6 +74,10 @@ class EncodeBody(Medium):
     """False: leave the data out where the host's store has it under `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
     """Counts from the receipt of the body, for all items together."""
+    fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
+    """Frames a second to take of the videos; of a video sent as pictures, how many were."""
+    num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
+    """Frames to take of each video, instead of `fps`. With neither: as the model's engine does."""
 
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -98,6 +106,18 @@ class Source:
             return self.content
         return None
 
+    def pictures(self) -> list[bytes] | None:
+        """The frames, where a video came as vLLM takes it too: `data:video/jpeg;base64,FRAME,FRAME,...`.
+
+        Raises EncoderRefused("bad_input").
+        """
+        if not isinstance(self.content, str) or not self.content.startswith(_PICTURES):
+            return None
+        each = self.content.removeprefix(_PICTURES).split(",", _MAX_PICTURES)
+        if len(each) > _MAX_PICTURES:
+            raise _bad(f"{self.field}: over {_MAX_PICTURES} frames")
+        return [medium_bytes(self.field, _PICTURE + text) for text in each]
+
     def data(self) -> bytes:
         """The bytes that came. Raises EncoderRefused("bad_input", "remote_url")."""
         return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
@@ -113,6 +133,8 @@ class Asked:
     salt: str | None
     inline: bool
     deadline_s: float | None
+    sampling: Sampling
+    """Of its videos."""
 
 
 async def read(request: Request, threads: Executor, *, max_items: int) -> Asked:
@@ -163,6 +185,9 @@ async def _read_form(request: Request, max_items: int) -> Asked:
 
 
 def _asked(body: EncodeBody, sources: tuple[Source, ...], *, many: bool) -> Asked:
+    sampling = Sampling(fps=body.fps, num_frames=body.num_frames)
+    if sampling != Sampling() and all(source.modality != "video" for source in sources):
+        raise _bad("fps, num_frames: this request has no video")
     return Asked(
         model=body.model,
         sources=sources,
@@ -170,6 +195,7 @@ def _asked(body: EncodeBody, sources: tuple[Source, ...], *, many: bool) -> Aske
         salt=body.salt,
         inline=body.inline,
         deadline_s=body.deadline_s,
+        sampling=sampling,
     )
 
 

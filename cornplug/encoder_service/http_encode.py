@@ -162,10 +162,13 @@ class Encodes:
         fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
 
         def prepare() -> Prepared:
+            common: dict[str, Any] = {"salt": asked.salt, "deadline_s": left}
+            if source.modality == "video":
+                common["sampling"] = asked.sampling
+                if (pictures := source.pictures()) is not None:
+                    return self._preparer.prepare_frames(asked.model, pictures, **common)
             data = source.data() if fetched is None else fetched
-            return self._preparer.prepare(
-                asked.model, source.modality, data, salt=asked.salt, deadline_s=left
-            )
+            return self._preparer.prepare(asked.model, source.modality, data, **common)
 
         with self._encoder.observer.preprocessing():
             return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)

@@ -62,7 +62,7 @@ RELOAD: Final[Responses] = {
 METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
-_FORM_FIELDS: Final = ("model", "salt", "inline", "deadline_s")
+_FORM_FIELDS: Final = ("model", "salt", "inline", "deadline_s", "fps", "num_frames")
 
 
 def _form() -> dict[str, Any]:

@@ -82,16 +82,25 @@ class Preparer:
         return self._prepared(loaded, modality, reading, salt, deadline_s, APP)
 
     def prepare_frames(
-        self, model: str, pictures: Sequence[bytes], *, fps: float, salt: str | None, deadline_s: float
+        self,
+        model: str,
+        pictures: Sequence[bytes],
+        *,
+        salt: str | None,
+        deadline_s: float,
+        sampling: Sampling = AS_THE_ENGINE,
     ) -> Prepared:
-        """A request for a video given as its frames, `fps` of them a second: all are taken.
+        """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
 
         Raises as `prepare`, and as `clips.of_pictures`.
         """
+        if sampling.num_frames is not None:
+            raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
         loaded = self._loaded(model)
         reader = self._reader(loaded, "video")
         assert isinstance(reader, Clips)
-        return self._prepared(loaded, "video", reader.read_pictures(pictures, fps), salt, deadline_s, APP)
+        reading = reader.read_pictures(pictures, sampling.fps or 1.0)
+        return self._prepared(loaded, "video", reading, salt, deadline_s, APP)
 
     def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
         """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""

@@ -118,7 +118,11 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
     assert denser.media != made.media
     assert denser.request.key != made.request.key
     by_pictures = preparer.prepare_frames(
-        str(qwen), [png(Image.fromarray(f)) for f in shown], fps=2.0, salt=None, deadline_s=5
+        str(qwen),
+        [png(Image.fromarray(f)) for f in shown],
+        sampling=Sampling(fps=2.0),
+        salt=None,
+        deadline_s=5,
     )
     # The same frames at the same times: the same video.
     assert by_pictures.request == made.request
