@@ -13,17 +13,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from cornplug.encoder_service.ahead import Ahead, Batch, Load
-from cornplug.encoder_service.batcher import Batcher, Flight
+from cornplug.encoder_service.arrivals import Arrivals
+from cornplug.encoder_service.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.packing import Waiting
 from cornplug.encoder_service.pass_time import PassTime
 from cornplug.qos import ServiceClass
 
-_HEADROOM: Final = 1.1
-"""A prediction has to fit this often into the deadline: publishing, the way back, other threads."""
-_DEMAND_S: Final = 3.0
-"""What came in over about so many seconds is expected to go on coming."""
+_HEADROOM: Final = 1.3
+_LEAST_HEADROOM: Final = 1.05
+_MOST_HEADROOM: Final = 2.0
+_MISSED_STEP: Final = 0.1
+_KEPT_STEP: Final = 0.004
+"""Steps in balance when one prediction of 25 is too short."""
 _LEAST_RETRY_S: Final = 0.05
 _UNMEASURED_S: Final = 1.0
 
@@ -36,6 +40,18 @@ class Verdict:
     message: str
     retry_after_s: float
     """When it would be let in, if nobody else came."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Probe:
+    """Nothing that will come, to ask what if."""
+
+    qos: ServiceClass
+    tower: object
+    tokens: int
+    app: str
+    due_s: float = math.inf
+    feature_key: bytes = b""
 
 
 class Admission:
@@ -55,8 +71,12 @@ class Admission:
         self._lanes = lanes
         self._lock = threading.Lock()
         self._passes: WeakKeyDictionary[object, PassTime] = WeakKeyDictionary()
-        self._come: dict[ServiceClass, tuple[float, float]] = {}
-        """By class: tokens let in of late, fading, and when that was counted."""
+        self._arrivals = Arrivals()
+        self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
+        """Tower, tokens and app of what was let in last."""
+        self._headroom = _HEADROOM
+        """How often a prediction has to fit into a deadline: better classes come in bursts, threads wait
+        for each other. Learned from what came of earlier ones."""
 
     def computed(self, batch: Sequence[Flight[Any]], seconds: float) -> None:
         """A batch has left its executor. Features that were kept make it quick, and their share of
@@ -64,6 +84,17 @@ class Admission:
         tokens = sum({flight.feature_key: flight.tokens for flight in batch}.values())
         with self._lock:
             self._passes.setdefault(batch[0].tower, PassTime()).observe(tokens, seconds)
+
+    def answered(self, wait: Wait, seconds: float) -> None:
+        """A request that was let in has its answer, `seconds` after it came, or was dropped then."""
+        if wait.foreseen_s is None:
+            return
+        with self._lock:
+            # Only what was near its deadline tells anything of how near one may go.
+            if self._headroom * wait.foreseen_s > wait.request.deadline_s / 2:
+                missed = seconds > self._headroom * wait.foreseen_s
+                moved = self._headroom + (_MISSED_STEP if missed else -_KEPT_STEP)
+                self._headroom = min(max(moved, _LEAST_HEADROOM), _MOST_HEADROOM)
 
     def tokens_within(self, tower: object, seconds: float) -> float:
         """As `PassTime.tokens_within`."""
@@ -75,23 +106,38 @@ class Admission:
         now = self._clock()
         ahead = batcher.ahead(flight, self._demand(flight.tower, now))
         busy = ahead.load.running or len(ahead.of_class) > 0
-        done_s = _HEADROOM * self._done_s(ahead, flight, now)
-        if not (busy and done_s > flight.due_s - now and self._measured(flight.tower)):
-            self._let_in(flight, now)
-            return None
+        expected_s = self._done_s(ahead, flight, now)
+        with self._lock:
+            done_s = self._headroom * expected_s
+            if not (busy and done_s > flight.due_s - now and self._pass(flight.tower).measured):
+                for wait in flight.waits:
+                    wait.foreseen_s = now - wait.received_s + expected_s
+                self._last = ref(flight.tower), flight.tokens, flight.app
+                self._arrivals.count(flight.qos, flight.tokens, now)
+                return None
         mine, all_waiting = ahead.of_class.get(flight.qos, 0), sum(ahead.of_class.values())
         over = mine + flight.tokens > flight.qos.share * (all_waiting + flight.tokens)
         return Verdict(
             reason="over_share" if over and mine < all_waiting else "overloaded",
             message=f"it would take {done_s:.3g} s, and its deadline is {flight.patience_s:g} s",
             # While one waits a second, what is predicted shrinks by one and the headroom.
-            retry_after_s=max(_LEAST_RETRY_S, (done_s - flight.patience_s) / _HEADROOM),
+            retry_after_s=max(_LEAST_RETRY_S, expected_s - flight.patience_s * expected_s / done_s),
         )
 
-    def done_s(self, flight: Flight[Any], batcher: Batcher[Any]) -> float:
-        """Predicted seconds until `flight` would be done if it came now."""
+    def done_s(self, new: Waiting, batcher: Batcher[Any]) -> float:
+        """Predicted seconds until `new` would be done if it came now."""
         now = self._clock()
-        return self._done_s(batcher.ahead(flight, self._demand(flight.tower, now)), flight, now)
+        return self._done_s(batcher.ahead(new, self._demand(new.tower, now)), new, now)
+
+    def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
+        """For each class what `done_s` says of a medium like the last one; 0 before there was any."""
+        with self._lock:
+            reference, tokens, app = self._last
+            tower = reference()
+        if tower is None:
+            return dict.fromkeys((qos.name for qos in classes), 0.0)
+        probes = (_Probe(qos=qos, tower=tower, tokens=tokens, app=app) for qos in classes)
+        return {probe.qos.name: self.done_s(probe, batcher) for probe in probes}
 
     def half_done_s(self, batcher: Batcher[Any]) -> float:
         """Predicted seconds until half of what waits is done; 1 s before anything was measured."""
@@ -102,11 +148,11 @@ class Admission:
             all_s = self._running_s(load.running, self._clock()) + self._waiting_s(load)
         return max(_LEAST_RETRY_S, all_s / max(1, self._lanes()) / 2)
 
-    def _done_s(self, ahead: Ahead, flight: Flight[Any], now: float) -> float:
+    def _done_s(self, ahead: Ahead, new: Waiting, now: float) -> float:
         with self._lock:
             running = self._running_s(ahead.load.running, now)
             whole = self._waiting_s(ahead.load)
-            own = self._pass(flight.tower).seconds(self._fill(*ahead.load.waiting[flight.tower]))
+            own = self._pass(new.tower).seconds(self._fill(*ahead.load.waiting[new.tower]))
         before = whole * ahead.until / sum(tokens for tokens, _ in ahead.load.waiting.values())
         # It is done when its batch is, which may have others after it; but no later than all of them.
         queue = min(before + own, max(whole, before))
@@ -128,24 +174,10 @@ class Admission:
         """Tokens of a batch out of a queue of so many."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
-    def _measured(self, tower: object) -> bool:
-        with self._lock:
-            return self._pass(tower).measured
-
     def _pass(self, tower: object) -> PassTime:
         return self._passes.get(tower) or PassTime()
 
-    def _let_in(self, flight: Flight[Any], now: float) -> None:
-        with self._lock:
-            self._come[flight.qos] = self._faded(flight.qos, now) + flight.tokens, now
-
-    def _faded(self, qos: ServiceClass, now: float) -> float:
-        tokens, then = self._come.get(qos, (0.0, now))
-        return tokens * math.exp((then - now) / _DEMAND_S)
-
     def _demand(self, tower: object, now: float) -> Mapping[ServiceClass, float]:
         with self._lock:
-            b_s = self._pass(tower).seconds(self._max_tokens) / self._max_tokens
-            return {
-                qos: self._faded(qos, now) / _DEMAND_S * b_s / max(1, self._lanes()) for qos in self._come
-            }
+            token_s = self._pass(tower).seconds(self._max_tokens) / self._max_tokens / max(1, self._lanes())
+            return {qos: rate * token_s for qos, rate in self._arrivals.tokens_a_second(now).items()}

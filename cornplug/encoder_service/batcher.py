@@ -18,7 +18,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from cornplug.encoder_service.ahead import Ahead, Batch, Load, look
 from cornplug.encoder_service.fair_order import FairOrder
-from cornplug.encoder_service.packing import pack
+from cornplug.encoder_service.packing import Waiting, pack
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused
 from cornplug.qos import ONE_CLASS, ServiceClass
 
@@ -41,6 +41,9 @@ class Wait:
     span: Span = INVALID_SPAN
     queued_s: float | None = None
     """When it began to wait for a batch; of the observer, by `time.monotonic`."""
+
+    foreseen_s: float | None = None
+    """Of the admission: seconds from receipt to answer, as predicted."""
 
     @property
     def due_s(self) -> float:
@@ -175,10 +178,10 @@ class Batcher(Generic[WorkT]):
                 waiting[flight.qos.name] = (requests + len(flight.waits), tokens + flight.tokens)
             return waiting
 
-    def ahead(self, flight: Flight[WorkT], demand: Mapping[ServiceClass, float]) -> Ahead:
-        """What `flight` would find if it came now. `demand` as `FairOrder.until` takes it."""
+    def ahead(self, new: Waiting, demand: Mapping[ServiceClass, float]) -> Ahead:
+        """What `new` would find if it came now. `demand` as `FairOrder.until` takes it."""
         with self._changed:
-            return look(self._queue, self._running.values(), self._order, flight, demand)
+            return look(self._queue, self._running.values(), self._order, new, demand)
 
     def load(self) -> Load:
         """What waits and what runs."""

@@ -51,7 +51,7 @@ class Bounded:
 class Meters:
     """Counters of one service, in a registry of its own. Thread-safe.
 
-    `waiting`, `queue`, `models` and `executors` are asked at each scrape; they must not block.
+    `waiting`, `queue`, `predicted`, `models` and `executors` are asked at each scrape; they must not block.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Meters:
         *,
         classes: Sequence[str] = ("default",),
         queue: Callable[[], Queue] = dict,
+        predicted: Callable[[], Mapping[str, float]] = dict,
         models: Callable[[], Sequence[ServedModel]] = tuple,
         executors: Callable[[], tuple[int, int]] = lambda: (1, 1),
         known_apps: Iterable[str] = (),
@@ -69,6 +70,7 @@ class Meters:
         self.classes: Final = tuple(classes)
         self.waiting: Final = waiting
         self.queue: Final = queue
+        self.predicted: Final = predicted
         self.models: Final = models
         self.executors: Final = executors
         self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
@@ -178,6 +180,14 @@ class _Live:
             tokens.add_metric((qos,), size)
         yield requests
         yield tokens
+        predicted = GaugeMetricFamily(
+            "cornplug_encoder_predicted_seconds",
+            "Predicted seconds until a medium would be answered that came now, by class.",
+            labels=("qos",),
+        )
+        for qos, seconds in meters.predicted().items():
+            predicted.add_metric((qos,), seconds)
+        yield predicted
         executors = GaugeMetricFamily(
             "cornplug_encoder_executors", "Executors of tower passes, by state.", labels=("state",)
         )

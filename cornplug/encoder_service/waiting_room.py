@@ -25,14 +25,14 @@ class WaitingRoom:
     def __init__(self, classes: Sequence[ServiceClass], seats: int) -> None:
         self.seats: Final = seats
         self._own = {qos: math.floor(qos.share * seats) for qos in classes}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waits: set[Wait] = set()
         self._held: Counter[ServiceClass] = Counter()
         self._stopping = False
 
     def enter(self, wait: Wait) -> Full | None:
         """Take a seat, or hear why there is none. `leave` gives it back."""
-        with self._lock:
+        with self._changed:
             if self._stopping:
                 return "overloaded", "the service is stopping"
             kept = sum(max(0, own - self._held[qos]) for qos, own in self._own.items() if qos != wait.qos)
@@ -47,21 +47,23 @@ class WaitingRoom:
 
     def leave(self, wait: Wait) -> None:
         """It was answered, or nobody waits for it any more."""
-        with self._lock:
+        with self._changed:
             if wait in self._waits:
                 self._waits.remove(wait)
                 self._held[wait.qos] -= 1
+                self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Let nobody more in."""
-        with self._lock:
+    def drain(self, deadline_s: float) -> bool:
+        """Let nobody more in, and wait until all have left. False when the deadline passed first."""
+        with self._changed:
             self._stopping = True
+            return self._changed.wait_for(lambda: not self._waits, deadline_s)
 
     def identities(self) -> frozenset[bytes]:
         """The models that those in it wait for."""
-        with self._lock:
+        with self._changed:
             return frozenset(wait.request.identity for wait in self._waits)
 
     def __len__(self) -> int:
-        with self._lock:
+        with self._changed:
             return len(self._waits)

@@ -63,17 +63,6 @@ class Encoder:
         self.registry = registry
         self.classes = classes or Classes.single()
         self._executors = tuple(executors) or (InProcess(registry.device),)
-        self.meters = Meters(
-            self.waiting,
-            classes=[c.name for c in self.classes.all()],
-            queue=self._queue,
-            models=registry.served,
-            executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
-        )
-        self.observer = Observer(self.meters, tracing)
-        self._shelf = shelf
-        shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
-        self._secret = secret
         self._clock = clock
         self._room = WaitingRoom(self.classes.all(), max_waiting)
         self._gate = Admission(
@@ -89,6 +78,18 @@ class Encoder:
             on_late=self._refuse_late,
             tokens_within=self._gate.tokens_within,
         )
+        self.meters = Meters(
+            self.waiting,
+            classes=[c.name for c in self.classes.all()],
+            queue=self._batcher.queue,
+            models=registry.served,
+            predicted=lambda: self._gate.predicted_s(self.classes.all(), self._batcher),
+            executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
+        )
+        self.observer = Observer(self.meters, tracing)
+        self._shelf = shelf
+        shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
+        self._secret = secret
         self._admission = ThreadPoolExecutor(2, "cornplug-admit")
         self._reloader = Reloader(registry, self._executors, self._room.identities)
         self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
@@ -121,7 +122,7 @@ class Encoder:
             return wait.future
         wait.future.add_done_callback(lambda _: self._forget(wait))
         admitted = self._admission.submit(self._admit, wait, model)
-        admitted.add_done_callback(lambda done: self._check(done, (wait,)))
+        admitted.add_done_callback(lambda done: self._check(done, wait))
         return wait.future
 
     def waiting(self) -> int:
@@ -147,13 +148,7 @@ class Encoder:
     def drain(self, deadline_s: float) -> bool:
         """Admit nothing more, and wait until what was admitted is answered. False when the
         deadline passed first."""
-        self._room.stop()
-        end = time.monotonic() + deadline_s
-        while self.waiting():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        return True
+        return self._room.drain(deadline_s)
 
     def close(self) -> None:
         """Answer what is left, then end the threads."""
@@ -218,6 +213,7 @@ class Encoder:
             id=request.id, key=request.key, tower=tower, stored=stored, tensor=tensor, seconds=seconds
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
+        self._gate.answered(wait, seconds)
         self.observer.answered(wait, tower, stored=stored, seconds=seconds)
         wait.answer(answer)
 
@@ -230,6 +226,7 @@ class Encoder:
         self._gate.computed(batch, seconds)
 
     def _refuse_late(self, wait: Wait) -> None:
+        self._gate.answered(wait, self._clock() - wait.received_s)
         self._refuse(wait, "too_late", f"not begun within {wait.request.deadline_s:g} s")
 
     def _refuse(self, wait: Wait, reason: Reason, message: str, retry: float | None = None) -> None:
@@ -238,17 +235,11 @@ class Encoder:
         self.observer.refused(wait, reason)
         wait.answer(Refused(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
 
-    def _check(self, done: Future[None], waits: Sequence[Wait]) -> None:
-        """Whatever a thread failed with, those who wait for it are told so."""
-        error = done.exception()
-        if error is None:
-            return
-        log.error("encoding failed", exc_info=error)
-        for wait in waits:
+    def _check(self, done: Future[None], wait: Wait) -> None:
+        """Whatever a thread failed with, who waits for it is told so."""
+        if (error := done.exception()) is not None:
+            log.error("encoding failed", exc_info=error)
             self._refuse(wait, "internal", f"{type(error).__name__}: {error}")
-
-    def _queue(self) -> dict[str, tuple[int, int]]:
-        return self._batcher.queue()
 
     def _forget(self, wait: Wait) -> None:
         self.observer.gone(wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -239,11 +240,12 @@ def test_too_late_and_overloaded(
 ) -> None:
     encoder = make_encoder(max_waiting=2)
     held = hold(encoder, gate, request_for(llava_pair[0], 1))
-    late = encoder.submit(request_for(llava_pair[0], 2, deadline_s=0.0))
+    late = encoder.submit(request_for(llava_pair[0], 2, deadline_s=0.3))
     full = no(encoder.submit(request_for(llava_pair[0], 3)))
     assert full.reason == "overloaded"
     assert full.retry_after_s is not None
     assert full.retry_after_s > 0
+    time.sleep(0.35)
     gate.open.set()
     assert no(late).reason == "too_late"
     ok(held)

@@ -1,0 +1,225 @@
+"""What is predicted, who is let in, and when the others may come back; with a clock of the test's own."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cornplug.encoder_service.admission import Admission
+from cornplug.encoder_service.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.protocol import Encode
+from cornplug.encoder_service.waiting_room import WaitingRoom
+from cornplug.qos import ONE_CLASS, ServiceClass
+
+GOLD = ServiceClass(name="gold", share=0.5, priority=1)
+TIN = ServiceClass(name="tin", share=0.25)
+PASS_S, TOKEN_S = 0.1, 0.001
+"""A medium of 100 tokens alone takes 0.2 s; four of them, which is a batch, 0.5 s."""
+
+
+class Tower:
+    """Something that a tower is known by."""
+
+
+class Service:
+    """A batcher and its admission, and a tower of known speed that works when told."""
+
+    def __init__(self, lanes: int = 1) -> None:
+        self.now = 0.0
+        self.tower = Tower()
+        self.late: list[Wait] = []
+        self._numbers = itertools.count()
+        self.gate = Admission(max_items=4, max_tokens=1000, clock=self.clock, lanes=lambda: lanes)
+        self.batcher: Batcher[int] = Batcher(
+            max_items=4, max_tokens=1000, clock=self.clock, on_late=self.late.append
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def flight(
+        self, qos: ServiceClass = ONE_CLASS, *, deadline_s: float = 10.0, tokens: int = 100, app: str = "a"
+    ) -> Flight[int]:
+        number = next(self._numbers)
+        key = number.to_bytes(8, "big")
+        request = Encode(
+            id=number, identity=b"i", key=key, salt=None, inputs={}, app=app, deadline_s=deadline_s
+        )
+        wait = Wait(request=request, received_s=self.now, qos=qos)
+        return Flight(
+            key=(key, b"i"), feature_key=key, tower=self.tower, tokens=tokens, work=number, waits=[wait]
+        )
+
+    def measured(self) -> Service:
+        for count in (1, 4, 2, 3, 1, 4):
+            batch = [self.flight() for _ in range(count)]
+            self.gate.computed(batch, PASS_S + TOKEN_S * 100 * count)
+        return self
+
+    def come(self, flight: Flight[int]) -> str | None:
+        """Let it in, or the reason why not."""
+        no = self.gate.refusal(flight, self.batcher)
+        if no is None:
+            self.batcher.join_or_add(flight)
+        return no and no.reason
+
+    def work(self) -> list[Flight[int]]:
+        """One batch, from its beginning to its end."""
+        batch = self.batcher.take()
+        self.now += PASS_S + TOKEN_S * sum(flight.tokens for flight in batch)
+        for flight in batch:
+            self.batcher.land(flight)
+        return batch
+
+
+def test_before_anything_is_measured_everybody_is_let_in() -> None:
+    service = Service()
+    assert [service.come(service.flight(deadline_s=0.001)) for _ in range(50)] == [None] * 50
+
+
+def test_an_idle_service_lets_in_whatever_it_has_measured() -> None:
+    """Else a tower that was slow once would never be measured again."""
+    service = Service().measured()
+    assert service.come(service.flight(deadline_s=0.01)) is None
+    assert service.come(service.flight(deadline_s=0.01)) == "overloaded"
+
+
+@pytest.mark.parametrize("waiting", [3, 8, 20])
+def test_the_prediction_is_when_the_queue_is_done(waiting: int) -> None:
+    service = Service().measured()
+    for _ in range(waiting):
+        assert service.come(service.flight(deadline_s=100)) is None
+    last = service.flight(deadline_s=100)
+    predicted = service.gate.done_s(last, service.batcher)
+    service.batcher.join_or_add(last)
+    while last not in service.work():
+        pass
+    assert predicted == pytest.approx(service.now, rel=0.1)
+
+
+def test_half_of_a_batch_that_runs_is_half_behind_us() -> None:
+    service = Service().measured()
+    for _ in range(4):
+        service.come(service.flight())
+    service.batcher.take()
+    service.now += 0.25
+    assert service.gate.done_s(service.flight(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
+
+
+def test_replicas_share_the_queue() -> None:
+    one, four = Service().measured(), Service(lanes=4).measured()
+    for service in (one, four):
+        for _ in range(64):
+            service.come(service.flight(deadline_s=100))
+    last = [service.flight(deadline_s=100) for service in (one, four)]
+    predicted = [s.gate.done_s(flight, s.batcher) for s, flight in zip((one, four), last, strict=True)]
+    assert predicted[0] > 3 * predicted[1]
+
+
+def test_who_comes_back_when_told_is_let_in_and_who_comes_much_sooner_is_not() -> None:
+    service = Service().measured()
+    while (no := service.gate.refusal(service.flight(deadline_s=3.0), service.batcher)) is None:
+        service.batcher.join_or_add(service.flight(deadline_s=3.0))
+    for _ in range(12):  # others, who have more time
+        service.batcher.join_or_add(service.flight(deadline_s=2.9))
+    no = service.gate.refusal(service.flight(deadline_s=3.0), service.batcher)
+    assert no is not None
+    assert no.retry_after_s > 1
+    early = service.now + no.retry_after_s / 2
+    on_time = service.now + no.retry_after_s
+    while service.now < early:
+        service.work()
+    assert service.gate.refusal(service.flight(deadline_s=3.0), service.batcher) is not None
+    while service.now < on_time:
+        service.work()
+    assert service.gate.refusal(service.flight(deadline_s=3.0), service.batcher) is None
+
+
+def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None:
+    service = Service().measured()
+    assert service.come(service.flight(GOLD)) is None
+    while (reason := service.come(service.flight(TIN, deadline_s=2.0))) is None:
+        pass
+    assert reason == "over_share"
+    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
+
+
+def test_one_class_alone_is_never_over_its_share() -> None:
+    service = Service().measured()
+    while (reason := service.come(service.flight(deadline_s=2.0))) is None:
+        pass
+    assert reason == "overloaded"
+
+
+def test_what_keeps_coming_of_a_better_class_is_reckoned_with() -> None:
+    service = Service().measured()
+    tin = service.flight(TIN)
+    alone = service.gate.done_s(tin, service.batcher)
+    for _ in range(40):  # of gold, half of what can be served
+        service.come(service.flight(GOLD))
+        service.now += 0.25
+        while service.batcher.queued():
+            service.batcher.land(service.batcher.take()[0])
+    for _ in range(8):
+        service.batcher.join_or_add(service.flight(TIN))
+    with_gold = service.gate.done_s(service.flight(TIN), service.batcher)
+    assert with_gold > 2 * alone
+
+
+def test_a_joined_duplicate_lifts_the_flight() -> None:
+    service = Service()
+    slow = [service.flight(TIN) for _ in range(6)]
+    for flight in slow:
+        service.batcher.join_or_add(flight)
+    twin = service.flight(GOLD)
+    twin.key = slow[5].key
+    assert service.batcher.join_or_add(twin)
+    assert service.batcher.take()[0] is slow[5]
+    assert slow[5].qos == GOLD
+
+
+def test_a_pass_lasts_a_part_of_the_shortest_deadline() -> None:
+    service = Service().measured()
+    short = Batcher[int](
+        max_items=4,
+        max_tokens=1000,
+        clock=service.clock,
+        on_late=service.late.append,
+        tokens_within=service.gate.tokens_within,
+    )
+    for flight in (service.flight(deadline_s=1.0), *(service.flight(tokens=900) for _ in range(2))):
+        short.join_or_add(flight)
+    assert [len(short.take()) for _ in range(3)] == [1, 1, 1]
+
+
+def test_each_class_is_told_apart_in_the_forecast() -> None:
+    service = Service()
+    assert service.gate.predicted_s([GOLD, TIN], service.batcher) == {"gold": 0.0, "tin": 0.0}
+    service.measured()
+    for _ in range(20):
+        service.come(service.flight(TIN, deadline_s=100))
+    predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
+    assert 0.5 < predicted["gold"] < predicted["tin"] / 2
+
+
+def wait_of(qos: ServiceClass) -> Wait:
+    return Service().flight(qos).waits[0]
+
+
+def test_a_class_keeps_its_seats_however_many_others_come() -> None:
+    room = WaitingRoom([GOLD, TIN], seats=8)
+    entered = [room.enter(wait_of(TIN)) for _ in range(20)]
+    assert entered.count(None) == 4
+    gold = [wait_of(GOLD) for _ in range(20)]
+    outcomes = [room.enter(wait) for wait in gold]
+    assert outcomes.count(None) == 4
+    assert entered[-1] is not None
+    assert outcomes[-1] is not None
+    assert outcomes[-1][0] == "over_share"
+    room.leave(gold[0])
+    room.leave(gold[0])
+    assert len(room) == 7
+    assert room.enter(wait_of(GOLD)) is None
+    assert not room.drain(0.0)
+    assert room.enter(wait_of(TIN)) == ("overloaded", "the service is stopping")
