@@ -1,0 +1,66 @@
+"""A picture that comes as bytes becomes what a model's whole processor, as engines call it, makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from cornplug.encoder_service.readers.base import Limits, Sampling
+from cornplug.encoder_service.readers.pictures import Pictures
+from cornplug.encoder_service.registry import Registry
+from cornplug.testing import checkpoints
+
+from .conftest import picture, png
+from .tower_rig import F32, Halves, rows, whole_model
+
+RECIPES: dict[str, tuple[Callable[..., Path], str]] = {
+    "llava": (checkpoints.llava, "<image>"),
+    "llava_next": (checkpoints.llava_next, "<image>"),
+    "llava_onevision": (checkpoints.llava_onevision, "<image>"),
+    "gemma3": (checkpoints.gemma3, "<start_of_image>"),
+    "internvl": (checkpoints.internvl, "<IMG_CONTEXT>"),
+    "qwen2_vl": (checkpoints.qwen2_vl, "<|image_pad|>"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path: Path) -> None:
+    """Its class may ask the image processor for more than the image processor's own file says."""
+    recipe, token = RECIPES[name]
+    path = recipe(tmp_path / "m")
+    (loaded,) = Registry.open([str(path)], dtype="float32", device="cpu").loaded()
+    reader = Pictures(loaded, Limits())
+    whole: Any = AutoProcessor.from_pretrained(path)
+    for seed, size in enumerate([(70, 60), (200, 90)]):
+        image = picture(seed, *size)
+        wanted = whole(images=[image], text=[token], return_tensors="pt")
+        found = reader.read(png(image), Sampling()).inputs
+        for field in loaded.checkpoint.family.inputs["image"]:
+            assert torch.equal(found[field], wanted[field])
+
+
+def test_a_picture_in_several_crops_is_one_item(tmp_path: Path) -> None:
+    """Gemma 3 with pan and scan, as a deployment may ask for: the whole picture's rows, then each crop's."""
+    path = checkpoints.gemma3(tmp_path / "m")
+    whole: Any = AutoProcessor.from_pretrained(path)
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    made = whole.image_processor(
+        images=picture(0, 200, 60),
+        return_tensors="pt",
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+        **crops,
+    )
+    pixels = made["pixel_values"]
+    assert len(pixels) > 2
+    halves = Halves.load(path, F32)
+    (item,) = halves.items([{"pixel_values": pixels}])
+    ours = halves.projector.project(halves.tower.encode([item]), [item])[0]
+    with torch.inference_mode():
+        theirs = rows(whole_model(path).get_image_features(pixel_values=pixels))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
