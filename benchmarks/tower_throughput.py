@@ -119,7 +119,7 @@ class Ours:
             with (
                 FlopCounterMode(display=False) as counted,
                 sdpa_kernel(SDPBackend.MATH),
-                mock.patch.object(varlen, "attention", varlen.grouped_attention),
+                mock.patch.object(varlen, "attention", varlen.batched_attention),
             ):
                 self._projector.project(self._plain.encode([item]), [item])
             total += counted.get_total_flops() * grids[grid]

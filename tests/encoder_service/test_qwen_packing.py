@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.towers.qwen2_5_vl import Qwen25VlTower
 from cornplug.errors import EncoderRefused
 from cornplug.testing import checkpoints
 
@@ -60,6 +61,19 @@ def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
         alone = halves.projector.project(halves.tower.encode([item]), [item])[0]
         assert ours.shape == (t * h * w // 4, halves.projector.hidden_size)
         torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+
+
+def test_windows_of_one_size_lie_side_by_side_in_each_frame(tmp_path: Path) -> None:
+    """Two frames of 10 x 10 patches in windows of 4 x 4, then a picture of 4 x 8: few calls, not 20."""
+    tower = Halves.load(checkpoints.qwen2_5_vl(tmp_path / "m")).tower
+    assert isinstance(tower, Qwen25VlTower)
+    order, lengths = tower._windows(torch.tensor([[2, 10, 10], [1, 4, 8]]))
+    frame = [16] * 4 + [8] * 4 + [4]
+    assert lengths == [*frame, *frame, 16, 16]
+    assert sorted(order.tolist()) == list(range(232))
+    assert [sorted(part.tolist()) for part in order.split([100, 100, 32])] == [
+        list(range(0, 100)), list(range(100, 200)), list(range(200, 232)),
+    ]  # fmt: skip
 
 
 def test_a_video_of_one_frame_is_the_picture(tower: tuple[str, Halves]) -> None:

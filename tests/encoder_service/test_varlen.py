@@ -58,20 +58,11 @@ def test_a_segment_sees_nothing_of_the_others() -> None:
     assert not torch.isfinite(after[3:8]).any()
 
 
-def test_hundreds_of_windows_take_a_call_for_each_length_only() -> None:
-    """A frame of 58 x 58 patches in windows of 8 x 8: 49 whole ones, 14 at the edges, 1 in the corner."""
-    row = [64] * 7 + [16]
-    segments = Segments((row * 7 + [16] * 7 + [4]) * 3, CPU)
-    assert [length for length, _ in segments.groups] == [64, 16, 4]
-    assert segments.longest == 64
-    assert segments.offsets[-1] == 3 * 58 * 58
-
-
-def test_segments_side_by_side_are_not_gathered() -> None:
-    (one,) = Segments([4, 4, 4], CPU).groups
-    assert one == (4, slice(0, 12))
-    first, second = Segments([4, 4, 2], CPU).groups
-    assert (first, second) == ((4, slice(0, 8)), (2, slice(8, 10)))
+def test_neighbours_of_one_length_are_one_run() -> None:
+    segments = Segments([4, 4, 2, 4, 4, 4], CPU)
+    assert segments.runs == ((4, slice(0, 8)), (2, slice(8, 10)), (4, slice(10, 22)))
+    assert segments.longest == 4
+    assert segments.offsets.tolist() == [0, 4, 8, 10, 14, 18, 22]
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [4, 0], [-1]])
@@ -102,7 +93,7 @@ def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.M
     """By torch's own shape inference: no GPU, and no result, but every argument is checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     called = []
-    monkeypatch.setattr(varlen, "grouped_attention", lambda *_: called.append("grouped"))
+    monkeypatch.setattr(varlen, "batched_attention", lambda *_: called.append("batched"))
     with FakeTensorMode():
         q, k, v = torch.empty(3, 10, 16, 80, dtype=torch.bfloat16, device="cuda").unbind(0)
         segments = Segments([4, 6], CPU)

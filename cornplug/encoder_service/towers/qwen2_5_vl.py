@@ -92,14 +92,22 @@ class Qwen25VlTower:
         return list(hidden[back].split([item.tokens for item in items]))
 
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The patches of all items, window by window, and the patches of each window."""
+        """The patches of all items, window by window, and the patches of each window.
+
+        Inside a frame the whole windows come first, then those cut at an edge: equals side by side.
+        """
         merge = self._inputs.merge
         groups, ends = get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=self._window_size, patch_size=self._patch_size
         )
         # transformers counts groups of merge² patches, which stay together.
         order = (groups[:, None] * merge**2 + torch.arange(merge**2)).reshape(-1)
-        return order, ends.diff().tolist()
+        lengths = ends.diff()
+        frame = torch.searchsorted(torch.tensor(frames(grids)).cumsum(0), ends[1:])
+        longest = int(lengths.max())
+        ranks = torch.argsort(frame * (longest + 1) + longest - lengths, stable=True)
+        windows = order.split(lengths.tolist())
+        return torch.cat([windows[rank] for rank in ranks.tolist()]), lengths[ranks].tolist()
 
 
 class _Blocks(nn.Module):

@@ -1,10 +1,10 @@
-"""Attention inside the segments of a packed batch: nothing is padded, and nothing loops over segments.
+"""Attention inside the segments of a packed batch: nothing is padded, nothing is gathered.
 
-    rows of all items, one behind another   [aaaaaa][bb][bb][cccc][bb]
+    rows of all items, one behind another   [aaaaaa][bb][bb][bb][cccc]
     on CUDA, half precision                 one call of a variable-length kernel
-    elsewhere                               one call a *length*: [aaaaaa], [bb, bb, bb], [cccc]
+    elsewhere                               one call a run of equals: [aaaaaa], [bb][bb][bb], [cccc]
 
-A tower of windows has hundreds of segments, nearly all of one length.
+A tower of windows has hundreds of segments, of few lengths: it lays equals side by side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Final
 
 import torch
@@ -43,19 +43,15 @@ class Segments:
         return torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32).to(self._device)
 
     @cached_property
-    def groups(self) -> tuple[tuple[int, slice | torch.Tensor], ...]:
-        """(length, its segments' rows) of each different length; a slice where they lie side by side."""
-        starts: dict[int, list[int]] = {}
-        for start, length in zip(accumulate((0, *self._lengths)), self._lengths, strict=False):
-            starts.setdefault(length, []).append(start)
-        return tuple((length, self._rows(length, first)) for length, first in starts.items())
-
-    def _rows(self, length: int, starts: Sequence[int]) -> slice | torch.Tensor:
-        end = starts[-1] + length
-        if end - starts[0] == length * len(starts):
-            return slice(starts[0], end)
-        rows = torch.tensor(starts)[:, None] + torch.arange(length)
-        return rows.reshape(-1).to(self._device)
+    def runs(self) -> tuple[tuple[int, slice], ...]:
+        """(length, rows) of neighbours of one length."""
+        out = []
+        first = 0
+        for length, neighbours in groupby(self._lengths):
+            end = first + length * len(list(neighbours))
+            out.append((length, slice(first, end)))
+            first = end
+        return tuple(out)
 
 
 @torch.compiler.disable  # or each batch's segments are another program
@@ -65,17 +61,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segme
         kernel = kernel_attention()
         if kernel is not None:
             return kernel(q, k, v, segments)
-    return grouped_attention(q, k, v, segments)
+    return batched_attention(q, k, v, segments)
 
 
-def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """`attention` by one batched SDPA for each different length."""
-    out = torch.empty_like(q)
-    for length, rows in segments.groups:
-        # (rows of this length, heads, dim) -> (segments, heads, length, dim)
+def batched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """`attention` by one batched SDPA for each run."""
+    made = []
+    for length, rows in segments.runs:
+        # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
         parts = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-        out[rows] = scaled_dot_product_attention(*parts).transpose(1, 2).flatten(0, 1)
-    return out
+        made.append(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(0, 1))
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
