@@ -107,9 +107,13 @@ class SglangParts:
 
     async def _frames(self, model: Loaded, part: wire.EncodePart) -> list[bytes]:
         loop = asyncio.get_running_loop()
-        prepared = await asyncio.gather(
-            *(loop.run_in_executor(self._threads, self._prepare, model, item) for item in wire.items_of(part))
-        )
+        with self._encoder.observer.preprocessing():
+            prepared = await asyncio.gather(
+                *(
+                    loop.run_in_executor(self._threads, self._prepare, model, item)
+                    for item in wire.items_of(part)
+                )
+            )
         grid = [_grid(model, one) for one in prepared]
         tensors = await self._embeddings(prepared)
         return await loop.run_in_executor(self._threads, self._pack, model, part, prepared, grid, tensors)

@@ -25,7 +25,7 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.trace import Link, NoOpTracer, Span, SpanKind, Tracer
+from opentelemetry.trace import Link, NoOpTracer, Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -146,6 +146,8 @@ class TraceRequests:
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 span.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= 500:
+                    span.set_status(StatusCode.ERROR)
             await send(message)
 
         with trace.use_span(span, end_on_exit=True):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, multiprocess
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -138,9 +138,9 @@ def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> 
 
 def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
     if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-        return get_prometheus_registry().collect()
+        together = CollectorRegistry()
+        multiprocess.MultiProcessCollector(together)
+        return together.collect()
     # Of some sixty metrics, just these.
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
 

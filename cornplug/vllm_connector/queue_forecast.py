@@ -4,10 +4,12 @@ vLLM serves its queue in the order of arrival. So a wait is the requests ahead o
 first tokens come while requests wait (Little's law: J. Little, "A proof for the queuing formula L = λW",
 1961), and a class's share is kept by what may enter the queue, not by its order:
 
-    room of the queue = what the rate serves inside the shortest deadline of all classes
+    room of the queue = what the rate serves inside the shortest deadline that a class with a share has
     ├ premium's share of it     kept free for premium, used or not
     ├ standard's share
     └ the rest                  whoever comes first
+
+A class without a share is promised nothing: its deadline only refuses its own requests.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cornplug.qos import ServiceClass
+from cornplug.qos import LEAST_SHARE, ServiceClass
 
 Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 
@@ -62,8 +64,8 @@ class Forecast:
 
     def __init__(self, classes: Sequence[ServiceClass]) -> None:
         self._shares: Final[Mapping[str, float]] = {c.name: c.share for c in classes}
-        deadlines = [c.deadline_s for c in classes if c.deadline_s is not None]
-        self._shortest_s = min(deadlines) if deadlines else None
+        promised = [c.deadline_s for c in classes if c.deadline_s is not None and c.share > LEAST_SHARE]
+        self._promised_s: Final = sorted(promised)
         self._pending = dict.fromkeys(self._shares, 0)
         self._since_reading = 0
         self._last: Reading | None = None
@@ -102,7 +104,7 @@ class Forecast:
         """Whether a request of this class may go to the engine now."""
         if self._last is None:
             return Verdict(outcome="blind")
-        if self._shortest_s is None or not self._believed:
+        if not self._believed:
             return Verdict(outcome="admitted")
         rate = max(self._first_tokens / self._saturated_s, 1e-6)
         queue = self._queue(self._last, now_s, rate)
@@ -112,9 +114,11 @@ class Forecast:
         wait_s = _likely(queue + 1) / rate + prefill_s
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
             return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
-        room = _served(rate * max(self._shortest_s - prefill_s, 0.0))
+        rooms = (_served(rate * max(deadline_s - prefill_s, 0.0)) for deadline_s in self._promised_s)
+        # A deadline that an empty queue would miss is kept for nobody.
+        room = next((room for room in rooms if room >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
-        if self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
+        if math.isfinite(room) and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
             kept_free = sum(
                 max(share * room - self._pending[name] * in_queue, 0.0)
                 for name, share in self._shares.items()

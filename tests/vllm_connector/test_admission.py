@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -66,6 +70,15 @@ def test_what_others_leave_is_anybodys_but_their_share_is_kept_free() -> None:
     assert refused.outcome == "over_share"
     assert refused.retry_after_s == pytest.approx((5 + 1 + room / 2 - room) / 10)
     assert forecast.decide(PREMIUM, 11.0).admitted
+
+
+def test_who_is_promised_nothing_or_the_impossible_takes_no_room_from_others() -> None:
+    hasty = ServiceClass(name="hasty", share=0.02, deadline_s=0.05)
+    absurd = ServiceClass(name="absurd", share=0.4, deadline_s=0.05)
+    for other in (hasty, absurd):
+        forecast = saturated(PREMIUM, other, waiting=4)
+        assert forecast.decide(PREMIUM, 10.0).admitted
+        assert forecast.decide(other, 10.0).outcome == "overloaded"
 
 
 def test_a_burst_between_two_readings_is_seen() -> None:
@@ -344,6 +357,38 @@ def test_a_reading_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -
             free.set()
 
     run(test)
+
+
+def test_the_figures_of_several_api_servers_are_read_together(tmp_path: Path) -> None:
+    """As with `--api-server-count 2`: each server's figures are in a file of its own."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import sys\n"
+        "from prometheus_client import Gauge, Histogram\n"
+        "from cornplug.vllm_connector.admission import _figures, _meters\n"
+        "from prometheus_client import REGISTRY\n"
+        "waiting = Gauge('vllm:num_requests_waiting', 'w', ['engine'], multiprocess_mode='mostrecent')\n"
+        "ttft = Histogram('vllm:time_to_first_token_seconds', 't', ['engine'])\n"
+        "waiting.labels('0').set(float(sys.argv[1]))\n"
+        "for _ in range(int(sys.argv[2])):\n"
+        "    ttft.labels('0').observe(0.1)\n"
+        "_meters(REGISTRY)[0].labels('premium', 'admitted').inc()\n"
+        "figures = _figures(None, lambda: 1.0)\n"
+        "from prometheus_client import CollectorRegistry, multiprocess\n"
+        "together = CollectorRegistry()\n"
+        "multiprocess.MultiProcessCollector(together)\n"
+        "labels = {'qos': 'premium', 'outcome': 'admitted'}\n"
+        "ours = together.get_sample_value('cornplug_admission_total', labels)\n"
+        "print(figures.waiting, figures.first_tokens, ours)\n"
+    )
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    outs = [
+        subprocess.run(
+            [sys.executable, script, *args], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for args in (("7", "3"), ("5", "2"))
+    ]
+    assert [out.split()[-3:] for out in outs] == [["7.0", "3.0", "1.0"], ["5.0", "5.0", "2.0"]]
 
 
 def test_vllm_loads_it_as_its_own_middlewares() -> None:

@@ -158,7 +158,9 @@ function showModels(models) {
     if (users > 1) tower.append(element("span", { className: "shared" }, `shared by ${users}`));
     const short = (digest) => element("code", { title: digest }, digest.slice(0, 12));
     const name = m.name.split("/").filter(Boolean).slice(-2).join("/");
-    const cells = [element("span", { title: m.name }, name), m.family, m.modalities.join(", "), tower,
+    const label = element("span", { title: m.name }, name);
+    if (m.epoch) label.append(" ", element("span", { className: "shared" }, `reloaded ${m.epoch}×`));
+    const cells = [label, m.family, m.modalities.join(", "), tower,
       short(m.projector_fp), short(m.identity), String(m.hidden_size), m.dtype];
     return element("tr", {}, ...cells.map((cell, i) => element("td", { className: i === 6 ? "number" : "" }, cell)));
   }));

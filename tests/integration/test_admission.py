@@ -1,0 +1,68 @@
+"""The middleware in a real `vllm serve`, with one API server process and with two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import VllmServer
+
+QOS = """
+[qos]
+default = "standard"
+[qos.classes.premium]
+share = 0.5
+deadline_s = 60
+api_keys = ["k"]
+[qos.classes.standard]
+deadline_s = 0.05
+"""
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder: Path = tmp_path_factory.mktemp("vllm")
+    (folder / "qos.toml").write_text(QOS)
+    flags = ["--middleware", "cornplug.vllm_connector.admission.Admission", "--max-num-seqs", "1"]
+    with VllmServer(
+        checkpoints.llava(folder / "llava"),
+        *flags,
+        "--api-server-count",
+        request.param,
+        log=folder / "vllm.log",
+        env={"CORNPLUG_CONFIG": str(folder / "qos.toml")},
+    ) as server:
+        yield server
+
+
+def test_what_would_come_too_late_is_refused_at_once_and_the_rest_is_answered(server: VllmServer) -> None:
+    def ask(key: str) -> httpx.Response:
+        body = {"model": "model", "prompt": "one two three", "max_tokens": 48, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+
+    with ThreadPoolExecutor(24) as threads:
+        # Premium keeps a queue there, under which the rate is measured.
+        busy = [threads.submit(ask, "k") for _ in range(60)]
+        refused: list[httpx.Response] = []
+        while not all(one.done() for one in busy):
+            answer = ask("nobody's")
+            if answer.status_code != 200:
+                refused.append(answer)
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    assert {one.result().status_code for one in busy} == {200}, "premium has a minute"
+    assert refused
+    assert {one.status_code for one in refused} <= {429, 503}
+    assert all(int(one.headers["retry-after"]) >= 1 and "error" in one.json() for one in refused)
+    assert max(one.elapsed.total_seconds() for one in refused) < 2
+    counted = sum(
+        server.metric("cornplug_admission_total", qos="standard", outcome=outcome)
+        for outcome in ("over_share", "overloaded")
+    )
+    assert counted == len(refused)
+    assert server.metric("cornplug_admission_total", qos="premium", outcome="admitted") == 60
