@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -121,6 +121,7 @@ def test_models_are_told_apart_by_fingerprint(make_encoder: MakeEncoder) -> None
     }
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), max_size=300))
 def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
     bounded = Bounded(8, known=("mine",))

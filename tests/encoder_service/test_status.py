@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug import __version__
@@ -67,6 +67,7 @@ def test_samples_hold_what_was_new_and_add_up() -> None:
     assert [s.seq for s in history.since(3)] == [4]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0.01, 1))
 def test_a_quantile_is_the_nearest_rank(values: list[float], part: float) -> None:
     ordered = sorted(values)

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
@@ -111,6 +111,7 @@ def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
     assert verdict.wait_s == pytest.approx(likely(6) / 10)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1e9), st.sampled_from([0, 1, 2])),
