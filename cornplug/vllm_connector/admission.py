@@ -139,7 +139,7 @@ def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> 
 def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
     if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         together = CollectorRegistry()
-        multiprocess.MultiProcessCollector(together)
+        multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
     # Of some sixty metrics, just these.
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
