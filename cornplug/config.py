@@ -80,6 +80,10 @@ class EncoderConfig(_Section):
     patience_s: float = Field(default=60.0, gt=0)
     """The same where the engine has no tower of its own: then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
+    prepare_threads: int = Field(
+        default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
+    )
+    """Threads that decode and preprocess media while towers compute; by default the cores, 2 to 16."""
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Largest picture accepted, in pixels after decoding."""
     max_audio_s: float = Field(default=600.0, gt=0)

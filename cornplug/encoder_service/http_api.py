@@ -43,9 +43,9 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application over an encoder. Limits are `config`'s; who closes `gate` drains it."""
     gate = gate or Gate()
-    # Decoding and preprocessing are Python and C on bytes: two threads keep the towers fed.
+    # Decoding and preprocessing are C on bytes for the most part, so threads help.
     preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
-    threads = ThreadPoolExecutor(2, "cornplug-prepare")
+    threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-prepare")
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
     served = Models(encoder.registry, preparer)
     encodes = Encodes(encoder, preparer, threads, config, secret=secret)

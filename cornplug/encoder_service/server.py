@@ -34,7 +34,7 @@ from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_o
 from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import open_tracing
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.worker import MAX_BATCH_TOKENS, Encoder
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.qos import Classes
 from cornplug.store.pool import PoolStore
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 
 DRAIN_S: Final = 30.0
 """Longest time that a stopping service works on what it has admitted."""
+
+CPU_BATCH_TOKENS: Final = 2048
+"""A few pictures keep a core as busy as many do; more in one batch only make each other wait."""
 
 UNREAD_S: Final = 30.0
 """Longest time that a client may leave its answer unread."""
@@ -181,7 +184,9 @@ def main(argv: Sequence[str]) -> int:
             executors=replicas,
             tracing=tracing,
             max_batch_items=config.encoder.max_batch_items,
+            max_batch_tokens=CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS,
             max_waiting=config.encoder.max_waiting,
+            prepare_threads=config.encoder.prepare_threads,
             classes=Classes(config.qos),
         )
         encoder.meters.registry.register(ReplicaMeters(replicas))

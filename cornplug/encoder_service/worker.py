@@ -56,6 +56,7 @@ class Encoder:
         max_batch_items: int = 16,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_waiting: int = 256,
+        prepare_threads: int = 2,
         classes: Classes | None = None,
         tracing: Tracing = OFF,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +91,7 @@ class Encoder:
         self._shelf = shelf
         shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
-        self._admission = ThreadPoolExecutor(2, "cornplug-admit")
+        self._admission = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
         self._reloader = Reloader(registry, self._executors, self._room.identities)
         self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
 
