@@ -8,6 +8,7 @@ bodies under way together have one budget. (An answer that nobody reads is the k
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,8 +22,18 @@ _FORM_OVERHEAD_BYTES: Final = 64 << 10
 class BodyGuard:
     """Limits in bytes and seconds. What is refused gets a JSON answer, and the connection ends."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, max_held_bytes: int, read_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_bytes: int,
+        max_held_bytes: int,
+        read_s: float,
+        count: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`count` hears the reason of what is refused before a route sees it."""
         self._app = app
+        self._count = count
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
         self._max_held_bytes = max(max_held_bytes, self._max_bytes)
         self._read_s = read_s
@@ -34,6 +45,7 @@ class BodyGuard:
             return
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_bytes:
+            self._count("too_large")
             await refused(Failed.of(_too_large(self._max_bytes)))(scope, receive, send)
             return
         end = asyncio.get_running_loop().time() + self._read_s

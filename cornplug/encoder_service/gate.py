@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -60,8 +60,15 @@ class Gated:
     `still`: ends of paths that requests under way depend on, so they are let in to the end.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, still: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: Gate,
+        still: tuple[str, ...] = (),
+        count: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._app = app
+        self._count = count
         self._gate = gate
         self._still = still
 
@@ -69,6 +76,7 @@ class Gated:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(self._still):
             await self._app(scope, receive, send)
         elif self._gate.closed:
+            self._count(CLOSED.reason)
             await refused(CLOSED)(scope, receive, send)
         else:
             with self._gate.passing():

@@ -166,10 +166,11 @@ def wants_many(accept: str) -> bool:
 
 def refused(failed: Failed) -> JSONResponse:
     """One refusal, with its status."""
+    status = status_of(failed.reason)
     headers = {}
-    if failed.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(failed.retry_after_s)))
-    return JSONResponse(failed.fields(), status_code=status_of(failed.reason), headers=headers)
+    if failed.retry_after_s is not None or status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(failed.retry_after_s or 0)))
+    return JSONResponse(failed.fields(), status_code=status, headers=headers)
 
 
 async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[bytes]:

@@ -65,9 +65,10 @@ def create_app(
         max_bytes=config.max_body_bytes,
         max_held_bytes=config.max_held_bytes,
         read_s=config.body_deadline_s,
+        count=encoder.meters.refused,
     )
     # A part that is being encoded waits to hear there where it is to be sent.
-    app.add_middleware(Gated, gate=gate, still=("/scheduler_receive_url",))
+    app.add_middleware(Gated, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused)
     app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
     _answer_errors(app, encoder)
 

@@ -141,6 +141,10 @@ def test_a_body_without_a_length_is_counted(service: Service) -> None:
 
     answer = service.post(content=endless(), headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_large")
+    announced = service.post(content=b"x" * 300_000, headers={"content-type": "application/json"})
+    assert announced.json()["error"] == answer.json()["error"]
+    counted = 'cornplug_encoder_refusals_total{qos="default",reason="too_large"} 2.0'
+    assert counted in service.call("GET", "/metrics").text
 
 
 def test_a_key_brings_its_class_and_its_deadline(
