@@ -5,6 +5,7 @@ To add a family: a recipe in `cornplug.testing.checkpoints`, and one line in `CA
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_equals_the_reference(name: str, tiny: Tiny) -> None:
         wanted = [reference(model, one) for one in made]
     for ours, theirs in zip(Halves.load(path).embed(made), wanted, strict=True):
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max()))
 
 
 @each_case
@@ -128,6 +129,15 @@ def test_a_batch_gives_the_same_as_one_by_one(name: str, tiny: Tiny) -> None:
         torch.testing.assert_close(whole, halves.embed([one])[0], atol=2e-6, rtol=0)
         assert whole.is_contiguous()
     assert len({row.numpy().tobytes() for row in together}) == len(made)
+
+
+@each_case
+def test_a_replica_s_copy_gives_the_same(name: str, tiny: Tiny) -> None:
+    made, halves = CASES[name].inputs(tiny(name))[:2], Halves.load(tiny(name))
+    items = halves.items(made)
+    copy, sent = pickle.loads(pickle.dumps((halves.tower, items)))
+    for ours, theirs in zip(copy.encode(sent), halves.tower.encode(items), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @each_case
