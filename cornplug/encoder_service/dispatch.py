@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,9 @@ class Dispatcher:
         shelf: Shelf,
         observer: Observer,
         replies: Replies,
+        shares_features: Callable[[Loaded], bool],
     ) -> None:
+        self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
         self._shelf = shelf
@@ -138,7 +140,7 @@ class Dispatcher:
                     self._behind[flight.feature_key].append(flight)
                     continue
                 mine.append(flight)
-                if flight.work.model.checkpoint.family.shares_features:
+                if self._shares_features(flight.work.model):
                     self._behind.setdefault(flight.feature_key, [])
         return mine
 
@@ -179,7 +181,7 @@ class Dispatcher:
             items=tuple(flight.work.item for flight in first),
             features=kept,
             wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
-            keep=first[0].work.model.checkpoint.family.shares_features,
+            keep=self._shares_features(first[0].work.model),
         )
         ran = [flight.tokens for flight, known in zip(first, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
@@ -195,7 +197,7 @@ class Dispatcher:
 
     def _kept(self, flight: Flight[Work]) -> torch.Tensor | None:
         model = flight.work.model
-        if not model.checkpoint.family.shares_features:
+        if not self._shares_features(model):
             return None
         return self._shelf.features(flight.feature_key, model.dtype)
 
@@ -203,6 +205,8 @@ class Dispatcher:
         for place, features in made.features.items():
             flight = first[place]
             self._shelf.keep(flight.feature_key, features)
+            if not flight.work.model.checkpoint.family.shares_features:
+                continue  # larger than the embeddings, and of no use to any other service
             app = flight.waits[0].request.app
             self._publishing.submit(self._shelf.publish, Kind.FEATURE, flight.feature_key, features, app)
 

@@ -146,6 +146,13 @@ class Registry:
         """The model named so on the command line."""
         return self._models.by_name.get(name)
 
+    def shares_features(self, model: Loaded) -> bool:
+        """Whether its tower's output is worth keeping: its family says so, or another model that is
+        served has the same tower and another projector."""
+        return model.checkpoint.family.shares_features or any(
+            other.tower is model.tower and other.projector is not model.projector for other in self.loaded()
+        )
+
     def summary(self) -> str:
         """For the start-up line: "2 models, 1 tower, 2 projectors"."""
         models = self.loaded()

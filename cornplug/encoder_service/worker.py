@@ -93,7 +93,9 @@ class Encoder:
         self._secret = secret
         self._admission = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
         self._reloader = Reloader(registry, self._executors, self._room.identities)
-        self._dispatcher = Dispatcher(self._batcher, self._executors, shelf, self.observer, self)
+        self._dispatcher = Dispatcher(
+            self._batcher, self._executors, shelf, self.observer, self, registry.shares_features
+        )
 
     def submit(
         self, request: Encode, *, inline: bool = False, caller: Caller | None = None

@@ -23,6 +23,7 @@ from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
+from cornplug.testing import checkpoints
 
 from .conftest import MakeEncoder, Requests, eventually
 
@@ -148,6 +149,19 @@ def test_two_models_one_pass(
     # Later, the other model needs no pass at all.
     assert ok(encoder.submit(request_for(llava_pair[1], 9))).tower == "reused"
     assert passes(encoder) == 2
+
+
+def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
+    make_encoder: MakeEncoder, qwen: Path, tmp_path: Path
+) -> None:
+    """Qwen's features are larger than its embeddings: kept here while a second LLM wants them, stored never."""
+    wide = checkpoints.qwen2_vl(tmp_path / "wide", hidden_size=128, llm_seed=7)
+    two = Registry.open([str(qwen), str(wide)], dtype="float32", device="cpu")
+    store = MemoryStore(capacity_bytes=16 << 20).connect()
+    encoder, request_for = make_encoder(store, registry=two), Requests(two)
+    assert [ok(encoder.submit(request_for(path, 3))).tower for path in (qwen, wide)] == ["ran", "reused"]
+    assert passes(encoder) == 1
+    eventually(lambda: store.stat(deadline_s=1).entries == 2)
 
 
 def test_one_model_twice_joins_while_it_runs(
