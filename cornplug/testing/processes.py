@@ -56,7 +56,9 @@ class ManagedProcess:
         return True
 
     def start(self) -> Self:
-        """Start and wait until ready. Raises ProcessFailed, with nothing left running."""
+        """Start and wait until ready. Raises ProcessFailed, with nothing left running that was not before."""
+        if self.alive():
+            raise ProcessFailed(f"runs already, as process {self.pid}: {self.command[:3]}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(

@@ -76,8 +76,11 @@ class Scene:
     def engine(self, name: str, model: Path) -> Iterator[VllmServer]:
         """A vLLM that shares embeddings. Its KV is another LLM's than anybody else's here."""
         self.stack.models = {name: model}
-        with self.stack.serve(name, name) as server:
+        server = self.stack.serve(name, name)
+        try:
             yield server
+        finally:
+            server.stop()
 
     def own(self, server: VllmServer) -> Answer:
         """What the engine answers out of its own tower: the service is stopped meanwhile."""
@@ -103,10 +106,14 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         env={"CORNPLUG_STORE_AUTOSTART": "false"},
     )
     stack = Stack(folder, {}, {}, sockets / "store.sock", encoder)
-    with stack.start_store(), encoder, EncoderClient(encoder.url) as client:
-        client.encode(photos()[0].data, model=str(base), salt=SALT)
-        assert encoder.tower_passes() == 1
-        yield Scene(kin, base, wider, folder, stack, encoder)
+    store = stack.start_store()
+    try:
+        with encoder, EncoderClient(encoder.url) as client:
+            client.encode(photos()[0].data, model=str(base), salt=SALT)
+            assert encoder.tower_passes() == 1
+            yield Scene(kin, base, wider, folder, stack, encoder)
+    finally:
+        store.stop()
     shutil.rmtree(sockets, ignore_errors=True)
 
 
