@@ -154,7 +154,7 @@ def test_two_models_one_pass(
 def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
     make_encoder: MakeEncoder, qwen: Path, tmp_path: Path
 ) -> None:
-    """Qwen's features are larger than its embeddings: kept here while a second LLM wants them, stored never."""
+    """Qwen's features are larger than its embeddings: kept while a second LLM wants them, never stored."""
     wide = checkpoints.qwen2_vl(tmp_path / "wide", hidden_size=128, llm_seed=7)
     two = Registry.open([str(qwen), str(wide)], dtype="float32", device="cpu")
     store = MemoryStore(capacity_bytes=16 << 20).connect()
