@@ -96,6 +96,7 @@ class Overview(pydantic.BaseModel):
     executors: Executors
     store: bool = pydantic.Field(description="Whether embeddings are published in a store of the host.")
     models: list[ModelRow]
+    predicted_s: dict[str, float] = pydantic.Field(description="Until a medium would be answered, by class.")
     answers: dict[str, int] = pydantic.Field(description="Since the start, by who ran the tower.")
     apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} that were answered most.")
     refusals: list[RefusalRow]
@@ -134,6 +135,7 @@ class StatusReport:
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
             "models": [row.model_dump() for row in self._models.listed().models],
+            "predicted_s": {qos: round(s, 6) for qos, s in meters.predicted().items()},
             "answers": towers,
             "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
             "refusals": [

@@ -20,6 +20,7 @@ LABELS = {
     "cornplug_encoder_waiting": (),
     "cornplug_encoder_queue_requests": ("qos",),
     "cornplug_encoder_queue_tokens": ("qos",),
+    "cornplug_encoder_predicted_seconds": ("qos",),
     "cornplug_encoder_executors": ("state",),
     "cornplug_encoder_model_info": (
         "model",

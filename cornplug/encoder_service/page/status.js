@@ -137,12 +137,13 @@ function showTiles(now) {
   const slow = known(recent, (s) => s.p95_s);
   const refused = over((s) => total(s.refusals));
   const waiting = recent.length ? recent[recent.length - 1].waiting : 0;
+  const ahead = Math.max(0, ...Object.values(now.predicted_s));
   const tiles = [
     ["Answers", `${count(over((s) => total(s.answers)))}`, "per second"],
     ["Shared", shared, "without a tower pass"],
     ["p95", slow.length ? seconds(Math.max(...slow)) : "–", "receipt to answer"],
     ["Tower", count(over((s) => s.tokens)), "tokens per second"],
-    ["Waiting", count(waiting), "for an answer"],
+    ["Waiting", count(waiting), ahead > 0 ? `${seconds(ahead)} predicted` : "for an answer"],
     ["Refused", count(refused), "per second", refused > 0 ? "bad" : ""],
   ];
   byId("tiles").replaceChildren(...tiles.map(([label, value, what, className = ""]) =>
