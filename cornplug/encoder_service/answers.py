@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.reference import EmbeddingRef, leased
+from cornplug.encoder_service.refusals import status_of
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
@@ -105,6 +106,15 @@ def check(answer: HttpAnswer) -> None:
     if answer.status in _FAILED:
         raise Failed(refusal)
     raise refusal
+
+
+def status_in(body: bytes) -> int:
+    """The status that a streamed part's JSON would have had as an answer of its own."""
+    try:
+        error = msgspec.json.decode(body).get("error")
+        return 200 if error is None else status_of(str(error["reason"]))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return 502
 
 
 def _seconds(value: object) -> float | None:

@@ -9,37 +9,32 @@ Asking again is always safe: an embedding is named by what it is made of.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
-from cornplug.config import Config, load
-from cornplug.encoder_service import answers, rendezvous
+from cornplug.config import load
+from cornplug.encoder_service import answers, exchange, rendezvous
 from cornplug.encoder_service.answers import Busy, Failed, HttpAnswer
 from cornplug.encoder_service.attempts import Attempts, Circuits, Try, Wait
+from cornplug.encoder_service.configured import configured, is_here, local_store
+from cornplug.encoder_service.many import Result, Window
 from cornplug.encoder_service.outgoing import Item, Medium, Outgoing
 from cornplug.encoder_service.reference import EmbeddingRef
-from cornplug.encoder_service.tracing_headers import trace_headers
-from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
+from cornplug.errors import EncoderError, EncoderUnavailable
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
-from cornplug.store.pool import PoolStore
 
-CONCURRENCY: Final = 16
+CONCURRENCY: Final = 32
 """Items of one `encode_many` under way at a time."""
-_CONNECT_S: Final = 1.0
-"""A host that takes longer to accept a connection is down."""
-_MAX_ANSWER_BYTES: Final = 1 << 30
 
 Services = str | Sequence[str] | Mapping[str, float]
 """A URL, several, or {url: weight}."""
-Result = tuple[int, EmbeddingRef | CornplugError]
 T = TypeVar("T")
 
 
@@ -74,9 +69,9 @@ class AsyncEncoderClient:
         self._deadline_s = deadline_s or config.encoder.deadline_s
         self._stores = dict.fromkeys(self._services, store)
         if store is None and services is None:
-            near = _local_store(config)
-            self._stores = {url: near if _is_here(url) else None for url in self._services}
-        self._circuits = Circuits(self._services, random.random)
+            near = local_store(config)
+            self._stores = {url: near if is_here(url) else None for url in self._services}
+        self.circuits = Circuits(self._services, random.random)
         headers = {"accept": answers.RAW, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
@@ -112,6 +107,12 @@ class AsyncEncoderClient:
         """As `encode`, for a picture or {"image" | "video" | "audio": medium}."""
         # A PIL image is packed as PNG: a tenth of a second for a large one.
         medium = await asyncio.to_thread(Outgoing.of, item)
+        return await self.single(medium, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
+
+    async def single(
+        self, medium: Outgoing, *, model: str, salt: str | None, deadline_s: float
+    ) -> EmbeddingRef:
+        """As `encode`, for what is ready to be sent."""
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
             return await self._encode_at(url, timeout_s, medium, model, salt)
@@ -129,39 +130,47 @@ class AsyncEncoderClient:
     ) -> AsyncIterator[Result]:
         """(index, reference or error) of each item as it finishes, in any order.
 
-        `deadline_s` is for each item, from when it is sent; `concurrency` are under way at a time.
-        Items are taken as there is room for them, so a generator of millions costs no memory.
+        Those that one service keeps travel in one request; what that leaves undone is tried again, each
+        on its own. `deadline_s` is for each item, from when it is taken; `concurrency` are under way at
+        a time. Items are taken as there is room, so a generator of millions costs no memory.
         """
         waiting = iter(enumerate(items))
-        under_way: set[asyncio.Task[Result]] = set()
+        ended: asyncio.Queue[Result] = asyncio.Queue()
+        under_way = 0
+        windows: set[asyncio.Task[None]] = set()
         try:
             while True:
-                while len(under_way) < concurrency and (following := next(waiting, None)) is not None:
-                    work = self.settled(*following, model=model, salt=salt, deadline_s=deadline_s)
-                    under_way.add(asyncio.create_task(work))
+                # Half of them at least, so that they travel together.
+                if under_way <= concurrency // 2:
+                    entries = list(itertools.islice(waiting, concurrency - under_way))
+                    if entries:
+                        window = self.window(ended.put_nowait, model=model, salt=salt, deadline_s=deadline_s)
+                        task = asyncio.create_task(window.run(entries))
+                        windows.add(task)
+                        task.add_done_callback(windows.discard)
+                        under_way += len(entries)
                 if not under_way:
                     return
-                done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield task.result()
+                yield await ended.get()
+                under_way -= 1
         finally:
-            for task in under_way:
+            left = list(windows)
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
 
-    async def settled(self, index: int, item: Item, **options: Any) -> Result:
-        """`encode_item` as a result of `encode_many`; raises nothing of ours."""
-        try:
-            return index, await self.encode_item(item, **options)
-        except CornplugError as e:
-            return index, e
+    def window(
+        self, put: Callable[[Result], None], *, model: str, salt: str | None, deadline_s: float | None
+    ) -> Window:
+        """Some items to send together; `put` gets each result."""
+        return Window(self, put, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
 
     async def models(self) -> list[dict[str, Any]]:
         """What the first service that answers serves: name, family, identity and fingerprints (hex),
         dtype, hidden_size."""
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
-            return answers.models(await self._exchange("GET", f"{url}/v1/models", timeout_s))
+            return answers.models(await exchange.exchange(self._http, "GET", f"{url}/v1/models", timeout_s))
 
         return await self._attempt(b"", send, None)
 
@@ -185,7 +194,7 @@ class AsyncEncoderClient:
         order = rendezvous.ranking(content, self._services)
         attempts = Attempts(
             order,
-            self._circuits,
+            self.circuits,
             now=time.monotonic(),
             deadline_s=deadline_s or self._deadline_s,
             random=random.random,
@@ -215,29 +224,29 @@ class AsyncEncoderClient:
             async with asyncio.timeout(step.timeout_s):
                 made = await send(step.url, step.timeout_s)
         except Busy as busy:
-            self._circuits.refused(step.url, time.monotonic(), busy.retry_after_s)
+            self.circuits.refused(step.url, time.monotonic(), busy.retry_after_s)
             raise
         except (EncoderUnavailable, httpx.HTTPError, TimeoutError) as e:
-            self._circuits.failed(step.url, time.monotonic(), sent=sent)
+            self.circuits.failed(step.url, time.monotonic(), sent=sent)
             raise e if isinstance(e, EncoderUnavailable) else _unavailable(step.url, e) from e
         except (Failed, EncoderError):
-            self._circuits.answered(step.url)
+            self.circuits.answered(step.url)
             raise
-        self._circuits.answered(step.url)
+        self.circuits.answered(step.url)
         return made
 
     async def _encode_at(
         self, url: str, timeout_s: float, medium: Outgoing, model: str, salt: str | None
     ) -> EmbeddingRef:
-        form = {"model": model, "deadline_s": f"{timeout_s:g}"} | ({} if salt is None else {"salt": salt})
         store = self._stores[url]
         # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
         for source in [store, None] if store is not None else [None]:
-            answer = await self._exchange(
+            answer = await exchange.exchange(
+                self._http,
                 "POST",
                 f"{url}/v1/encode",
                 timeout_s,
-                data={**form, "inline": "true" if source is None else "false"},
+                data=exchange.form(model, salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store answers in microseconds, within its own deadline: not worth a thread.
@@ -246,39 +255,20 @@ class AsyncEncoderClient:
                 return ref
         raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_garbage")
 
-    async def _exchange(self, method: str, url: str, timeout_s: float, **body: Any) -> HttpAnswer:
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
-        async with self._http.stream(
-            method, url, timeout=timeout, headers=trace_headers(), **body
-        ) as response:
-            chunks, size = [], 0
-            async for chunk in response.aiter_raw():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > _MAX_ANSWER_BYTES:
-                    raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_garbage")
-            headers = {name.lower(): value for name, value in response.headers.items()}
-            return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
+    def first(self, medium: Outgoing) -> str:
+        """The service that keeps a medium."""
+        return rendezvous.ranking(medium.content, self._services)[0]
 
+    def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
+        """What an answer of `url` carries or names, see `answers.embedding`."""
+        return answers.embedding(answer, self._stores[url])
 
-def configured(config: Config) -> Sequence[str]:
-    """The services that the configuration names."""
-    host = config.encoder.host
-    return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _local_store(config: Config) -> Store | None:
-    if not config.store.socket.exists():
-        return None
-    return PoolStore(config.store, autostart=False)
+    def stream(
+        self, url: str, media: Sequence[Outgoing], *, model: str, salt: str | None, timeout_s: float
+    ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
+        """As `exchange.stream`."""
+        fields = exchange.form(model, salt, timeout_s, inline=self._stores[url] is None)
+        return exchange.stream(self._http, url, media, fields, timeout_s)
 
 
 def _unavailable(url: str, e: Exception) -> EncoderUnavailable:

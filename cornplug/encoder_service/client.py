@@ -8,6 +8,7 @@ ref.shape, ref.numpy(), ref.tensor()
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import threading
@@ -18,7 +19,8 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from cornplug.encoder_service.async_client import CONCURRENCY, AsyncEncoderClient, Result, Services
+from cornplug.encoder_service.async_client import CONCURRENCY, AsyncEncoderClient, Services
+from cornplug.encoder_service.many import Result
 from cornplug.encoder_service.outgoing import Item, Medium
 from cornplug.encoder_service.reference import EmbeddingRef
 from cornplug.encoder_service.socket_client import SocketEncoder
@@ -93,24 +95,25 @@ class EncoderClient:
     ) -> Iterator[Result]:
         """As `AsyncEncoderClient.encode_many`. What was sent when the iterator is closed is given up."""
         waiting = iter(enumerate(items))
-        under_way: set[Future[Result]] = set()
-        ended: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        under_way = 0
+        windows: list[Future[None]] = []
         try:
             while True:
                 # Taken in the caller's thread: a generator may itself use this client.
-                while len(under_way) < concurrency and (following := next(waiting, None)) is not None:
-                    work = self._client.settled(*following, model=model, salt=salt, deadline_s=deadline_s)
-                    future = self._start(work)
-                    under_way.add(future)
-                    future.add_done_callback(ended.put)
+                if under_way <= concurrency // 2:
+                    entries = list(itertools.islice(waiting, concurrency - under_way))
+                    if entries:
+                        window = self._client.window(ended.put, model=model, salt=salt, deadline_s=deadline_s)
+                        windows = [w for w in windows if not w.done()] + [self._start(window.run(entries))]
+                        under_way += len(entries)
                 if not under_way:
                     return
-                # Each ends by its own deadline.
-                future = ended.get()
-                under_way.discard(future)
-                yield _result(future)
+                # A window ends by its deadline, and gives every item its result.
+                yield ended.get()
+                under_way -= 1
         finally:
-            for future in under_way:
+            for future in windows:
                 future.cancel()
 
     def models(self) -> list[dict[str, Any]]:

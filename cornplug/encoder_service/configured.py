@@ -1,0 +1,33 @@
+"""What the configuration says of services and of this host's store."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from cornplug.config import Config
+from cornplug.store.base import Store
+from cornplug.store.pool import PoolStore
+
+
+def configured(config: Config) -> Sequence[str]:
+    """The services that the configuration names."""
+    host = config.encoder.host
+    return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
+
+
+def is_here(url: str) -> bool:
+    """Whether a service is on this host, where it shares our store."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def local_store(config: Config) -> Store | None:
+    """The host's store, None where nobody has started one."""
+    if not config.store.socket.exists():
+        return None
+    return PoolStore(config.store, autostart=False)

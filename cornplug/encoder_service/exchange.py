@@ -1,0 +1,71 @@
+"""One request to one encoder service and its answer, over httpx."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+
+from cornplug.encoder_service import answers
+from cornplug.encoder_service.answers import HttpAnswer
+from cornplug.encoder_service.many import part_answer
+from cornplug.encoder_service.outgoing import Outgoing
+from cornplug.encoder_service.parts import MIXED, Parts
+from cornplug.encoder_service.tracing_headers import trace_headers
+from cornplug.errors import EncoderUnavailable
+
+_CONNECT_S: Final = 1.0
+"""A host that takes longer to accept a connection is down."""
+_MAX_ANSWER_BYTES: Final = 1 << 30
+
+
+async def exchange(
+    http: httpx.AsyncClient, method: str, url: str, timeout_s: float, **body: Any
+) -> HttpAnswer:
+    """An answer, read whole. Raises httpx.HTTPError, EncoderUnavailable("encoder_garbage")."""
+    headers = trace_headers()
+    async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
+        return await _whole(url, response)
+
+
+async def stream(
+    http: httpx.AsyncClient, url: str, media: Sequence[Outgoing], fields: Mapping[str, str], timeout_s: float
+) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
+    """(position, answer) of several media in one request, as they come. Raises as `answers.check`,
+    and EncoderUnavailable("encoder_garbage") for an answer that ends too early."""
+    files = [(medium.modality, (medium.name, medium.data)) for medium in media]
+    headers = {**trace_headers(), "accept": MIXED}
+    target = f"{url}/v1/encode"
+    async with http.stream(
+        "POST", target, timeout=_timeout(timeout_s), headers=headers, data=fields, files=files
+    ) as response:
+        if response.status_code != 200:
+            answers.check(await _whole(target, response))
+        parts = Parts(response.headers.get("content-type", ""))
+        async for chunk in response.aiter_raw():
+            for head, body in parts.feed(chunk):
+                yield part_answer(target, head, body)
+        if not parts.ended:
+            raise EncoderUnavailable(f"{url} ended too early", reason="encoder_garbage")
+
+
+def form(model: str, salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
+    """The fields beside the media."""
+    fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
+    return fields if salt is None else {**fields, "salt": salt}
+
+
+async def _whole(url: str, response: httpx.Response) -> HttpAnswer:
+    chunks, size = [], 0
+    async for chunk in response.aiter_raw():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > _MAX_ANSWER_BYTES:
+            raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_garbage")
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
+
+
+def _timeout(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))

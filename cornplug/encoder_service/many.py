@@ -1,0 +1,178 @@
+"""Many media: in one request to each service, and what that leaves undone one by one.
+
+window of items ──by first service──> one request of some ──part──> result
+                                               └─ refused for now, lost, late ─> each on its own,
+                                                  with retries and fail-over, in the time left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import httpx
+
+from cornplug.encoder_service import answers
+from cornplug.encoder_service.answers import Busy, Failed, HttpAnswer
+from cornplug.encoder_service.attempts import Circuits
+from cornplug.encoder_service.outgoing import Item, Outgoing
+from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable
+
+ITEMS: Final = 16
+BYTES: Final = 16 << 20
+"""Most of one request: a service takes 64 items and 64 MiB."""
+_TOO_MUCH: Final = frozenset({"too_large", "too_many_items"})
+"""Said of a request, not of its items."""
+
+Result = tuple[int, EmbeddingRef | CornplugError]
+
+
+class Sender(Protocol):
+    """What a client gives for it."""
+
+    circuits: Circuits
+
+    def first(self, medium: Outgoing) -> str:
+        """The service that keeps a medium."""
+        ...
+
+    async def single(
+        self, medium: Outgoing, *, model: str, salt: str | None, deadline_s: float
+    ) -> EmbeddingRef:
+        """One medium, at whichever service does it."""
+        ...
+
+    def stream(
+        self, url: str, media: Sequence[Outgoing], *, model: str, salt: str | None, timeout_s: float
+    ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
+        """(position, answer) of each, as they come."""
+        ...
+
+    def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
+        """None where the answer names an entry that the store has no more."""
+        ...
+
+
+class Window:
+    """Some items of one `encode_many`, sent together. `put` gets each result once, as it is there."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        put: Callable[[Result], None],
+        *,
+        model: str,
+        salt: str | None,
+        deadline_s: float,
+    ) -> None:
+        self._sender = sender
+        self._put = put
+        self._model = model
+        self._salt = salt
+        self._end = time.monotonic() + deadline_s
+        self._left: set[int] = set()
+
+    async def run(self, entries: Sequence[tuple[int, Item]]) -> None:
+        """Ends by the deadline. However it ends, every entry has its result."""
+        self._left = {index for index, _ in entries}
+        try:
+            made = await asyncio.gather(*(self._outgoing(index, item) for index, item in entries))
+            media = {index: medium for index, medium in made if medium is not None}
+            await asyncio.gather(*(self._batch(url, batch) for url, batch in self._batches(media)))
+        finally:
+            for index in list(self._left):
+                self._settle(index, EncoderUnavailable("given up", reason="closed"))
+
+    async def _outgoing(self, index: int, item: Item) -> tuple[int, Outgoing | None]:
+        try:
+            return index, await asyncio.to_thread(Outgoing.of, item)
+        except CornplugError as e:
+            self._settle(index, e)
+            return index, None
+
+    def _batches(self, media: Mapping[int, Outgoing]) -> list[tuple[str, dict[int, Outgoing]]]:
+        made: list[tuple[str, dict[int, Outgoing]]] = []
+        open_of: dict[str, dict[int, Outgoing]] = {}
+        for index, medium in media.items():
+            url = self._sender.first(medium)
+            batch = open_of.get(url)
+            size = sum(len(other.data) for other in batch.values()) if batch else 0
+            if batch is None or len(batch) >= ITEMS or size + len(medium.data) > BYTES:
+                batch = open_of[url] = {}
+                made.append((url, batch))
+            batch[index] = medium
+        return made
+
+    async def _batch(self, url: str, batch: Mapping[int, Outgoing]) -> None:
+        sent = time.monotonic()
+        if len(batch) > 1 and self._sender.circuits.take(url, sent):
+            await self._together(url, batch, sent)
+        rest = [index for index in batch if index in self._left]
+        await asyncio.gather(*(self._alone(index, batch[index]) for index in rest))
+
+    async def _together(self, url: str, batch: Mapping[int, Outgoing], sent: float) -> None:
+        circuits = self._sender.circuits
+        indices = list(batch)
+        timeout_s = (self._end - sent) / 2
+        try:
+            async with asyncio.timeout(timeout_s):
+                stream = self._sender.stream(
+                    url, list(batch.values()), model=self._model, salt=self._salt, timeout_s=timeout_s
+                )
+                async with contextlib.aclosing(stream):
+                    async for position, answer in stream:
+                        self._read(url, indices[position], answer)
+        except Busy as busy:
+            circuits.refused(url, time.monotonic(), busy.retry_after_s)
+        except (EncoderUnavailable, httpx.HTTPError, TimeoutError, IndexError):
+            circuits.failed(url, time.monotonic(), sent=sent)
+        except EncoderRefused as e:
+            circuits.answered(url)
+            if e.reason not in _TOO_MUCH:
+                for index in indices:
+                    self._settle(index, e)
+        except Failed:
+            circuits.answered(url)
+        else:
+            circuits.answered(url)
+
+    def _read(self, url: str, index: int, answer: HttpAnswer) -> None:
+        """Settle what is settled; the rest is left for another try."""
+        try:
+            ref = self._sender.embedding(url, answer)
+        except EncoderRefused as e:
+            self._settle(index, e)
+        except Busy as busy:
+            self._sender.circuits.refused(url, time.monotonic(), busy.retry_after_s)
+        except Failed:
+            return
+        else:
+            if ref is not None:
+                self._settle(index, ref)
+
+    async def _alone(self, index: int, medium: Outgoing) -> None:
+        left = max(self._end - time.monotonic(), 0.001)
+        try:
+            found = await self._sender.single(medium, model=self._model, salt=self._salt, deadline_s=left)
+        except EncoderError as e:
+            self._settle(index, e)
+        else:
+            self._settle(index, found)
+
+    def _settle(self, index: int, result: EmbeddingRef | CornplugError) -> None:
+        if index in self._left:
+            self._left.discard(index)
+            self._put((index, result))
+
+
+def part_answer(url: str, head: Mapping[str, str], body: bytes) -> tuple[int, HttpAnswer]:
+    """A part of a streamed answer as (position, the answer that its medium alone would have got)."""
+    position = head.get("x-cornplug-index", "")
+    if not position.isdigit():
+        raise EncoderUnavailable(f"{url}: a part without its index", reason="encoder_garbage")
+    status = 200 if "x-cornplug-key" in head else answers.status_in(body)
+    return int(position), HttpAnswer(url=url, status=status, headers=dict(head), body=body)

@@ -1,0 +1,193 @@
+"""Many media in one request: parts read off the wire, and what a failing service leaves undone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.config import Config
+from cornplug.encoder_service.client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.parts import Parts
+from cornplug.errors import EncoderRefused, EncoderUnavailable
+
+from .conftest import SECRET, MakeEncoder, picture, png
+from .services import Behaviour, Misbehaving, Served, drips_body, half, raves, resets, says, says_nothing
+
+KIND = 'multipart/mixed; boundary="b0"'
+
+
+def packed(*bodies: bytes) -> bytes:
+    parts = [
+        b"--b0\r\nContent-Length: %d\r\nx-n: %d\r\n\r\n%s\r\n" % (len(b), i, b) for i, b in enumerate(bodies)
+    ]
+    return b"".join(parts) + b"--b0--\r\n"
+
+
+@given(
+    st.lists(st.binary(max_size=50) | st.just(b"\r\n--b0--\r\n"), max_size=5), st.lists(st.integers(1, 40))
+)
+def test_parts_are_the_same_however_the_bytes_come(bodies: list[bytes], cuts: list[int]) -> None:
+    wire = packed(*bodies)
+    parts, found, at = Parts(KIND), [], 0
+    for cut in [*cuts, len(wire)]:
+        found += parts.feed(wire[at : at + cut])
+        at += cut
+    assert [body for _, body in found] == bodies
+    assert [head["x-n"] for head, _ in found] == [str(i) for i in range(len(bodies))]
+    assert parts.ended
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"--b1\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"--b0\r\nx: y\r\n\r\n",
+        b"--b0\r\ncontent-length: 99999999999\r\n\r\n",
+        b"x" * 70_000,
+    ],
+)
+def test_what_is_no_part_is_an_error(wire: bytes) -> None:
+    with pytest.raises(EncoderUnavailable):
+        Parts(KIND).feed(wire)
+    with pytest.raises(EncoderUnavailable):
+        Parts("application/json")
+
+
+@pytest.fixture
+def app(make_encoder: MakeEncoder, config: Config) -> Any:
+    return create_app(make_encoder(), config.encoder, secret=SECRET)
+
+
+@pytest.fixture
+def llava(llava_pair: tuple[Path, Path]) -> str:
+    return str(llava_pair[0])
+
+
+def counted(app: Any) -> tuple[Any, list[str]]:
+    """The application, and the paths that were asked for."""
+    asked: list[str] = []
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked.append(scope["path"])
+        await app(scope, receive, send)
+
+    return counting, asked
+
+
+def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str) -> None:
+    counting, asked = counted(app)
+    items = [png(picture(seed)) for seed in range(40)]
+    with Served(counting) as server, EncoderClient(server.url, deadline_s=60) as client:
+        found = dict(client.encode_many(items, model=llava, salt="s"))
+        assert len(asked) <= 8
+        for index in (0, 17, 39):
+            one, alone = found[index], client.encode(items[index], model=llava, salt="s")
+            assert isinstance(one, EmbeddingRef)
+            assert (one.key, one.shape, bytes(one.data)) == (alone.key, alone.shape, bytes(alone.data))
+            assert alone.tower == "reused"
+            assert one.voucher is not None
+
+
+def test_one_bad_item_is_its_own_error(app: Any, llava: str) -> None:
+    items = [png(picture(seed)) if seed % 5 else b"no picture" for seed in range(20)]
+    with Served(app) as server, EncoderClient(server.url, deadline_s=60) as client:
+        found = dict(client.encode_many(items, model=llava))
+        assert {i for i, r in found.items() if isinstance(r, EncoderRefused)} == {0, 5, 10, 15}
+        unknown = dict(client.encode_many(items, model="nobody"))
+    assert {getattr(r, "reason", None) for r in unknown.values()} == {"unknown_model"}
+
+
+BUSY = b'{"error": {"reason": "overloaded", "message": "m", "retry_after_s": 30}}'
+ONE_PART = b"--b\r\ncontent-length: 3\r\nx-cornplug-index: 99\r\nx-cornplug-key: 00\r\n\r\nabc\r\n"
+FAULTS: dict[str, Behaviour] = {
+    "reset": resets,
+    "half": half,
+    "raves": raves,
+    "silence": says_nothing,
+    "dripping": drips_body,
+    "busy": says(503, BUSY),
+    "internal": says(500, b'{"error": {"reason": "internal", "message": "m"}}'),
+    "too large": says(413, b'{"error": {"reason": "too_many_items", "message": "m"}}'),
+    "no multipart": says(200, b"[]"),
+    "another index": says(200, ONE_PART, content_type="multipart/mixed; boundary=b"),
+    "nothing in it": says(200, b"--b--\r\n", content_type="multipart/mixed; boundary=b"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_one_service_does_every_item_is_answered(fault: str, app: Any, llava: str) -> None:
+    if fault == "too large":
+        # Its refusal of single items would be final: alone they are not too many.
+        single, many = says(503, BUSY), FAULTS[fault]
+
+        async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await (many if bad.requests[-1].count(b"filename=") > 1 else single)(reader, writer)
+    else:
+        behave = FAULTS[fault]  # type: ignore[assignment]
+    items = [png(picture(seed)) for seed in range(6)]
+    with Misbehaving(behave) as bad, Served(app) as good:
+        urls = {bad.url: 1e6, good.url: 1.0}
+        with EncoderClient(urls, deadline_s=3 if fault in ("silence", "dripping") else 20) as client:
+            found = dict(client.encode_many(items, model=llava))
+        assert bad.requests[0].count(b"filename=") == 6
+    assert [r for r in found.values() if not isinstance(r, EmbeddingRef)] == []
+    assert len(found) == 6
+
+
+def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava: str) -> None:
+    """What came is not asked for again."""
+    items = [png(picture(seed)) for seed in range(4)]
+    with Served(app) as good, EncoderClient(good.url, deadline_s=60) as client:
+        made = client.encode(items[0], model=llava)
+        head = (
+            f"--b\r\ncontent-length: {len(made.data)}\r\nx-cornplug-index: 0\r\n"
+            f"x-cornplug-key: {made.key.hex()}\r\ncontent-type: application/octet-stream\r\n"
+            f"x-cornplug-shape: 16,64\r\n"
+            f"x-cornplug-dtype: float32\r\nx-cornplug-tower: joined\r\nx-cornplug-seconds: 1\r\n\r\n"
+        )
+
+        async def some(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            kind = b"content-type: multipart/mixed; boundary=b\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99999\r\n" + kind + b"\r\n")
+            writer.write(head.encode() + bytes(made.data) + b"\r\n--b\r\n")
+            await writer.drain()
+            writer.close()
+
+        with Misbehaving(some) as bad, EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=20) as both:
+            found = dict(both.encode_many(items, model=llava))
+    towers = {i: r.tower for i, r in found.items() if isinstance(r, EmbeddingRef)}
+    assert towers[0] == "joined"
+    assert sorted(towers) == [0, 1, 2, 3]
+
+
+def test_where_nobody_answers_every_item_says_so_in_time() -> None:
+    with EncoderClient("http://127.0.0.1:9", deadline_s=5) as client:
+        found = dict(client.encode_many([b"a", b"b", b"c"], model="m"))
+    reasons = {getattr(r, "reason", None) for r in found.values()}
+    assert len(found) == 3
+    assert reasons <= {"encoder_down", "encoder_backoff"}
+
+
+def test_an_asyncio_loop_that_stops_early_leaves_nothing_running(app: Any, llava: str) -> None:
+    async def use() -> int:
+        before = len(asyncio.all_tasks())
+        async with AsyncEncoderClient(server.url, deadline_s=60) as client:
+            results = client.encode_many(
+                (png(picture(seed % 5)) for seed in itertools.count()), model=llava, concurrency=8
+            )
+            async for _index, _result in results:
+                break
+            await results.aclose()
+        return len(asyncio.all_tasks()) - before
+
+    with Served(app) as server:
+        assert asyncio.run(use()) == 0
