@@ -139,6 +139,7 @@ def ultravox(
         "model_type": "ultravox",
         "architectures": ["UltravoxModel"],
         "audio_token_index": ids["<|audio|>"],
+        "vocab_size": text["vocab_size"],
         "hidden_size": 4 * hidden_size,
         **{"stack_factor": 8, "projector_act": "swiglu", "projector_ln_mid": True},
         **({"audio_config": whisper} if base is None else {"audio_model_id": str(base)}),
