@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import uvicorn
@@ -24,6 +24,7 @@ from rich.console import Console
 
 from cornplug.config import Config, load, read_secret
 from cornplug.encoder_service.endpoint import Endpoint, claim
+from cornplug.encoder_service.flags import check, overrides, parser
 from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.impatient import Impatient
@@ -156,11 +157,11 @@ def _reload(encoder: Encoder) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the service until it is told to stop. Raises ConfigError or CheckpointError at start."""
-    args = _parser().parse_args(argv)
+    args = parser((__doc__ or "").partition("\n")[0]).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    config = load(_overrides(args))
-    _check(args)
+    config = load(overrides(args))
+    check(args)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     Rules.of(config.encoder)  # refused before minutes of loading, as what is listened to
     listeners = Listeners.open(config)
@@ -224,80 +225,12 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[Registry, li
     return registry, open_replicas(devices, settings, registry.loaded())
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError before anything is read, which may take minutes."""
-    if args.threads is not None and args.threads < 1:
-        raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
-    kind, _, number = args.device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ConfigError("--device", f"{args.device!r} is unknown", "Write cpu, cuda, or cuda:N.")
-    have = torch.cuda.device_count() if kind == "cuda" else 1
-    if int(number or 0) >= have:
-        raise ConfigError("--device", f"{args.device} is not there: {have} GPUs", "Write --device cpu.")
-
-
 def _sglang_urls(registry: Registry, port: int) -> list[str]:
     """What `--encoder-urls` of SGLang takes, for each family that its protocol serves."""
     served = [model for model in registry.served() if model.family in SGLANG_FAMILIES]
     if len(served) == len(registry.served()) == 1:
         return [f"http://HOST:{port}"]
     return [f"http://HOST:{port}/sglang/{url_name(model.name)}" for model in served]
-
-
-def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    given = {
-        "encoder.socket": args.socket,
-        "encoder.host": args.host,
-        "encoder.port": args.port,
-        "encoder.receivers": args.receivers,
-        "store.socket": args.store_socket,
-    }
-    return {field: value for field, value in given.items() if value is not None}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cornplug encoder",
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="SGLang: `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` is served on "
-        "the HTTP port as it is, with --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
-        "With several models the URL ends in /sglang/NAME.",
-    )
-    parser.add_argument(
-        "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16 (default)"
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda, or cuda:N (default: cuda where there is a GPU)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=int,
-        default=0,
-        help="processes that compute, one a GPU; on the CPU they divide the cores. A process that dies is "
-        "started again, and others do its work (default: 0, this process computes)",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="torch.compile the towers' layers in their first passes, which then take seconds (default: off)",
-    )
-    parser.add_argument("--socket", type=Path, help="unix socket for engines")
-    parser.add_argument("--host", help="HTTP address")
-    parser.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
-    parser.add_argument(
-        "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
-    )
-    parser.add_argument("--store-socket", type=Path, help="the host's store")
-    parser.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
-    parser.add_argument(
-        "--threads", type=int, help="torch's threads, of each replica (default: the cores, divided)"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+"""Flags of `cornplug encoder`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cornplug.encoder_service.replica_set import devices_of
+from cornplug.errors import ConfigError
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError before anything is read, which may take minutes."""
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
+    kind, _, number = args.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ConfigError("--device", f"{args.device!r} is unknown", "Write cpu, cuda, or cuda:N.")
+    have = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(number or 0) >= have:
+        raise ConfigError("--device", f"{args.device} is not there: {have} GPUs", "Write --device cpu.")
+    if args.replicas:
+        devices_of(args.device, args.replicas)
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of settings, for `config.load`."""
+    given = {
+        "encoder.socket": args.socket,
+        "encoder.host": args.host,
+        "encoder.port": args.port,
+        "encoder.receivers": args.receivers,
+        "store.socket": args.store_socket,
+    }
+    return {field: value for field, value in given.items() if value is not None}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags, each with its unit and default."""
+    out = argparse.ArgumentParser(
+        prog="cornplug encoder",
+        description=description,
+        epilog="SGLang: `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` is served on "
+        "the HTTP port as it is, with --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
+        "With several models the URL ends in /sglang/NAME.",
+    )
+    out.add_argument(
+        "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
+    )
+    out.add_argument(
+        "--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16 (default)"
+    )
+    out.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, or cuda:N (default: cuda where there is a GPU)",
+    )
+    out.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        help="processes that compute, one a GPU; on the CPU they divide the cores. A process that dies is "
+        "started again, and others do its work (default: 0, this process computes)",
+    )
+    out.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the towers' layers in their first passes, which then take seconds (default: off)",
+    )
+    out.add_argument("--socket", type=Path, help="unix socket for engines")
+    out.add_argument("--host", help="HTTP address")
+    out.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
+    out.add_argument(
+        "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
+    )
+    out.add_argument("--store-socket", type=Path, help="the host's store")
+    out.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
+    out.add_argument(
+        "--threads", type=int, help="torch's threads, of each replica (default: the cores, divided)"
+    )
+    return out
