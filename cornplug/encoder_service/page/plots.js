@@ -1,7 +1,7 @@
 // One plot over time: lines or a stack, as SVG. Knows nothing of what it shows.
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 150;
+const LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 150;
 const MOST_POINTS = 240;
 
 export function element(name, properties = {}, ...children) {
