@@ -102,11 +102,11 @@ def ico_around(inner: bytes) -> bytes:
     )
 
 
+_ZEROS: Final = zlib.compress(b"\0" * (100 << 20), 1)
+
+
 def _text_bomb(kind: bytes) -> bytes:
-    packed = zlib.compress(b"\0" * (100 << 20), 9)
-    if kind == b"iTXt":
-        return chunk(kind, b"k\0\1\0\0\0" + packed)
-    return chunk(kind, b"k\0\0" + packed)
+    return chunk(kind, (b"k\0\1\0\0\0" if kind == b"iTXt" else b"k\0\0") + _ZEROS)
 
 
 def _exif(orientation: int) -> bytes:

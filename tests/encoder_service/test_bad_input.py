@@ -47,6 +47,8 @@ class Living:
         self.model = model
         self.http = httpx.Client(base_url=process.url, timeout=PATIENCE_S, trust_env=False)
         self.others = 0
+        self._good = saved(picture(99), "PNG")
+        self._want: str | None = None
         self.harm: list[str] = []
         self._stop = threading.Event()
         self._others = threading.Thread(target=self._use, daemon=True)
@@ -58,8 +60,10 @@ class Living:
     def well(self) -> None:
         """It lives, and answers a good request rightly."""
         assert self.http.get("/health").status_code == 200
-        before = self.others
-        eventually(lambda: self.others > before or bool(self.harm))
+        answer = self.encode(self._good)
+        assert answer.status_code == 200, answer.text
+        assert self._want in (None, answer.json()["data"])
+        self._want = answer.json()["data"]
         assert not self.harm
 
     def peak_bytes(self) -> int:
@@ -76,7 +80,7 @@ class Living:
         images = [saved(picture(seed), "PNG") for seed in range(100, 104)]
         want: dict[int, str] = {}
         with httpx.Client(base_url=self.process.url, timeout=30, trust_env=False) as http:
-            while not self._stop.wait(0.01):
+            while not self._stop.wait(0.05):
                 seed = self.others % len(images)
                 # Another tenant each time: every one goes through the tower.
                 form = {"model": self.model, "salt": str(self.others)}
@@ -111,6 +115,7 @@ def living(llava_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
             eventually(lambda: living.others > 5, 30)
             yield living
             assert not living.harm
+            assert living.others > 20
             assert "Traceback" not in process.log.read_text()
         finally:
             living.close()
