@@ -41,6 +41,8 @@ PATIENCE_S: Final = 30.0
 """Longest that one medium may take to decode."""
 _SHORT_BY: Final = 0.02
 """Part of the announced duration whose absence is no truncation."""
+_PRIMING_S: Final = 0.1
+"""What an encoder's filling at either end may add to what it announces."""
 _ENDLESS: Final = 0x7FFF_F000
 """RIFF sizes from here on are written by who streams, and does not know the size yet."""
 _EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
@@ -78,7 +80,9 @@ def decode(data: bytes, *, max_s: float) -> Sound:
     Raises MediaError: "empty" (no bytes, or 0 s), "unknown_format", "no_audio", "sample_rate",
     "channels", "too_long", "too_slow", "damaged" (truncated, inconsistent, not finite).
     """
-    if data[:4] == b"RIFF" and len(data) < int.from_bytes(data[4:8], "little") + 8 < _ENDLESS:
+    riff = int.from_bytes(data[4:8], "little") if data[:4] == b"RIFF" else 0
+    # Many writers miscount by a header or a padding byte: that is no truncation.
+    if riff < _ENDLESS and len(data) < riff * (1 - _SHORT_BY):
         raise MediaError(f"the WAV is truncated: {len(data)} bytes are not what it says", reason="damaged")
     with opened(data, "sound") as container:
         if not container.streams.audio:
@@ -95,7 +99,7 @@ def decode(data: bytes, *, max_s: float) -> Sound:
         raise MediaError("the sound has no samples: 0 s", reason="empty")
     if not np.isfinite(samples).all():
         raise MediaError("the sound has NaN or infinite samples", reason="damaged")
-    if exact and announced_s is not None and len(samples) / rate < announced_s * (1 - _SHORT_BY):
+    if exact and announced_s is not None and len(samples) / rate < announced_s * (1 - _SHORT_BY) - _PRIMING_S:
         raise MediaError(
             f"the sound is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
         )

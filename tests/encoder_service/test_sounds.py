@@ -101,6 +101,12 @@ def test_a_stream_of_unknown_length_is_decoded() -> None:
     assert len(decode(data).samples) == len(MONO)
 
 
+def test_a_header_that_miscounts_by_a_few_bytes_is_no_truncation() -> None:
+    data = bytearray(wav(MONO))
+    data[4:8] = (len(data) + 3).to_bytes(4, "little")
+    assert len(decode(bytes(data)).samples) == len(MONO)
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
 CONCAT = b"ffconcat version 1.0\nfile /etc/hostname\n"
 HOUR_BYTES = 3600 * 16_000 * 2
