@@ -56,7 +56,7 @@ class Replies(Protocol):
     def refuse_internal(self, wait: Wait, message: str, retry_after_s: float | None) -> None: ...
 
     def computed(self, batch: Sequence[Flight[Work]], seconds: float) -> None:
-        """A batch has left its executor, `seconds` after it was formed."""
+        """A batch has left its executor in good order, after `seconds` in it."""
 
 
 class Dispatcher:
@@ -122,9 +122,7 @@ class Dispatcher:
         batch = self._alone_in_tower(batch)
         if not batch:
             return
-        started = time.monotonic()
         self._attempt(batch, executor)
-        self._replies.computed(batch, time.monotonic() - started)
         with self._lock:
             waited = [f for key in {f.feature_key for f in batch} for f in self._behind.pop(key, ())]
         if waited:
@@ -163,7 +161,11 @@ class Dispatcher:
         return None
 
     def _try(self, batch: Sequence[Flight[Work]], executor: Executor) -> BaseException | None:
-        return self._computing.submit(self._compute, batch, executor).exception()
+        started = time.monotonic()
+        error = self._computing.submit(self._compute, batch, executor).exception()
+        if error is None:  # what failed at once would make the tower look quick
+            self._replies.computed(batch, time.monotonic() - started)
+        return error
 
     def _ready_one(self, first: Executor) -> Executor | None:
         return next((e for e in (first, *self._executors) if e.ready()), None)

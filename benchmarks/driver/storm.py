@@ -1,0 +1,136 @@
+"""Open-loop load on an encoder service: apps that send at their own pace, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """One app: what it sends, and how it says who it is."""
+
+    name: str
+    qos: str
+    load: float
+    """Of what the service can do."""
+    deadline_s: float
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request, and what came of it."""
+
+    app: str
+    sent_s: float
+    """Since the storm began."""
+    seconds: float
+    status: int
+    in_time: bool
+
+    @property
+    def refused(self) -> bool:
+        """At the door, with a Retry-After."""
+        return self.status in (429, 503)
+
+
+class Pictures:
+    """Pictures that nobody has asked about: coarse random patches, as PNG."""
+
+    def __init__(self, edge: int) -> None:
+        self._edge = edge
+        self._count = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        import io
+
+        from PIL import Image
+
+        self._count += 1
+        patches = np.random.default_rng(self._count).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(patches).resize((self._edge, self._edge), Image.Resampling.NEAREST).save(out, "PNG")
+        return out.getvalue()
+
+
+class Client:
+    """Sends pictures to the service at `url`."""
+
+    def __init__(self, url: str, model: str, pictures: Iterator[bytes]) -> None:
+        self._url = url
+        self._model = model
+        self._pictures = pictures
+        self.begun_s = 0.0
+
+    def capacity(self, seconds: float, at_once: int) -> float:
+        """Pictures a second with always `at_once` under way, after as long a warm-up."""
+        return asyncio.run(self._capacity(seconds, at_once))
+
+    def storm(self, apps: Sequence[App], capacity: float, seconds: float, seed: int) -> list[Asked]:
+        """What became of every request of `apps` (Poisson arrivals) over `seconds`."""
+        return asyncio.run(self._storm(apps, capacity, seconds, seed))
+
+    async def _capacity(self, seconds: float, at_once: int) -> float:
+        done = 0
+
+        async def one_after_another(http: httpx.AsyncClient, end: float) -> None:
+            nonlocal done
+            while time.monotonic() < end:
+                await self._ask(http, _NOBODY, next(self._pictures))
+                done += 1
+
+        async with self._http() as http:
+            for _ in ("warm-up", "counted"):
+                done, began = 0, time.monotonic()
+                await asyncio.gather(*(one_after_another(http, began + seconds) for _ in range(at_once)))
+        return done / (time.monotonic() - began)
+
+    async def _storm(self, apps: Sequence[App], capacity: float, seconds: float, seed: int) -> list[Asked]:
+        draw = random.Random(seed)
+        come: list[tuple[float, App]] = []
+        for app in apps:
+            at = 0.0
+            while (at := at + draw.expovariate(app.load * capacity)) < seconds:
+                come.append((at, app))
+        come.sort(key=lambda one: one[0])
+        pictures = [next(self._pictures) for _ in come]
+        async with self._http() as http:
+            self.begun_s = time.monotonic()
+            tasks = []
+            for (at, app), picture in zip(come, pictures, strict=True):
+                await asyncio.sleep(max(0.0, self.begun_s + at - time.monotonic()))
+                tasks.append(asyncio.create_task(self._ask(http, app, picture)))
+            return list(await asyncio.gather(*tasks))
+
+    async def _ask(self, http: httpx.AsyncClient, app: App, picture: bytes) -> Asked:
+        sent = time.monotonic()
+        form = {"model": self._model, "deadline_s": f"{app.deadline_s:g}"}
+        headers = {"accept": "application/octet-stream", **app.headers}
+        answer = await http.post("/v1/encode", data=form, files={"image": picture}, headers=headers)
+        seconds = time.monotonic() - sent
+        return Asked(
+            app=app.name,
+            sent_s=sent - self.begun_s,
+            seconds=seconds,
+            status=answer.status_code,
+            in_time=answer.status_code == 200 and seconds <= app.deadline_s,
+        )
+
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        options: dict[str, Any] = {"limits": limits, "timeout": 120, "trust_env": False}
+        return httpx.AsyncClient(base_url=self._url, **options)
+
+
+_NOBODY = App(name="nobody", qos="", load=0, deadline_s=60, headers={})
