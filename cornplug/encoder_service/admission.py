@@ -29,6 +29,10 @@ _MISSED_STEP: Final = 0.1
 _KEPT_STEP: Final = 0.004
 """Steps in balance when one prediction of 25 is too short."""
 _LEAST_RETRY_S: Final = 0.05
+_PART_OF_DEADLINE: Final = 0.25
+"""A pass may last so much of the shortest deadline about: who comes next must not wait longer."""
+_REMEMBER_S: Final = 10.0
+"""So long a deadline counts as being about."""
 _UNMEASURED_S: Final = 1.0
 
 
@@ -74,9 +78,11 @@ class Admission:
         self._arrivals = Arrivals()
         self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
         """Tower, tokens and app of what was let in last."""
-        self._headroom = _HEADROOM
-        """How often a prediction has to fit into a deadline: better classes come in bursts, threads wait
-        for each other. Learned from what came of earlier ones."""
+        self._headroom: dict[ServiceClass, float] = {}
+        """By class: how often a prediction has to fit into a deadline, for better classes come in bursts and
+        threads wait for each other. Learned from what came of earlier ones."""
+        self._patience: dict[ServiceClass, tuple[float, float]] = {}
+        """By class: the shortest deadline that anything let in had of late, and when that was."""
 
     def computed(self, batch: Sequence[Flight[Any]], seconds: float) -> None:
         """A batch has left its executor. Features that were kept make it quick, and their share of
@@ -91,15 +97,16 @@ class Admission:
             return
         with self._lock:
             # Only what was near its deadline tells anything of how near one may go.
-            if self._headroom * wait.foreseen_s > wait.request.deadline_s / 2:
-                missed = seconds > self._headroom * wait.foreseen_s
-                moved = self._headroom + (_MISSED_STEP if missed else -_KEPT_STEP)
-                self._headroom = min(max(moved, _LEAST_HEADROOM), _MOST_HEADROOM)
+            headroom = self._headroom.get(wait.qos, _HEADROOM)
+            if headroom * wait.foreseen_s > wait.request.deadline_s / 2:
+                moved = headroom + (_MISSED_STEP if seconds > headroom * wait.foreseen_s else -_KEPT_STEP)
+                self._headroom[wait.qos] = min(max(moved, _LEAST_HEADROOM), _MOST_HEADROOM)
 
-    def tokens_within(self, tower: object, seconds: float) -> float:
-        """As `PassTime.tokens_within`."""
+    def most_tokens(self, tower: object, patience_s: float) -> float:
+        """How long a pass may be that has someone of that deadline in it, and while others of shorter ones
+        keep coming."""
         with self._lock:
-            return self._pass(tower).tokens_within(seconds)
+            return self._most_tokens(tower, patience_s)
 
     def refusal(self, flight: Flight[Any], batcher: Batcher[Any]) -> Verdict | None:
         """Why `flight` cannot be done in time, or None: then it counts as let in."""
@@ -108,10 +115,11 @@ class Admission:
         busy = ahead.load.running or len(ahead.of_class) > 0
         expected_s = self._done_s(ahead, flight, now)
         with self._lock:
-            done_s = self._headroom * expected_s
+            done_s = self._headroom.get(flight.qos, _HEADROOM) * expected_s
             if not (busy and done_s > flight.due_s - now and self._pass(flight.tower).measured):
                 for wait in flight.waits:
                     wait.foreseen_s = now - wait.received_s + expected_s
+                self._note_patience(flight, now)
                 self._last = ref(flight.tower), flight.tokens, flight.app
                 self._arrivals.count(flight.qos, flight.tokens, now)
                 return None
@@ -152,7 +160,10 @@ class Admission:
         with self._lock:
             running = self._running_s(ahead.load.running, now)
             whole = self._waiting_s(ahead.load)
-            own = self._pass(new.tower).seconds(self._fill(*ahead.load.waiting[new.tower]))
+            fill = min(
+                self._fill(*ahead.load.waiting[new.tower]), self._most_tokens(new.tower, new.due_s - now)
+            )
+            own = self._pass(new.tower).seconds(max(new.tokens, fill))
         before = whole * ahead.until / sum(tokens for tokens, _ in ahead.load.waiting.values())
         # It is done when its batch is, which may have others after it; but no later than all of them.
         queue = min(before + own, max(whole, before))
@@ -173,6 +184,17 @@ class Admission:
     def _fill(self, tokens: int, items: int) -> float:
         """Tokens of a batch out of a queue of so many."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
+
+    def _most_tokens(self, tower: object, patience_s: float) -> float:
+        oldest = self._clock() - _REMEMBER_S
+        about = (short_s for short_s, then in self._patience.values() if then >= oldest)
+        shortest_s = min((patience_s, *about))
+        return self._pass(tower).tokens_within(_PART_OF_DEADLINE * shortest_s)
+
+    def _note_patience(self, flight: Flight[Any], now: float) -> None:
+        short_s, then = self._patience.get(flight.qos, (math.inf, now))
+        if flight.patience_s <= short_s or now - then > _REMEMBER_S:
+            self._patience[flight.qos] = flight.patience_s, now
 
     def _pass(self, tower: object) -> PassTime:
         return self._passes.get(tower) or PassTime()

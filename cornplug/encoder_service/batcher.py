@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -24,8 +24,6 @@ from cornplug.qos import ONE_CLASS, ServiceClass
 
 Answer = Encoded | Refused
 WorkT = TypeVar("WorkT")
-_PART_OF_DEADLINE: Final = 0.25
-"""A pass may last so much of the shortest deadline in it: who comes next must not wait longer."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -94,7 +92,7 @@ class Flight(Generic[WorkT]):
 class Batcher(Generic[WorkT]):
     """Thread-safe. `on_late` is called, outside the lock, for each wait dropped as too late.
 
-    `tokens_within(tower, seconds)` says how much a pass can do in that time, as far as is known.
+    `most_tokens(tower, deadline_s)` bounds a pass that has someone of that deadline in it.
     """
 
     def __init__(
@@ -104,13 +102,13 @@ class Batcher(Generic[WorkT]):
         max_tokens: int,
         clock: Callable[[], float],
         on_late: Callable[[Wait], None],
-        tokens_within: Callable[[object, float], float] = lambda tower, seconds: math.inf,
+        most_tokens: Callable[[object, float], float] = lambda tower, patience_s: math.inf,
     ) -> None:
         self._max_items = max_items
         self._max_tokens = max_tokens
         self._clock = clock
         self._on_late = on_late
-        self._tokens_within = tokens_within
+        self._most_tokens = most_tokens
         self._changed = threading.Condition()
         self._order = FairOrder()
         self._queue: list[Flight[WorkT]] = []
@@ -222,5 +220,4 @@ class Batcher(Generic[WorkT]):
         return packed.batch
 
     def _limit(self, flight: Flight[WorkT]) -> float:
-        within = self._tokens_within(flight.tower, _PART_OF_DEADLINE * flight.patience_s)
-        return min(self._max_tokens, within)
+        return min(self._max_tokens, self._most_tokens(flight.tower, flight.patience_s))

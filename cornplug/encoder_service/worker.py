@@ -77,7 +77,7 @@ class Encoder:
             max_tokens=max_batch_tokens,
             clock=clock,
             on_late=self._refuse_late,
-            tokens_within=self._gate.tokens_within,
+            most_tokens=self._gate.most_tokens,
         )
         self.meters = Meters(
             self.waiting,

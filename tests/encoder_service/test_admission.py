@@ -145,6 +145,21 @@ def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None
     assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
 
 
+def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
+    """Its own pass is kept short, so that is what is predicted; and so are those that it may find."""
+    service = Service().measured()
+    service.gate = Admission(max_items=64, max_tokens=100_000, clock=service.clock)
+    service.measured()
+    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
+    for _ in range(40):
+        service.batcher.join_or_add(service.flight(TIN, deadline_s=60))
+    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
+    assert service.gate.most_tokens(service.tower, 60.0) == pytest.approx(400, rel=0.1)
+    service.now += 30
+    assert service.come(service.flight(GOLD, deadline_s=40)) is None
+    assert service.gate.most_tokens(service.tower, 60.0) > 5000
+
+
 def test_one_class_alone_is_never_over_its_share() -> None:
     service = Service().measured()
     while (reason := service.come(service.flight(deadline_s=2.0))) is None:
@@ -186,7 +201,7 @@ def test_a_pass_lasts_a_part_of_the_shortest_deadline() -> None:
         max_tokens=1000,
         clock=service.clock,
         on_late=service.late.append,
-        tokens_within=service.gate.tokens_within,
+        most_tokens=service.gate.most_tokens,
     )
     for flight in (service.flight(deadline_s=1.0), *(service.flight(tokens=900) for _ in range(2))):
         short.join_or_add(flight)
