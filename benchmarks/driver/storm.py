@@ -34,6 +34,7 @@ class Asked:
     """Since the storm began."""
     seconds: float
     status: int
+    """Of HTTP; 0 where the connection broke."""
     in_time: bool
 
     @property
@@ -117,14 +118,18 @@ class Client:
         sent = time.monotonic()
         form = {"model": self._model, "deadline_s": f"{app.deadline_s:g}"}
         headers = {"accept": "application/octet-stream", **app.headers}
-        answer = await http.post("/v1/encode", data=form, files={"image": picture}, headers=headers)
+        try:
+            answer = await http.post("/v1/encode", data=form, files={"image": picture}, headers=headers)
+            status = answer.status_code
+        except httpx.TransportError:
+            status = 0
         seconds = time.monotonic() - sent
         return Asked(
             app=app.name,
             sent_s=sent - self.begun_s,
             seconds=seconds,
-            status=answer.status_code,
-            in_time=answer.status_code == 200 and seconds <= app.deadline_s,
+            status=status,
+            in_time=status == 200 and seconds <= app.deadline_s,
         )
 
     def _http(self) -> httpx.AsyncClient:

@@ -28,6 +28,8 @@ _MOST_HEADROOM: Final = 2.0
 _MISSED_STEP: Final = 0.1
 _KEPT_STEP: Final = 0.004
 """Steps in balance when one prediction of 25 is too short."""
+_MANY_FREE: Final = 0.2
+_FREE_STEP: Final = 0.05
 _LEAST_RETRY_S: Final = 0.05
 _PART_OF_DEADLINE: Final = 0.25
 """A pass may last so much of the shortest deadline about: who comes next must not wait longer."""
@@ -78,6 +80,8 @@ class Admission:
         self._arrivals = Arrivals()
         self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
         """Tower, tokens and app of what was let in last."""
+        self._free = 0.0
+        """Part of the latest requests that needed no pass."""
         self._headroom: dict[ServiceClass, float] = {}
         """By class: how often a prediction has to fit into a deadline, for better classes come in bursts and
         threads wait for each other. Learned from what came of earlier ones."""
@@ -111,26 +115,54 @@ class Admission:
     def refusal(self, flight: Flight[Any], batcher: Batcher[Any]) -> Verdict | None:
         """Why `flight` cannot be done in time, or None: then it counts as let in."""
         now = self._clock()
-        ahead = batcher.ahead(flight, self._demand(flight.tower, now))
-        busy = ahead.load.running or len(ahead.of_class) > 0
-        expected_s = self._done_s(ahead, flight, now)
-        with self._lock:
-            done_s = self._headroom.get(flight.qos, _HEADROOM) * expected_s
-            if not (busy and done_s > flight.due_s - now and self._pass(flight.tower).measured):
+        no, expected_s = self._judged(flight, flight.patience_s, batcher, now)
+        if no is None:
+            with self._lock:
                 for wait in flight.waits:
                     wait.foreseen_s = now - wait.received_s + expected_s
                 self._note_patience(flight, now)
                 self._last = ref(flight.tower), flight.tokens, flight.app
                 self._arrivals.count(flight.qos, flight.tokens, now)
-                return None
-        mine, all_waiting = ahead.of_class.get(flight.qos, 0), sum(ahead.of_class.values())
-        over = mine + flight.tokens > flight.qos.share * (all_waiting + flight.tokens)
-        return Verdict(
+        return no
+
+    def at_the_door(self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]) -> Verdict | None:
+        """The same of a medium like the last one, before anything was spent on it. None, too, while many
+        requests turn out to need no pass: then only its content tells what this one needs."""
+        now = self._clock()
+        with self._lock:
+            reference, tokens, app = self._last
+            tower, many_free = reference(), self._free > _MANY_FREE
+        if tower is None or many_free:
+            return None
+        probe = _Probe(qos=qos, tower=tower, tokens=tokens, app=app, due_s=now + deadline_s)
+        return self._judged(probe, deadline_s, batcher, now)[0]
+
+    def needs_pass(self, needed: bool) -> None:
+        """Whether a request needed a tower pass of its own: else it was stored, or joined another."""
+        with self._lock:
+            self._free += _FREE_STEP * ((not needed) - self._free)
+
+    def _judged(
+        self, new: Waiting, patience_s: float, batcher: Batcher[Any], now: float
+    ) -> tuple[Verdict | None, float]:
+        """Why not, and the seconds expected until it would be done."""
+        ahead = batcher.ahead(new, self._demand(new.tower, now))
+        busy = ahead.load.running or len(ahead.of_class) > 0
+        expected_s = self._done_s(ahead, new, now)
+        with self._lock:
+            done_s = self._headroom.get(new.qos, _HEADROOM) * expected_s
+            measured = self._pass(new.tower).measured
+        if not (busy and measured and done_s > new.due_s - now):
+            return None, expected_s
+        mine, all_waiting = ahead.of_class.get(new.qos, 0), sum(ahead.of_class.values())
+        over = mine + new.tokens > new.qos.share * (all_waiting + new.tokens)
+        no = Verdict(
             reason="over_share" if over and mine < all_waiting else "overloaded",
-            message=f"it would take {done_s:.3g} s, and its deadline is {flight.patience_s:g} s",
+            message=f"it would take {done_s:.3g} s, and its deadline is {patience_s:.3g} s",
             # While one waits a second, what is predicted shrinks by one and the headroom.
-            retry_after_s=max(_LEAST_RETRY_S, expected_s - flight.patience_s * expected_s / done_s),
+            retry_after_s=max(_LEAST_RETRY_S, expected_s - patience_s * expected_s / done_s),
         )
+        return no, expected_s
 
     def done_s(self, new: Waiting, batcher: Batcher[Any]) -> float:
         """Predicted seconds until `new` would be done if it came now."""

@@ -126,6 +126,11 @@ class Encodes:
 
     async def _encoded(self, job: _Job, source: Source) -> Outcome:
         async with job.turn:
+            # Decoding takes the very cores that a full service lacks.
+            no = self._encoder.at_the_door(job.caller.qos, job.end - time.monotonic())
+            if no is not None:
+                self._encoder.meters.refused(no.reason, job.caller.qos.name)
+                return Failed(reason=no.reason, message=no.message, retry_after_s=no.retry_after_s)
             prepared = await self._prepare(job, source)
         request = msgspec.structs.replace(prepared.request, deadline_s=max(job.end - time.monotonic(), 0.001))
         submitted = self._encoder.submit(request, inline=job.asked.inline, caller=job.caller)

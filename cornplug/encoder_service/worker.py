@@ -19,7 +19,7 @@ import msgspec
 
 from cornplug import identity
 from cornplug.codec import Kind
-from cornplug.encoder_service.admission import Admission
+from cornplug.encoder_service.admission import Admission, Verdict
 from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, InProcess
 from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work, to_wire
@@ -32,7 +32,7 @@ from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import OFF, Tracing
 from cornplug.encoder_service.waiting_room import WaitingRoom
 from cornplug.errors import EncoderRefused
-from cornplug.qos import Caller, Classes
+from cornplug.qos import Caller, Classes, ServiceClass
 
 Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 
@@ -128,6 +128,10 @@ class Encoder:
         admitted.add_done_callback(lambda done: self._check(done, wait))
         return wait.future
 
+    def at_the_door(self, qos: ServiceClass, deadline_s: float) -> Verdict | None:
+        """Why a request need not even be prepared, where that is known beforehand."""
+        return self._gate.at_the_door(qos, deadline_s, self._batcher)
+
     def waiting(self) -> int:
         """Requests admitted and not answered yet."""
         return len(self._room)
@@ -169,7 +173,7 @@ class Encoder:
         if not 1 <= len(request.app) <= _APP_MAX:
             return self._refuse(wait, "bad_input", f"app: want 1 to {_APP_MAX} characters")
         if self._answer_from_store(wait, model):
-            return None
+            return self._gate.needs_pass(False)
         try:
             with self.observer.stage("prepare", wait):
                 item = model.tower.prepare(request.inputs)
@@ -190,7 +194,8 @@ class Encoder:
             waits=[wait],
         )
         # Who joins costs nothing, whatever it is predicted.
-        no = None if self._batcher.has(flight.key) else self._gate.refusal(flight, self._batcher)
+        self._gate.needs_pass(not (joins := self._batcher.has(flight.key)))
+        no = None if joins else self._gate.refusal(flight, self._batcher)
         if no is not None:
             return self._refuse(wait, no.reason, no.message, no.retry_after_s)
         self._batcher.join_or_add(flight)

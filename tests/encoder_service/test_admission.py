@@ -160,6 +160,23 @@ def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
     assert service.gate.most_tokens(service.tower, 60.0) > 5000
 
 
+def test_a_full_service_says_so_at_the_door_unless_many_need_no_pass() -> None:
+    service = Service().measured()
+    assert service.gate.at_the_door(ONE_CLASS, 0.01, service.batcher) is None
+    while service.come(service.flight(deadline_s=2.0)) is None:
+        pass
+    no = service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher)
+    assert no is not None
+    assert (no.reason, no.retry_after_s > 0) == ("overloaded", True)
+    assert service.gate.at_the_door(ONE_CLASS, 60.0, service.batcher) is None
+    for _ in range(10):
+        service.gate.needs_pass(False)
+    assert service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher) is None
+    for _ in range(40):
+        service.gate.needs_pass(True)
+    assert service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher) is not None
+
+
 def test_one_class_alone_is_never_over_its_share() -> None:
     service = Service().measured()
     while (reason := service.come(service.flight(deadline_s=2.0))) is None:
