@@ -108,12 +108,37 @@ def test_of_a_model_that_nobody_can_cut_every_weight_counts(tmp_path: Path, part
     changed[name] = bare.bare("something else", shape=tensors[name][1])
     identities = {
         EngineModel(
-            checkpoint=_write(tmp_path / str(i), given, config=pixtral), dtype="float32", max_model_len=64
+            checkpoint=_write(tmp_path / str(i), given, config=pixtral),
+            dtype="float32",
+            max_model_len=64,
+            engine="vllm",
+            proven=frozenset({"llava"}),
         ).tower_identity()
         for i, given in enumerate((tensors, changed, tensors))
     }
     assert len(identities) == 2
     assert {one.served_identity for one in identities} == {None}
+
+
+@pytest.mark.parametrize("vision", ["pixtral", "clip_vision_model"])
+def test_only_what_was_compared_is_shared_between_engines(tmp_path: Path, vision: str) -> None:
+    """A family that the service knows: with it and between engines. Any other: with its like alone."""
+    config = {**bare.LLAVA_CONFIG, "vision_config": {**LLAVA_CONFIG["vision_config"], "model_type": vision}}
+    checkpoint = _write(tmp_path / "m", config=config)
+    known = vision == "clip_vision_model"
+    vllm, sglang, other = (
+        EngineModel(checkpoint=checkpoint, dtype="float32", max_model_len=64, engine=engine, proven=proven)
+        for engine, proven in (
+            ("vllm", frozenset({"llava"})),
+            ("sglang", frozenset({"llava", "gemma3"})),
+            ("sglang", frozenset({"gemma3"})),
+        )
+    )
+    assert (vllm.tower_identity().identity == sglang.tower_identity().identity) == known
+    assert (vllm.tower_identity().served_identity is not None) == known
+    with pytest.raises(CheckpointError, match="compared what sglang makes of 'llava'") as caught:
+        other.tower_identity()
+    assert caught.value.reason == "unproven_family"
 
 
 def test_what_runs_behind_the_cut_does_not_count(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.errors import CheckpointError
+from cornplug.families import FAMILIES
 from cornplug.identity import model_identity, overridden, spec_fingerprint
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -55,6 +56,10 @@ class EngineModel:
     """torch's name without "torch." in which the model runs."""
     max_model_len: int
     """Longest sequence in tokens: some rotary embeddings depend on it."""
+    engine: str
+    """Which engine computes: "vllm" or "sglang"."""
+    proven: frozenset[str]
+    """Families whose embeddings this engine makes as the encoder service does, by test."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The deployment's own arguments of the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -67,13 +72,26 @@ class EngineModel:
             raise CheckpointError(f"overrides cannot be identified: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
-        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError."""
+        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError.
+
+        Of a family that is none of ours, servers of the same engine and checkpoint share: what
+        another engine calls an embedding of it, nobody has compared.
+        """
+        name = str(self.checkpoint.config.get("model_type"))
+        if name in FAMILIES and name not in self.proven:
+            raise CheckpointError(
+                f"nobody has compared what {self.engine} makes of {name!r} with what the encoder service "
+                f"makes. Compared: {', '.join(sorted(self.proven))}.",
+                reason="unproven_family",
+            )
         try:
             identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         except CheckpointError as e:
             if e.reason != "unknown_family":
                 raise
-            return TowerIdentity(overridden(self._whole_model(), self.overrides), None)
+            return TowerIdentity(
+                overridden(self._whole_model(), {**self.overrides, "engine": self.engine}), None
+            )
         served = None if self.overrides else identity
         inputs = self.checkpoint.family.inputs.get("image", ())
         return TowerIdentity(overridden(identity, self.overrides), served, inputs)

@@ -51,14 +51,15 @@ class Embeddings:
         self._tally = tally
         self._dtype = dtype
         self._width = width
-        self._made_width: int | None = None
         self._first = first
         self._publisher = EmbeddingPublisher(runtime, self._report)
 
     def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
         """Each item's embedding as `model` consumes it, (rows, width) on `device`, where the store
         has it and is expected to."""
-        width = self._made_width if getattr(model, "use_deepstack", None) else self._width
+        # Such a tower (Qwen3-VL) also feeds deeper layers: their rows lie behind, side by side.
+        levels = model.deepstack_visual_indexes if getattr(model, "use_deepstack", None) else ()
+        width = self._width * (1 + len(levels))
         return [self._take(item, width, device) for item in items]
 
     def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
@@ -73,8 +74,6 @@ class Embeddings:
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """What this engine's own tower made, for the others. Returns at once."""
         for item, tensor in zip(items, made, strict=True):
-            # Where a tower also feeds deeper layers (Qwen3-VL), only it can tell the width.
-            self._made_width = tensor.shape[-1]
             key = identity_of(item) if publish and self._first else None
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
                 self._publisher.offer(key, tensor)
@@ -83,10 +82,10 @@ class Embeddings:
         """Finish what is being published."""
         self._publisher.close()
 
-    def _take(self, item: Any, width: int | None, device: torch.device) -> torch.Tensor | None:
+    def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
         # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
         key = identity_of(item)
-        if key is None or source_of(item) is None or width is None:
+        if key is None or source_of(item) is None:
             return None
         try:
             found = entry.get(self._run.store, key, deadline_s=self._run.deadline_s)

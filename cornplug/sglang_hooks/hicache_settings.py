@@ -122,11 +122,30 @@ def settle(server_args: Any) -> None:
         why = "SGLang disables the radix cache for this model"
     elif not _fits(settled.page_size, active.config().engine.page_tokens):
         why = f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
+    elif _confuses_pictures(server_args):
+        why = "SGLang's generic transformers backend gives every picture of this model the same tokens"
     if why:
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
         declare_resolution(
             server_args, "cornplug", enable_hierarchical_cache=False, hicache_storage_backend=None
         )
+
+
+def _confuses_pictures(server_args: Any) -> bool:
+    """Whether two prompts that differ in their pictures alone are one token stream to SGLang.
+
+    Its models put values of the picture's hash for the placeholder tokens. The backend for models that
+    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`).
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import ModelImpl
+
+    model = model_config_of(server_args)
+    if not model.is_multimodal:
+        return False
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    return bool(get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS)
 
 
 def is_ours(server_args: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from cornplug.checkpoint import Checkpoint
 from cornplug.engine_side.model import EngineModel, declares_quantization, dtype_name
 from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks.compat import PROVEN
 
 UNVERIFIABLE_FORMATS: Final = frozenset(
     {
@@ -83,6 +84,8 @@ def describe(settings: Any, model: Any) -> EngineModel:
         dtype=dtype_name(model.dtype),
         max_model_len=model.context_len,
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
+        engine="sglang",
+        proven=PROVEN,
         overrides=_overrides(settings, model),
     )
 

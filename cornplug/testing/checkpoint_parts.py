@@ -95,10 +95,13 @@ def write_weights(
     seeds: Mapping[str, int],
     ids: Mapping[str, int],
     dtype: str,
+    *,
+    turned: str | None = None,
 ) -> None:
     """model.safetensors with the tensors of transformers' `architecture` for the folder's config.
 
     `published` turns a name in memory into the one on the hub. `seeds`: the first prefix that fits counts.
+    `turned`: part of the names of tensors whose last two dimensions are the other way round on the hub.
     """
     import torch
     import transformers
@@ -107,7 +110,7 @@ def write_weights(
     with torch.device("meta"):  # names and shapes only
         model = getattr(transformers, architecture)(config)
     shapes = {
-        published(name): tuple(meta.shape)
+        published(name): tuple(meta.mT.shape if turned and turned in name else meta.shape)
         for name, meta in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }

@@ -117,7 +117,7 @@ def qwen3_vl(
     folder, ids = _with_tokenizer(path)
     kind = "qwen3_vl_moe" if experts else "qwen3_vl"
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": hidden_size}
+    mixture = {"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": 2 * hidden_size}
     rope = {"mrope_interleaved": True, "mrope_section": _sections(text), "rope_type": "default"}
     architecture = f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"
     config = {
@@ -151,7 +151,7 @@ def qwen3_vl(
         },
     )
     seeds = _seeds(tower_seed, llm_seed, projector_seed, "model.visual.")
-    write_weights(folder, architecture, lambda name: name, seeds, ids, dtype)
+    write_weights(folder, architecture, lambda name: name, seeds, ids, dtype, turned=".experts.")
     return folder
 
 

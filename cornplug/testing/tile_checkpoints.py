@@ -224,7 +224,8 @@ def gemma3(
     special = ("<pad>", "<eos>", "<bos>", "<end_of_turn>", *_GEMMA_TOKENS.values())
     # Single tokens in Gemma's vocabulary, which vLLM looks up.
     newlines = tuple("\n" * n for n in (1, 2, 3, 4))
-    chat = LLAVA_CHAT.replace("<image>", "<start_of_image>")
+    # No newline behind a picture, as in Gemma's own: vLLM 0.32 then fails to find its picture again.
+    chat = LLAVA_CHAT.replace("<image>\n", "<start_of_image>")
     ids = _tokenizer(folder, (*special, *newlines), "<eos>", "<pad>", chat, _GEMMA_TOKENS)
     rows = (side // vision["patch_size"] // 2) ** 2
     text = Text(hidden_size, layers, heads, None, None, 4096).config("gemma3_text", ids)

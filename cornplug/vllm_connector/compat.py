@@ -19,12 +19,28 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 logger = logging.getLogger("vllm.cornplug")
 
 TESTED = ((0, 32), (0, 33))
 """Half-open range of (major, minor) that the tests run on."""
+
+PROVEN: Final = frozenset(
+    {
+        "gemma3",
+        "internvl",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+    }
+)
+"""Families whose pictures are shared here: `tests/integration/test_families.py` has compared what vLLM
+makes of them with what the encoder service makes. vLLM may lay out, scale or split another's otherwise."""
 
 _MARK = "_cornplug_original"
 

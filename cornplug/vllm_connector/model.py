@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cornplug.checkpoint import Checkpoint
 from cornplug.engine_side.model import EngineModel, TowerIdentity, declares_quantization, dtype_name
 from cornplug.errors import CheckpointError
+from cornplug.vllm_connector.compat import PROVEN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,6 +32,8 @@ def engine_model(config: VllmConfig, *, processor_kwargs: dict[str, Any] | None 
         dtype=dtype_name(model.dtype),
         max_model_len=model.max_model_len,
         processor_kwargs=processor_kwargs or {},
+        engine="vllm",
+        proven=PROVEN,
         overrides=_overrides(config),
     )
 
@@ -75,6 +78,9 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         found["hf_overrides"] = model.hf_overrides
     if model.quantization and not declares_quantization(model.hf_config):
         found["quantization"] = str(model.quantization)
+    if str(model.model_impl) == "transformers":
+        # Other code than the classes that were compared with the encoder service.
+        found["model_impl"] = "transformers"
     media = model.multimodal_config
     if getattr(media, "video_pruning_rate", None):
         # vLLM then leaves rows out of videos, and writes positions into further columns of pictures.

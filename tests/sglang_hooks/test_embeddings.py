@@ -28,6 +28,7 @@ class Model:
     """A tower whose rows say which picture they are of."""
 
     use_deepstack: Any = None
+    deepstack_visual_indexes: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.ran: list[list[float]] = []
@@ -224,16 +225,19 @@ def test_replaced_weights_neither_take_nor_give(
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
 
-def test_a_model_with_deeper_layers_takes_only_after_its_own_tower_said_how_wide(
+def test_a_model_with_deeper_layers_takes_rows_for_all_of_them(
     engine: Callable[..., Encoding], store: MemoryStore
 ) -> None:
     model = Model()
     model.use_deepstack = {"image": True}
-    put(store.connect(), 2, value(2))
-    encoding = engine(model=model)
-    assert same(encoding([picture(2)]), value(2))
-    assert same(encoding([picture(2)]), value(2))
-    assert model.ran == [[2]]
+    model.deepstack_visual_indexes = [1, 3]
+    wide = torch.cat([value(2), value(3), value(4)], dim=1)
+    put(store.connect(), 2, wide)
+    assert same(engine(model=model)([picture(2)]), wide)
+    assert model.ran == []
+    put(store.connect(), 5, value(5))
+    assert same(engine(model=model)([picture(5)]), value(5))
+    assert model.ran == [[5]]
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, others: Callable[[torch.Tensor], None]) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import active, compat, flags, hicache_settings, plugin
+from cornplug.testing import checkpoints
 
 from .zygote import Zygote
 
@@ -254,6 +255,23 @@ def test_what_sglang_decides_itself_withdraws_kv(text: str) -> None:
         hicache_settings.settle(record)
         settled = resolving_view(record)
         assert (settled.enable_hierarchical_cache, settled.hicache_storage_backend) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "blind"),
+    [("internvl", True), ("llava_next", True), ("llava_onevision", True), ("qwen2_vl", False)],
+)
+def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
+    tmp_path: Path, model: str, blind: bool
+) -> None:
+    """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
+    makes of their pictures (`test_families.py`), and see `compat.PROVEN`."""
+    folder = getattr(checkpoints, model)(tmp_path / model)
+    record = filled(str(folder), "--enable-cornplug", "--enable-multimodal")
+    with mock.patch.object(compat.logger, "warning") as warning:
+        hicache_settings.settle(record)
+    assert resolving_view(record).enable_hierarchical_cache is not blind
+    assert ("the same tokens" in str(warning.call_args)) is blind
 
 
 def test_settle_leaves_what_fits(text: str) -> None:

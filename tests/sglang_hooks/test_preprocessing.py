@@ -14,6 +14,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.engine_side.model import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import preprocessing
+from cornplug.sglang_hooks.compat import PROVEN
 from cornplug.sglang_hooks.preprocessing import peculiarity
 
 QWEN: dict[str, Any] = {
@@ -40,7 +41,12 @@ def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineMo
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return EngineModel(
-        checkpoint=Checkpoint.open(str(folder)), dtype="float32", max_model_len=128, processor_kwargs=kwargs
+        checkpoint=Checkpoint.open(str(folder)),
+        dtype="float32",
+        max_model_len=128,
+        engine="sglang",
+        proven=PROVEN,
+        processor_kwargs=kwargs,
     )
 
 

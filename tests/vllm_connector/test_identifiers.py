@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from cornplug.encoder_service.media import digest_image
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key
 from cornplug.testing import checkpoints
-from cornplug.vllm_connector import identifiers
+from cornplug.vllm_connector import compat, identifiers
 from cornplug.vllm_connector.identifiers import Identifiers, key_of
 from cornplug.vllm_connector.model import embedding_width, kv_identity, tower_identity
 
@@ -55,6 +56,7 @@ def config(path: Path | str, **fields: Any) -> Any:
         "quantization": None,
         "hf_config": SimpleNamespace(),
         "max_model_len": 2048,
+        "model_impl": "auto",
         "multimodal_config": object(),
         **fields,
     }
@@ -245,6 +247,19 @@ def test_a_model_without_identity_has_local_names(tmp_path: Path, monkeypatch: p
     assert final(one, other) != found[0]
 
 
+def test_a_family_that_was_not_compared_runs_as_stock_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sounds = checkpoints.qwen2_audio(tmp_path / "m")
+    with mock.patch.object(compat.logger, "warning") as warning:
+        one = named(config(sounds), tmp_path)
+        monkeypatch.setattr(identifiers, "_active", one)
+        [name] = names({"image": picture(1)})["image"]
+        assert final(one, name).startswith("local-")
+    warning.assert_called_once()
+    assert "nobody has compared what vllm makes of 'qwen2_audio'" in str(warning.call_args)
+
+
 def test_while_weights_are_read_names_wait(
     llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,10 +318,11 @@ def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> N
         tower_identity(config(llava, mm_processor_kwargs={"size": 28})),
         tower_identity(config(llava, hf_overrides={"rope_theta": 1})),
         tower_identity(config(llava, quantization="fp8")),
+        tower_identity(config(llava, model_impl="transformers")),
     ]
-    assert len({base.identity, *(o.identity for o in others)}) == 5
+    assert len({base.identity, *(o.identity for o in others)}) == 6
     # No service knows of a deployment's own settings.
-    assert [o.served_identity is not None for o in others] == [True, True, False, False]
+    assert [o.served_identity is not None for o in others] == [True, True, False, False, False]
     declared = SimpleNamespace(quantization_config={"bits": 4})
     assert tower_identity(config(llava, quantization="awq", hf_config=declared)).identity == base.identity
 

@@ -1,0 +1,158 @@
+"""Each family's embeddings, on real engines: what the encoder service makes is what the engine's own
+tower makes.
+
+One service knows all models. An engine is asked twice about two pictures, one of them wide: once it takes
+both embeddings from the service, once, under another salt and with the service stopped, it encodes them.
+`PROVEN` in each room's `compat.py` is the list of the lines here.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from integration.stack import Stack, count
+from PIL import Image
+
+from cornplug.sglang_hooks import compat as sglang_room
+from cornplug.testing import checkpoints
+from cornplug.testing.engines import Answer, EncoderProcess, EngineServer, free_port
+from cornplug.testing.sglang_engine import sglang_python
+from cornplug.vllm_connector import compat as vllm_room
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+VLLM: Mapping[str, Callable[[Path], Path]] = {
+    "llava": checkpoints.llava,
+    "llava_next": checkpoints.llava_next,
+    "llava_onevision": checkpoints.llava_onevision,
+    "gemma3": checkpoints.gemma3,
+    "internvl": checkpoints.internvl,
+    "qwen2_vl": checkpoints.qwen2_vl,
+    "qwen2_5_vl": checkpoints.qwen2_5_vl,
+    "qwen3_vl": checkpoints.qwen3_vl,
+    "qwen3_vl_moe": checkpoints.qwen3_vl_moe,
+}
+SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
+SIZES = ((90, 80), (240, 100))
+TAKES, COMPUTES = "takes", "computes"
+"""Salts: what is named under one is not known under the other."""
+
+
+def picture(seed: int, size: tuple[int, int]) -> bytes:
+    small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(small).resize(size).save(out, "PNG")
+    return out.getvalue()
+
+
+PICTURES = [picture(seed, size) for seed, size in enumerate(SIZES)]
+
+
+@dataclass
+class Scene:
+    stack: Stack
+    encoder: EncoderProcess
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder, sockets = tmp_path_factory.mktemp("families"), Path(tempfile.mkdtemp(prefix="cp-"))
+    models = {name: make(folder / name) for name, make in VLLM.items()}
+    encoder = EncoderProcess(
+        list(models.values()),
+        *("--store-socket", str(sockets / "store.sock")),
+        socket=sockets / "encoder.sock",
+        port=free_port(),
+        log=folder / "encoder.log",
+        env={"CORNPLUG_STORE_AUTOSTART": "false"},
+    )
+    stack = Stack(folder, models, {}, sockets / "store.sock", encoder)
+    store = stack.start_store()
+    try:
+        with encoder:
+            yield Scene(stack, encoder)
+    finally:
+        store.stop()
+    shutil.rmtree(sockets, ignore_errors=True)
+
+
+def ask(server: EngineServer, salt: str) -> list[Answer]:
+    return [
+        server.chat("What is shown?", images=[data], max_tokens=6, cache_salt=salt, top_logprobs=5)
+        for data in PICTURES
+    ]
+
+
+def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        for row, column in zip(one.top_logprobs, other.top_logprobs, strict=True):
+            assert row == pytest.approx(column, abs=1e-4)
+
+
+def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess) -> None:
+    # SGLang warms up with a picture of its own.
+    before = count(server, "hits_total", what="embedding")
+    taken = ask(server, TAKES + server.log.stem)
+    assert count(server, "hits_total", what="embedding", source="service_ran") == before + len(PICTURES)
+    assert count(server, "misses_total", what="embedding") == 0
+    encoder.freeze()
+    try:
+        computed = ask(server, COMPUTES + server.log.stem)
+    finally:
+        encoder.cont()
+    assert count(server, "misses_total", what="embedding") == len(PICTURES)
+    same(taken, computed)
+    # Else the comparison would say nothing: the model looks at its pictures.
+    first, second = (answer.top_logprobs[0] for answer in computed)
+    assert first != pytest.approx(second, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", VLLM)
+def test_vllm(scene: Scene, family: str) -> None:
+    server = scene.stack.serve(f"vllm-{family}", family)
+    try:
+        serves_as_it_computes(server, scene.encoder)
+    finally:
+        server.stop()
+
+
+@needs_sglang
+@pytest.mark.parametrize("family", SGLANG)
+def test_sglang(scene: Scene, family: str) -> None:
+    server = scene.stack.serve_sglang(f"sglang-{family}", family)
+    try:
+        serves_as_it_computes(server, scene.encoder)
+    finally:
+        server.stop()
+
+
+@needs_sglang
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_what_was_not_compared_runs_as_stock(scene: Scene, family: str) -> None:
+    passes = scene.encoder.tower_passes()
+    server = scene.stack.serve_sglang(f"stock-{family}", family)
+    try:
+        ask(server, TAKES)
+        assert count(server, "hits_total", what="embedding") == 0
+        assert count(server, "misses_total", what="embedding") == 0
+        assert count(server, "saves_total", what="embedding") == 0
+    finally:
+        server.stop()
+    assert scene.encoder.tower_passes() == passes
+    said = [line for line in server.log.read_text().splitlines() if f"sglang makes of '{family}'" in line]
+    assert len(said) == 1
+
+
+def test_each_room_shares_what_is_compared_here() -> None:
+    assert set(VLLM) == vllm_room.PROVEN
+    assert set(SGLANG) == sglang_room.PROVEN
