@@ -10,8 +10,8 @@ _FORGET: Final = 0.9
 _WARM_UP: Final = 2
 """First passes, which allocate and compile: believed only until there are others."""
 _SURPRISE: Final = 3.0
-"""A pass slower than this many times the expected counts as this many: a hiccup moves little, a tower
-that has become slow is followed within a few passes."""
+"""A pass slower than this many times the expected, and than this many usual ones, counts as this many: a
+hiccup moves little, a tower that has become slow is followed within a few passes."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PassTime:
         if self.passes <= _WARM_UP + 1:
             self._n = self._x = self._y = self._xx = self._xy = 0.0
         else:
-            seconds = min(seconds, _SURPRISE * self.seconds(tokens))
+            seconds = min(seconds, _SURPRISE * max(self.seconds(tokens), self._y / self._n))
         self._n = _FORGET * self._n + 1
         self._x = _FORGET * self._x + tokens
         self._y = _FORGET * self._y + seconds

@@ -27,6 +27,8 @@ from . import hostile_pictures
 from .conftest import eventually
 from .hostile_pictures import picture, saved
 
+pytestmark = pytest.mark.integration
+
 MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
 BODY_S: Final = 1.5

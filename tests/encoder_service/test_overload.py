@@ -142,6 +142,7 @@ class Storm:
         return asked
 
 
+@pytest.mark.integration
 def test_at_three_times_the_capacity_promises_are_kept(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.pass_time import PassTime
 
 
+@example(0.5, 0.0078125, [12, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13])
+@example(0.5, 0.0078125, [*range(10_000, 10_008), 1, 2, 3, 4])
 @given(
     st.floats(0, 0.5),
     st.floats(1e-6, 1e-2),

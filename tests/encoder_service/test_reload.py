@@ -260,6 +260,7 @@ def beside(pair: tuple[Path, Path]) -> Iterator[Encoder]:
         replica.close()
 
 
+@pytest.mark.integration
 def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
     beside: Encoder, pair: tuple[Path, Path]
 ) -> None:

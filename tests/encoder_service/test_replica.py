@@ -33,6 +33,8 @@ from .conftest import SECRET, Requests, eventually
 from .test_towers import CASES
 from .tower_rig import wire
 
+pytestmark = pytest.mark.integration
+
 ONE_THREAD = Settings(dtype="float32", threads=1)
 
 

@@ -45,6 +45,7 @@ class Caller:
             return answer.status_code
 
 
+@pytest.mark.integration
 def test_sigterm_under_load_ends_streams_then_the_process(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -284,6 +284,7 @@ def real(short_path: Path, llava_pair: tuple[Path, Path]) -> Iterator[RealServic
     service.end()
 
 
+@pytest.mark.integration
 def test_a_real_process_lives_stops_continues_and_drains(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
