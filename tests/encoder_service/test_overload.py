@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import pytest
 import torch
 
 from cornplug import identity
