@@ -1,8 +1,9 @@
 """Each family's embeddings, on real engines: what the encoder service makes is what the engine's own
 tower makes.
 
-One service knows all models. An engine is asked twice about two pictures, one of them wide: once it takes
-both embeddings from the service, once, under another salt and with the service stopped, it encodes them.
+One service knows all models. An engine is asked about two pictures, one of them wide: it takes both
+embeddings from the service, then those that a client had made, and, under another salt and with the service
+stopped, it encodes them.
 `PROVEN` in each room's `compat.py` is the list of the lines here.
 """
 
@@ -20,6 +21,7 @@ import pytest
 from integration.stack import Stack, count
 from PIL import Image
 
+from cornplug.encoder_service.client import EncoderClient
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.testing import checkpoints
 from cornplug.testing.engines import Answer, EncoderProcess, EngineServer, free_port
@@ -42,7 +44,7 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
 SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 SIZES = ((90, 80), (240, 100))
-TAKES, COMPUTES = "takes", "computes"
+TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
 """Salts: what is named under one is not known under the other."""
 
 
@@ -99,11 +101,17 @@ def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
             assert row == pytest.approx(column, abs=1e-4)
 
 
-def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess) -> None:
+def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: str) -> None:
     # SGLang warms up with a picture of its own.
     before = count(server, "hits_total", what="embedding")
     taken = ask(server, TAKES + server.log.stem)
     assert count(server, "hits_total", what="embedding", source="service_ran") == before + len(PICTURES)
+    # Somebody else's, by the content of model and picture alone.
+    with EncoderClient(encoder.url) as client:
+        for data in PICTURES:
+            client.encode(data, model=model, salt=OTHERS)
+    same(ask(server, OTHERS), taken)
+    assert count(server, "hits_total", what="embedding", source="store") == len(PICTURES)
     assert count(server, "misses_total", what="embedding") == 0
     encoder.freeze()
     try:
@@ -121,7 +129,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess) -> None
 def test_vllm(scene: Scene, family: str) -> None:
     server = scene.stack.serve(f"vllm-{family}", family)
     try:
-        serves_as_it_computes(server, scene.encoder)
+        serves_as_it_computes(server, scene.encoder, str(scene.stack.models[family]))
     finally:
         server.stop()
 
@@ -131,7 +139,7 @@ def test_vllm(scene: Scene, family: str) -> None:
 def test_sglang(scene: Scene, family: str) -> None:
     server = scene.stack.serve_sglang(f"sglang-{family}", family)
     try:
-        serves_as_it_computes(server, scene.encoder)
+        serves_as_it_computes(server, scene.encoder, str(scene.stack.models[family]))
     finally:
         server.stop()
 
