@@ -117,7 +117,10 @@ def qwen3_vl(
     folder, ids = _with_tokenizer(path)
     kind = "qwen3_vl_moe" if experts else "qwen3_vl"
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": 2 * hidden_size}
+    mixture = {
+        **{"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": 2 * hidden_size},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    }
     rope = {"mrope_interleaved": True, "mrope_section": _sections(text), "rope_type": "default"}
     architecture = f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"
     config = {
@@ -157,7 +160,9 @@ def qwen3_vl(
 
 def qwen3_vl_moe(path: Path | str, **options: Any) -> Path:
     """A Qwen3-VL of two experts; `options` as `qwen3_vl`. Returns `path`."""
-    return qwen3_vl(path, **{"experts": 2, **options})
+    # Three levels, as the published ones have: SGLang 0.5.23 counts on it.
+    vision = {**TINY_QWEN3_VISION, "deepstack_visual_indexes": [0, 1, 2]}
+    return qwen3_vl(path, **{"experts": 2, "vision": vision, **options})
 
 
 def _flat(
