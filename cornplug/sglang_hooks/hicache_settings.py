@@ -123,7 +123,7 @@ def settle(server_args: Any) -> None:
     elif not _fits(settled.page_size, active.config().engine.page_tokens):
         why = f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
     elif _confuses_pictures(server_args):
-        why = "SGLang's generic transformers backend gives every picture of this model the same tokens"
+        why = "SGLang has no prefix cache for pictures in models of its generic transformers backend"
     if why:
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
         declare_resolution(
@@ -135,7 +135,8 @@ def _confuses_pictures(server_args: Any) -> bool:
     """Whether two prompts that differ in their pictures alone are one token stream to SGLang.
 
     Its models put values of the picture's hash for the placeholder tokens. The backend for models that
-    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`).
+    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
+    SGLang then goes without a radix cache, but decides so only when it has set up ours.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import ModelImpl
