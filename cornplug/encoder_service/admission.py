@@ -22,12 +22,12 @@ from cornplug.encoder_service.packing import Waiting
 from cornplug.encoder_service.pass_time import PassTime
 from cornplug.qos import ServiceClass
 
-_HEADROOM: Final = 1.3
+_HEADROOM: Final = 1.5
 _LEAST_HEADROOM: Final = 1.05
 _MOST_HEADROOM: Final = 2.0
-_MISSED_STEP: Final = 0.1
+_MISSED_STEP: Final = 0.15
 _KEPT_STEP: Final = 0.004
-"""Steps in balance when one prediction of 25 is too short."""
+"""Steps in balance when one prediction of 38 is too short."""
 _MANY_FREE: Final = 0.2
 _FREE_STEP: Final = 0.05
 _LEAST_RETRY_S: Final = 0.05
