@@ -196,6 +196,7 @@ def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         runtime_module.runtime({})
 
 
+@pytest.mark.integration  # vLLM looks at a model class in a process of its own: 10 s each
 @pytest.mark.parametrize("tower", [True, False])
 def test_a_model_without_a_tower_shares_kv_alone(tmp_path: Path, tower: bool) -> None:
     make = qwen2_vl if tower else qwen2_text

@@ -335,9 +335,12 @@ def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemorySt
     assert open_in(store) == (0, 0)
 
 
-def test_a_commit_after_the_reservation_ended_is_counted(engine: Make, store: MemoryStore) -> None:
+def test_a_commit_after_the_reservation_ended_is_counted(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = store.connect()
     first = engine(connect=lambda: connection)
+    slow_views(monkeypatch, first, 0.2)  # so that nothing is committed before we look
     first.add("a", PROMPT)
     first.step()
     connection.release(list(first.connector._scheduler._open), deadline_s=1)  # type: ignore[union-attr]
