@@ -34,7 +34,8 @@ from cornplug.encoder_service.compiling import Compiled
 from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers import varlen
 from cornplug.encoder_service.towers.base import Item, Projector, Tower
-from cornplug.encoder_service.towers.tensors import dtype_name, float_dtype, raw_bytes
+from cornplug.encoder_service.towers.tensors import float_dtype
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.testing.checkpoints import CLIP_L_336, QWEN2_5_VISION
 
 TIMES_NAIVE: Final = 3.0

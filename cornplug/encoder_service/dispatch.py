@@ -28,7 +28,7 @@ from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.registry import Loaded
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.errors import ReplicaLost
 
 Origin = Literal["ran", "joined", "reused"]
@@ -240,8 +240,3 @@ class Dispatcher:
         for flight in batch:
             for wait in self._batcher.land(flight):
                 self._replies.refuse_internal(wait, message, retry_after_s)
-
-
-def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A CPU tensor as it crosses a socket."""
-    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))

@@ -8,16 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from cornplug import identity
-from cornplug.encoder_service.protocol import Encode, Tensor
+from cornplug.encoder_service.protocol import Encode
 from cornplug.encoder_service.readers.base import Limits, Reader, Reading, Sampling
 from cornplug.encoder_service.readers.clips import Clips
 from cornplug.encoder_service.readers.pictures import Pictures
 from cornplug.encoder_service.readers.sounds import Sounds
 from cornplug.encoder_service.registry import Loaded, Registry
-from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.families import Modality
 
@@ -141,7 +139,7 @@ class Preparer:
             identity=model_identity,
             key=identity.embedding_key(self._secret, model_identity, reading.digest, salt),
             salt=salt,
-            inputs={name: _to_wire(reading.inputs[name]) for name in wanted if name in reading.inputs},
+            inputs={name: to_wire(reading.inputs[name]) for name in wanted if name in reading.inputs},
             app=app,
             deadline_s=deadline_s,
         )
@@ -170,7 +168,3 @@ def medium_bytes(field: str, text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:
         raise EncoderRefused(f"{field}: not base64: {e}", reason="bad_input") from None
-
-
-def _to_wire(tensor: torch.Tensor) -> Tensor:
-    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from cornplug.encoder_service.framing import LENGTH
-from cornplug.encoder_service.towers.tensors import dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
 
 _ALIGN: Final = 64
 

@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.towers.tensors import dtype_name, from_bytes, raw_bytes
+from cornplug.encoder_service.towers.tensors import from_bytes
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import CodecError, StoreError
 from cornplug.store import entry
 from cornplug.store.base import Store

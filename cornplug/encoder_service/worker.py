@@ -22,7 +22,7 @@ from cornplug.codec import Kind
 from cornplug.encoder_service.admission import Admission, Verdict
 from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, InProcess
-from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work, to_wire
+from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work
 from cornplug.encoder_service.meters import Meters
 from cornplug.encoder_service.observer import Observer
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused, ServedModel, Tensor
@@ -31,6 +31,7 @@ from cornplug.encoder_service.reloading import Reloader
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import OFF, Tracing
 from cornplug.encoder_service.waiting_room import WaitingRoom
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.qos import Caller, Classes, ServiceClass
 

@@ -32,11 +32,6 @@ class TowerIdentity:
     """What the service takes of a picture: the processor's outputs by name."""
 
 
-def dtype_name(dtype: Any) -> str:
-    """torch.float32 -> "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def declares_quantization(hf_config: Any) -> bool:
     """Whether a checkpoint's own config (transformers' object) says that it is quantised."""
     text = getattr(hf_config, "text_config", hf_config)

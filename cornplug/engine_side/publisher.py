@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.codec import Kind
-from cornplug.engine_side.model import dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CornplugError
 from cornplug.store import entry
@@ -50,8 +50,6 @@ class EmbeddingPublisher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:
-        from cornplug.engine_side.tensors import raw_bytes
-
         outcome, size = "error", 0
         try:
             if mark is not None:

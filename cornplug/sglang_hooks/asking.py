@@ -22,10 +22,10 @@ import torch
 from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.engine_side.backoff import BackOff
 from cornplug.engine_side.model import TowerIdentity
 from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.tensors import to_wire
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import weights

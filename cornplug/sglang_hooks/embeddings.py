@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.engine_side.model import dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.publisher import EmbeddingPublisher
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CodecError, CornplugError

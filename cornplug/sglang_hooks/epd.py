@@ -24,8 +24,7 @@ from typing import Any, Final
 import torch
 
 from cornplug.encoder_service.statement import Statement
-from cornplug.engine_side.model import dtype_name
-from cornplug.engine_side.tensors import raw_bytes
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import active, named, weights

@@ -6,7 +6,8 @@ import json
 from typing import Any, Final
 
 from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel, declares_quantization, dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.engine_side.model import EngineModel, declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import PROVEN
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cornplug.engine_side.model import EngineModel, dtype_name
-from cornplug.engine_side.tensors import raw_bytes
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
+from cornplug.engine_side.model import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.families import FAMILIES
 from cornplug.identity import array_digest, digest

@@ -11,6 +11,7 @@ from cornplug.testing import tokenizers
 from cornplug.testing.checkpoint_parts import (
     Text,
     make_folder,
+    nested_llm_name,
     token_ids,
     write_json,
     write_tensors,
@@ -93,7 +94,7 @@ def qwen2_audio(
     extractor = mel_json(audio["num_mel_bins"], seconds) | {"processor_class": "Qwen2AudioProcessor"}
     write_json(folder, config=whole, preprocessor_config=extractor)
     seeds = {"audio_tower.": tower_seed, "multi_modal_projector.": llm_seed, "": llm_seed}
-    write_weights(folder, "Qwen2AudioForConditionalGeneration", _qwen2_audio_name, seeds, ids, dtype)
+    write_weights(folder, "Qwen2AudioForConditionalGeneration", nested_llm_name, seeds, ids, dtype)
     return folder
 
 
@@ -211,11 +212,3 @@ def mel_json(bins: int, seconds: int = 30) -> dict[str, Any]:
         "padding_value": 0.0,
         "return_attention_mask": True,
     }
-
-
-def _qwen2_audio_name(name: str) -> str:
-    """transformers 5's name in memory -> the published one."""
-    name = name.removeprefix("model.")
-    if name.startswith("language_model."):
-        return "language_model.model." + name.removeprefix("language_model.")
-    return "language_model." + name if name.startswith("lm_head.") else name

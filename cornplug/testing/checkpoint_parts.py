@@ -76,6 +76,21 @@ def make_folder(path: Path | str) -> Path:
     return folder
 
 
+def qwen2_tokenizer(folder: Path) -> Mapping[str, int]:
+    """Write the tokenizer that every Qwen2 here has; its vocabulary."""
+    return tokenizers.write(
+        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
+    )
+
+
+def nested_llm_name(name: str) -> str:
+    """transformers 5's name in memory -> the one published where an LLM lies below `language_model.`."""
+    name = name.removeprefix("model.")
+    if name.startswith("language_model."):
+        return "language_model.model." + name.removeprefix("language_model.")
+    return "language_model." + name if name.startswith("lm_head.") else name
+
+
 def token_ids(ids: Mapping[str, int], bos: str, eos: str, pad: str) -> dict[str, int]:
     """config.json's ids of three special tokens."""
     return {"bos_token_id": ids[bos], "eos_token_id": ids[eos], "pad_token_id": ids[pad]}

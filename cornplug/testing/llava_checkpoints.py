@@ -12,6 +12,7 @@ from cornplug.testing.checkpoint_parts import (
     CLIP_PIXELS,
     Text,
     make_folder,
+    nested_llm_name,
     token_ids,
     write_json,
     write_weights,
@@ -119,9 +120,7 @@ def llava(
 
 def published_llava_name(name: str) -> str:
     """transformers 5's name in memory -> the published one."""
-    name = name.removeprefix("model.")
+    name = nested_llm_name(name)
     if name.startswith("vision_tower."):
         return "vision_tower.vision_model." + name.removeprefix("vision_tower.").removeprefix("vision_model.")
-    if name.startswith("language_model."):
-        return "language_model.model." + name.removeprefix("language_model.")
-    return "language_model." + name if name.startswith("lm_head.") else name
+    return name

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.testing import tokenizers
 from cornplug.testing.checkpoint_parts import (
     CLIP_PIXELS,
-    QWEN2_CHAT,
-    QWEN2_SPECIAL,
     Text,
     make_folder,
+    qwen2_tokenizer,
     token_ids,
     write_json,
     write_weights,
@@ -114,7 +112,8 @@ def qwen3_vl(
 
     Rows a picture: its pixels after resizing / 32 squared, each (1 + levels) * hidden_size wide.
     """
-    folder, ids = _with_tokenizer(path)
+    folder = make_folder(path)
+    ids = qwen2_tokenizer(folder)
     kind = "qwen3_vl_moe" if experts else "qwen3_vl"
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
     mixture = {
@@ -176,7 +175,7 @@ def _flat(
     dtype: str,
 ) -> Path:
     """Qwen2-VL and Qwen2.5-VL, whose config.json holds the LLM's fields on top."""
-    folder, ids = _with_tokenizer(folder)
+    ids = qwen2_tokenizer(folder)
     architecture = f"{model}ForConditionalGeneration"
     config = {
         **text.config(model.lower().replace("vl", "_vl").replace("__", "_"), ids),
@@ -202,14 +201,6 @@ def _flat(
     write_json(folder, config=config, preprocessor_config=pixels)
     write_weights(folder, architecture, _flat_name, seeds, ids, dtype)
     return folder
-
-
-def _with_tokenizer(path: Path | str) -> tuple[Path, Mapping[str, int]]:
-    folder = make_folder(path)
-    ids = tokenizers.write(
-        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
-    )
-    return folder, ids
 
 
 def _sections(text: Text) -> list[int]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cornplug.testing import tokenizers
 from cornplug.testing.checkpoint_parts import (
-    QWEN2_CHAT,
-    QWEN2_SPECIAL,
     Text,
     make_folder,
+    qwen2_tokenizer,
     token_ids,
     write_json,
     write_weights,
@@ -30,9 +28,7 @@ def qwen2_text(
 ) -> Path:
     """A Qwen2 without a tower. Returns `path`."""
     folder = make_folder(path)
-    ids = tokenizers.write(
-        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
-    )
+    ids = qwen2_tokenizer(folder)
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions).config("qwen2", ids)
     config = {
         **text,
@@ -64,9 +60,7 @@ def deepseek_v2(
     An engine caches `kv_lora_rank + rope_dim` numbers a token and layer, whatever `heads`.
     """
     folder = make_folder(path)
-    ids = tokenizers.write(
-        folder, special=QWEN2_SPECIAL, eos="<|im_end|>", pad="<|endoftext|>", chat_template=QWEN2_CHAT
-    )
+    ids = qwen2_tokenizer(folder)
     text = Text(hidden_size, layers, heads, None, None, max_positions).config("deepseek_v2", ids)
     # SGLang's CPU path takes no other rope than the published one.
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": max_positions // 4}

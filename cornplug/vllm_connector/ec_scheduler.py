@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.protocol import Encode, Encoded, trace_of
 from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.backoff import BackOff
-from cornplug.engine_side.model import dtype_name
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import (
     CheckpointError,

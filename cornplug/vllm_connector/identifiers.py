@@ -26,7 +26,7 @@ from PIL import Image
 
 from cornplug.config import read_secret
 from cornplug.encoder_service.media import digest_image
-from cornplug.engine_side.model import dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options

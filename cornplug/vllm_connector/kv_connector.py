@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cornplug.engine_side.model import dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads

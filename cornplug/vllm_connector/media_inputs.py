@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cornplug.encoder_service.protocol import Tensor
-from cornplug.engine_side.tensors import to_wire
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.families import FAMILIES, Modality
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel, TowerIdentity, declares_quantization, dtype_name
+from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.engine_side.model import EngineModel, TowerIdentity, declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import PROVEN
 

@@ -29,8 +29,7 @@ from vllm.exceptions import VLLMValidationError
 from cornplug.config import Config
 from cornplug.encoder_service import voucher
 from cornplug.encoder_service.voucher import Voucher
-from cornplug.engine_side.model import dtype_name
-from cornplug.engine_side.tensors import raw_bytes
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
 from cornplug.store import entry

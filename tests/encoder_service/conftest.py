@@ -20,7 +20,7 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.encoder_service.worker import Encoder
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import checkpoints
@@ -39,10 +39,6 @@ def png(image: Image.Image) -> bytes:
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
-
-
-def to_wire(tensor: torch.Tensor) -> Tensor:
-    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))
 
 
 def inputs_of(path: Path, image: Image.Image) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader import get_model
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 
 CPU = torch.device("cpu")
 GRID = (3, 8, 4)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.engine_side.tensors import to_wire
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.testing import checkpoints
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

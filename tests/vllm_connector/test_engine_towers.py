@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.towers.base import Projector, Tower
-from cornplug.engine_side.tensors import to_wire
+from cornplug.encoder_service.wire_tensors import to_wire
 from cornplug.testing import checkpoints
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

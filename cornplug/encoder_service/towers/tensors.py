@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.identity import array_digest
 
@@ -28,11 +29,6 @@ def float_dtype(name: str) -> torch.dtype:
     if name not in FLOATS:
         raise ConfigError("--dtype", f"{name!r} is unknown", f"Write one of {', '.join(FLOATS)}.")
     return DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 def bad_input(field: str, problem: str) -> EncoderRefused:
@@ -85,12 +81,6 @@ def together(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
     return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, C-contiguous; a view where it already is so on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:

@@ -1,0 +1,23 @@
+"""torch's tensors as bytes: what the service, its towers and the engines' rooms all mean by them."""
+
+from __future__ import annotations
+
+import torch
+
+from cornplug.encoder_service.protocol import Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, C-contiguous, from whatever device; a copy only where it is not so already."""
+    host = tensor.detach().cpu().contiguous()
+    return memoryview(host.view(-1).view(torch.uint8).numpy())
+
+
+def to_wire(tensor: torch.Tensor) -> Tensor:
+    """A tensor as it crosses a socket."""
+    return Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())
