@@ -35,6 +35,7 @@ EXTRAS: Mapping[str, str] = {
     "safetensors": "encoder",
     "fastapi": "encoder",
     "uvicorn": "encoder",
+    "av": "encoder",
     "zmq": "encoder",
     "multipart": "encoder",
     "python_multipart": "encoder",
