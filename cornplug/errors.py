@@ -6,6 +6,7 @@
     ├── MediaError             a picture or sound cannot be decoded, or is refused
     ├── CodecError             bytes are not what their envelope says
     ├── LayoutError            an engine's KV cache does not map to pages
+    ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking
     ├── StoreError
     │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
     └── EncoderError
@@ -54,6 +55,10 @@ class CodecError(CornplugError):
 
 class LayoutError(CornplugError):
     """An engine's KV cache does not map to engine-neutral pages."""
+
+
+class PlanInfeasible(CornplugError):
+    """No plan meets the SLOs with this pool. The message names the constraint and how much is lacking."""
 
 
 class StoreError(CornplugError):

@@ -1,0 +1,231 @@
+"""A plan, as `plan.json` holds it: readable without a solver, a GPU table or an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = 1
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlannedNodes(Record):
+    name: str
+    gpu: str
+    gpus: int
+    count: int
+    price_per_hour: float
+    """Of one."""
+    hosts: list[str] = Field(default_factory=list)
+
+
+class EngineSettings(Record):
+    """Decisions that become flags; None where the engine's own default stands."""
+
+    max_model_len: int
+    max_batch: int
+    """Requests that decode together."""
+    chunk_tokens: int
+    """Prompt tokens of one iteration."""
+    kv_tokens: int
+    kv_bytes: int
+    """Of the KV cache, one rank."""
+    memory_share: float
+    """Of a GPU's memory, for this replica."""
+    weights_bytes: int
+    """One rank."""
+    attention_backend: str | None = None
+    speculative: Literal["none", "mtp", "eagle3"] = "none"
+    speculative_tokens: int = 0
+    speculative_model: str | None = None
+    priority: int = 0
+    """Larger is more urgent; the engines' own direction is `flags_*.py`'s matter."""
+
+
+class KVGeometry(Record):
+    """What the prefill-decode buffer is sized by (2·L·N·H·D·bytes)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int
+    mla: bool = False
+    max_prompt_tokens: int
+
+
+class Group(Record):
+    """Equal replicas of one cell."""
+
+    name: str
+    service: str
+    tasks: str
+    """What it does of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
+    components: list[str]
+    model: str
+    """Of its LLM (or tower, or generator), for the command line."""
+    encoder_models: list[str] = Field(default_factory=list)
+    """Models whose towers an encoder group serves."""
+    engine: Literal["vllm", "sglang", "cornplug", "external"]
+    """cornplug: the encoder service. external: a generator that some other server runs."""
+    nodes: str
+    gpu: str
+    tp: int
+    pp: int
+    share: float
+    """Of a GPU; 1 for whole ones."""
+    quantisation: str
+    replicas: int
+    placement: list[list[int]] = Field(default_factory=list)
+    """For each replica: [node's number in its class, first GPU]."""
+    utilisation: float
+    """Of its capacity, at the planned rates."""
+    capacity: dict[str, float]
+    """Request class -> rate of it alone, one replica."""
+    tier_s: float | None = None
+    settings: EngineSettings | None = None
+    kv: KVGeometry | None = None
+    workload: Literal["online", "semi-online", "offline"] = "online"
+    """The most urgent that it serves."""
+    router: str = "least_work"
+    apps: list[str] = Field(default_factory=list)
+    profile: str
+    """Source of its times; "roofline ..." is an estimate, never a measurement."""
+    since: float | None = None
+    """Unix time at which its replicas were started, for the minimum dwell."""
+
+
+class Stage(Record):
+    tasks: str
+    groups: dict[str, float]
+    """Group -> weight; the weights of a stage sum to 1."""
+
+
+class Route(Record):
+    """A share of a request class, and where it goes."""
+
+    app: str
+    request: str
+    structure: str
+    rate: float
+    stages: list[Stage]
+
+
+class Times(Record):
+    """Seconds. What a class has none of (TPOT of one-token answers) is None."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Outlook(Record):
+    """Predicted times of one request class, and those of the whole plan's simulation."""
+
+    app: str
+    request: str
+    rate: float
+    served: float
+    """Of `rate`; below it only when goodput is maximised."""
+    slo_percentile: str
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    slo_e2e_s: float | None = None
+    ttft: Times = Times()
+    tpot: Times = Times()
+    e2e: Times = Times()
+    simulated_ttft: Times | None = None
+    simulated_tpot: Times | None = None
+    simulated_e2e: Times | None = None
+
+
+class CacheSize(Record):
+    name: str
+    kind: Literal["embedding", "prefix"]
+    component: str
+    gib: float
+    hit_rate: dict[str, float]
+    """Request class -> expected share of hits."""
+
+
+class Reservation(Record):
+    """Part of an encoder service that a class of service is promised."""
+
+    qos: str
+    share: float
+    priority: int
+    deadline_s: float | None = None
+
+
+class Proof(Record):
+    status: Literal["optimal", "feasible"]
+    solver: str
+    seconds: float
+    first_s: float | None = None
+    incumbent: float
+    bound: float
+    gap: float
+
+
+class Binding(Record):
+    """A constraint that holds the cost up."""
+
+    constraint: str
+    text: str
+    slack: float
+    saves_per_hour: float | None = None
+    """What the plan would save without it, where that was computed."""
+
+
+class Alternative(Record):
+    name: str
+    text: str
+    cost_per_hour: float | None
+    """None: it cannot meet the SLOs with this pool."""
+    why_not: str
+
+
+class CurvePoint(Record):
+    slo_factor: float
+    """Every SLO bound times this."""
+    cost_per_hour: float | None
+
+
+class Why(Record):
+    binding: list[Binding] = Field(default_factory=list)
+    alternatives: list[Alternative] = Field(default_factory=list)
+    monolith: str = ""
+    """When the monolith wins, and by how much it wins or loses here."""
+    curve: list[CurvePoint] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+
+
+class Plan(Record):
+    format: Literal[1] = FORMAT
+    name: str
+    objective: str
+    cost_per_hour: float
+    goodput: float | None = None
+    nodes: list[PlannedNodes]
+    groups: list[Group]
+    routes: list[Route]
+    outlook: list[Outlook]
+    caches: list[CacheSize] = Field(default_factory=list)
+    reservations: list[Reservation] = Field(default_factory=list)
+    proof: Proof
+    why: Why = Why()
+    input_digest: str
+    """SHA-256 of the input file's bytes."""
+    cornplug: str
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        raise NotImplementedError
+
+    def save(self, path: Path) -> None:
+        raise NotImplementedError

@@ -1,0 +1,189 @@
+"""The optimisation problem in pool form: integer replicas of cells, integer nodes of classes.
+
+Nodes are counted, never indexed (`ARCHITECTURE.md` says why that is exact). Nothing here knows an
+engine, a GPU's speed or a solver: `cells.py` and `variants.py` make a Pool, `milp.py` solves it.
+Rates are requests a second, money dollars an hour, network bytes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A class of machines."""
+
+    name: str
+    gpu: str
+    gpus: int
+    price: float
+    stock: int
+    nic: float = float("inf")
+    dram: float = float("inf")
+    """Bytes for caches."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to run one service: a replica's footprint and what it carries."""
+
+    name: str
+    service: str
+    nodes: str
+    """Name of the class of machines it runs on."""
+    gpus: float
+    """Of one node: 1/4, 1/2, 1, 2, 4, 8; or a multiple of whole nodes."""
+    tier: float
+    """Seconds that its stage's percentile stays under; inf: none promised."""
+    capacity: Mapping[str, float]
+    """Demand -> largest rate of it alone, one replica."""
+    role: str = ""
+    """Replicas of cells that differ in their role only may be switched (re-planning)."""
+    switches_with: tuple[str, ...] = ()
+    """Cells that a running replica of this one can become without a restart."""
+    preference: float = 0.0
+    """Tie-break, share of its price, at most 0.03: the larger the worse."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Work of a variant at one service."""
+
+    service: str
+    tier: float
+    """Cells with a tier at most this may do it."""
+    work: float = 1.0
+    """Requests of the service for one request: items x (1 - hit rate), share of prefill left."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way for one demand's requests through the services."""
+
+    name: str
+    demand: str
+    structure: str
+    needs: tuple[Need, ...]
+    levels: frozenset[str] = frozenset()
+    """Names of the cache levels that it counts on."""
+    network: float = 0.0
+    """Bytes between nodes, one request."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A request class: "application/request"."""
+
+    name: str
+    rate: float
+    """Planned for (with its peak factor)."""
+    online: bool = True
+    weight: float = 1.0
+    slices: int | None = None
+    """Its rate is divided among cells in multiples of rate / slices; None: at will."""
+
+
+@dataclass(frozen=True)
+class CacheLevel:
+    """One size of one cache. Of each cache exactly one level is chosen."""
+
+    name: str
+    cache: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_utilisation: float = 0.95
+    online_share: float = 0.8
+    network_utilisation: float = 0.7
+    spare: frozenset[str] = frozenset()
+    """Services that must carry their online work with one replica, the largest, lost."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs now, and what it costs to change it (re-planning)."""
+
+    replicas: Mapping[str, int]
+    """Cell -> replicas."""
+    young: Mapping[str, int] = field(default_factory=dict)
+    """Cell -> replicas that have not run for the minimum dwell yet: they stay."""
+    start_cost: Mapping[str, float] = field(default_factory=dict)
+    """Cell -> dollars to start one replica."""
+    switch_cost: float = 0.0
+    """Dollars for one role switch."""
+    horizon_hours: float = 24.0
+    max_changes: int | None = None
+
+
+@dataclass(frozen=True)
+class Pool:
+    nodes: tuple[Nodes, ...]
+    cells: tuple[Cell, ...]
+    demands: tuple[Demand, ...]
+    variants: tuple[Variant, ...]
+    levels: tuple[CacheLevel, ...] = ()
+    limits: Limits = Limits()
+    objective: Literal["cost", "goodput", "max-min"] = "cost"
+    running: Running | None = None
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A demand's rate, at one service, on one cell, for one variant's tier."""
+
+    demand: str
+    service: str
+    cell: str
+    rate: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    seconds: float
+    incumbent: float | None
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class Solution:
+    status: Literal["optimal", "feasible"]
+    """"optimal" only where the solver proved it to its gap."""
+    solver: str
+    seconds: float
+    objective: float
+    bound: float
+    """No plan is better than this."""
+    replicas: Mapping[str, int]
+    nodes: Mapping[str, int]
+    served: Mapping[str, float]
+    """Variant -> rate."""
+    flows: tuple[Flow, ...]
+    levels: frozenset[str]
+    slack: Mapping[str, float]
+    """Constraint -> what is left of it; near 0: it binds."""
+    first_s: float | None = None
+    """Seconds until the first incumbent, where the solver tells."""
+    history: tuple[Progress, ...] = ()
+    started: Mapping[str, int] = field(default_factory=dict)
+    switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """|incumbent - bound| / |incumbent|."""
+        return abs(self.objective - self.bound) / max(abs(self.objective), 1e-9)
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why nothing fits: one constraint, what it allows and what is needed."""
+
+    constraint: str
+    allowed: float
+    needed: float
+    unit: str
+    remedy: str

@@ -1,0 +1,94 @@
+"""How long an engine's iterations take on one replica. Pure numbers: no profile, no GPU table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Piecewise linear through points; beyond them the outermost two points' line, never below 0.
+
+    One point is a proportional line through the origin.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if (
+            not self.x
+            or len(self.x) != len(self.y)
+            or any(b <= a for a, b in zip(self.x, self.x[1:], strict=False))
+        ):
+            raise ValueError("a curve needs points with growing x, one y each")
+
+    @classmethod
+    def line(cls, base: float, slope: float) -> Curve:
+        return cls((0.0, 1.0), (base, base + slope))
+
+    @classmethod
+    def through(cls, x: Sequence[float], y: Sequence[float]) -> Curve:
+        return cls(tuple(map(float, x)), tuple(map(float, y)))
+
+    def __call__(self, x: float) -> float:
+        if len(self.x) == 1:
+            return self.y[0] * x / self.x[0]
+        i = min(max(bisect_left(self.x, x), 1), len(self.x) - 1)
+        x0, x1, y0, y1 = self.x[i - 1], self.x[i], self.y[i - 1], self.y[i]
+        return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(self.x, tuple(v * factor for v in self.y))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One iteration of a language model's engine, on one replica (all its TP ranks)."""
+
+    prefill: Curve
+    """Prompt tokens of the iteration -> s."""
+    decode: Curve
+    """Requests that get one token -> s."""
+    kv_token_s: float = 0.0
+    mixed_factor: float = 1.0
+    request_overhead_s: float = 0.0
+
+    def step_s(self, prompt_tokens: int, requests: int, kv_tokens: int = 0) -> float:
+        """Seconds of an iteration that computes both; 0 for an empty one."""
+        decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
+        if not prompt_tokens:
+            return decode
+        if not requests:
+            return self.prefill(prompt_tokens)
+        return max(self.prefill(prompt_tokens + requests), decode) * self.mixed_factor
+
+    def scaled(self, factor: float) -> StepTimes:
+        """The same on a slower replica (factor > 1): all but what is off the device."""
+        return StepTimes(
+            self.prefill.scaled(factor),
+            self.decode.scaled(factor),
+            self.kv_token_s * factor,
+            self.mixed_factor,
+            self.request_overhead_s,
+        )
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a cell's replica can do, all times in seconds. What a role does not do is None."""
+
+    steps: StepTimes | None = None
+    encode: Curve | None = None
+    """Patches of one batch -> s."""
+    generate: Curve | None = None
+    """Units of one request -> s."""
+    kv_tokens: int = 0
+    """Tokens of KV cache that fit; 0 with `steps`: the model itself does not fit."""
+    requests_per_s: dict[str, float] = field(default_factory=dict)
+    """"application/request" -> rate, where only a throughput is known."""
+    source: str = ""
+    """Of the profile: "roofline (H100, 2026-11 table)", "measured: ..."."""
+    measured: bool = False
