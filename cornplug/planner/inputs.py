@@ -168,18 +168,18 @@ class Component(Table):
     """Of the tower's weights: encoders with the same one are one service."""
     tower_of: Name | None = None
     """Encoder only: the LLM component whose checkpoint holds this tower."""
-    quantisations: list[Quantisation] = Field(default_factory=lambda: ["none"])
-    tp: list[Count] = Field(default_factory=lambda: [1, 2, 4, 8])
-    pp: list[Count] = Field(default_factory=lambda: [1])
-    shares: list[Positive] = Field(default_factory=lambda: [1.0])
+    quantisations: list[Quantisation] = ["none"]
+    tp: list[Count] = [1, 2, 4, 8]
+    pp: list[Count] = [1]
+    shares: list[Positive] = [1.0]
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
-    engines: list[Engine] = Field(default_factory=lambda: ["vllm", "sglang"])
+    engines: list[Engine] = ["vllm", "sglang"]
     speculative: Literal["none", "mtp", "eagle3"] = "none"
     speculative_model: str | None = None
     acceptance: Share = 0.0
     """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
     max_model_len: Count | None = None
-    profiles: list[Profile] = Field(default_factory=lambda: [Roofline()], min_length=1)
+    profiles: list[Profile] = Field(default=[Roofline()], min_length=1)
     """The first that fits a cell is taken."""
 
 
@@ -301,8 +301,8 @@ class NodeClass(Table):
 class Caches(Table):
     """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
 
-    embedding_gib: list[NonNegative] = Field(default_factory=lambda: [0.0])
-    prefix_gib: list[NonNegative] = Field(default_factory=lambda: [0.0])
+    embedding_gib: list[NonNegative] = [0.0]
+    prefix_gib: list[NonNegative] = [0.0]
 
 
 class Rules(Table):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT = 1
+FORMAT: Final = 1
 
 
 class Record(BaseModel):
