@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+ANY: Final = "*"
+"""Key of a rate that holds for every request class."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ class StepTimes:
     kv_token_s: float = 0.0
     mixed_factor: float = 1.0
     request_overhead_s: float = 0.0
+    pipeline: int = 1
+    """Stages of pipeline parallelism. `prefill` is then the time between iterations (one stage's),
+    so that rates are right; a prompt's last tokens still have the other stages before them."""
+
+    def drain_s(self, prompt_tokens: int) -> float:
+        """From the end of a prompt's last iteration, of so many tokens, to its first token."""
+        return (self.pipeline - 1) * self.prefill(prompt_tokens) if self.pipeline > 1 else 0.0
 
     def step_s(self, prompt_tokens: int, requests: int, kv_tokens: int = 0) -> float:
         """Seconds of an iteration that computes both; 0 for an empty one."""
@@ -67,12 +78,11 @@ class StepTimes:
 
     def scaled(self, factor: float) -> StepTimes:
         """The same on a slower replica (factor > 1): all but what is off the device."""
-        return StepTimes(
-            self.prefill.scaled(factor),
-            self.decode.scaled(factor),
-            self.kv_token_s * factor,
-            self.mixed_factor,
-            self.request_overhead_s,
+        return replace(
+            self,
+            prefill=self.prefill.scaled(factor),
+            decode=self.decode.scaled(factor),
+            kv_token_s=self.kv_token_s * factor,
         )
 
 
@@ -88,7 +98,13 @@ class Hardware:
     kv_tokens: int = 0
     """Tokens of KV cache that fit; 0 with `steps`: the model itself does not fit."""
     requests_per_s: dict[str, float] = field(default_factory=dict)
-    """"application/request" -> rate, where only a throughput is known."""
+    """"application/request" (or ANY) -> rate, where only a throughput is known."""
+    tpot_s: dict[str, float] = field(default_factory=dict)
+    """"application/request" -> seconds a token at that rate, where it was measured under an SLO."""
     source: str = ""
     """Of the profile: "roofline (H100, 2026-11 table)", "measured: ..."."""
     measured: bool = False
+
+    def rate_of(self, demand: str) -> float | None:
+        """The throughput known for a request class; None where none is."""
+        return self.requests_per_s.get(demand, self.requests_per_s.get(ANY))

@@ -1,0 +1,98 @@
+"""Tables of measured times: what is written comes back, what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner import tables
+from cornplug.planner.inputs import Measured
+from cornplug.planner.tables import Row, Table
+
+HEADER = ",".join(tables.COLUMNS)
+
+
+def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
+    rows = (
+        Row("prefill", "H100", 2048, 0.252, tp=8),
+        Row("decode", "H100", 64, 1 / 3, tp=8, engine="vllm", quantisation="fp8"),
+        Row("generate", "L4", 0.5, 1e-7),
+        Row("kv_tokens", "H100", 89_235),
+        Row("mixed", "H100", 1.1),
+    )
+    table = Table(rows, {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a\nb"})
+    tables.write(tmp_path / "t.csv", table)
+    again = tables.read(tmp_path / "t.csv")
+    assert again.rows == rows
+    assert again.provenance == {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "says"),
+    [
+        ("prefil,H100,1,1,vllm,none,prompt_tokens,1,1", "t.csv:2 kind", "one of prefill, decode"),
+        ("prefill,,1,1,vllm,none,prompt_tokens,1,1", "t.csv:2 gpu", "Name the device"),
+        ("prefill,H100,0,1,vllm,none,prompt_tokens,1,1", "t.csv:2 tp", "'0' is no count"),
+        ("prefill,H100,1,1,trt,none,prompt_tokens,1,1", "t.csv:2 engine", "vllm, sglang, ''"),
+        ("prefill,H100,1,1,vllm,int2,prompt_tokens,1,1", "t.csv:2 quantisation", "none, fp8, awq, gptq"),
+        ("prefill,H100,1,1,vllm,none,requests,1,1", "t.csv:2 quantity", "prefill counts prompt_tokens"),
+        ("prefill,H100,1,1,vllm,none,prompt_tokens,1,nan", "t.csv:2 seconds", "no positive number"),
+        ("prefill,H100,1,1,vllm,none,prompt_tokens,-1,1", "t.csv:2 x", "no positive number"),
+        ("kv_tokens,H100,1,1,vllm,none,tokens,9,1", "t.csv:2 seconds", "Leave it empty"),
+        ("prefill,H100,1", "t.csv:2", "3 columns"),
+        ("", "t.csv", "has no rows"),
+        ("overhead,L4,1,1,,none,requests,1,1\noverhead,L4,1,1,,none,requests,2,1", "t.csv", "stands twice"),
+    ],
+)
+def test_errors_name_file_line_column_and_remedy(tmp_path: Path, line: str, place: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"{HEADER}\n{line}\n")
+    with pytest.raises(ConfigError, match=says) as caught:
+        tables.read(path)
+    assert caught.value.field == str(tmp_path / place)
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("# date: today\nkind,x,seconds\n")
+    with pytest.raises(ConfigError, match="Write kind,gpu,tp") as caught:
+        tables.read(path)
+    assert caught.value.field == f"{path}:2"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.csv: cannot be read"):
+        tables.read(tmp_path / "gone.csv")
+
+
+def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = (
+        Row("decode", "L4", 8, 0.03),
+        Row("decode", "L4", 1, 0.02),
+        Row("decode", "L4", 1, 0.01, engine="vllm"),
+        Row("decode", "L4", 1, 0.05, engine="sglang"),
+        Row("decode", "L4", 1, 0.09, tp=2),
+        Row("kv_token", "L4", 1000, 1e-4),
+        Row("overhead", "L4", 1, 0.004),
+        Row("kv_tokens", "L4", 5000),
+        Row("mixed", "L4", 1.1),
+    )
+    tables.write(path, Table(rows, {"date": "2026-11-21"}))
+    given = Measured(gpu="L4", file=path, prefill_tokens=[64], prefill_s=[0.1])
+    profile = tables.loaded(given, "vllm")
+    assert (profile.decode_requests, profile.decode_s) == ([1, 8], [0.01, 0.03])
+    assert (profile.prefill_tokens, profile.prefill_s) == ([64], [0.1])
+    assert profile.kv_token_s == pytest.approx(1e-7)
+    assert (profile.request_overhead_s, profile.kv_tokens, profile.mixed_factor) == (0.004, 5000, 1.1)
+    assert profile.source == "measured: date 2026-11-21"
+
+
+def test_a_profile_without_rows_in_its_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    tables.write(path, Table((Row("decode", "L4", 8, 0.03, engine="vllm"),)))
+    with pytest.raises(ConfigError, match="no rows for L4 TP2 PP1 vllm none") as caught:
+        tables.loaded(Measured(gpu="L4", tp=2, file=path), "vllm")
+    assert caught.value.remedy == "It has: L4 TP1 PP1 vllm none"
