@@ -1,0 +1,68 @@
+"""How figures of a plan are written, alike in the terminal, the report and messages."""
+
+from __future__ import annotations
+
+import math
+
+from cornplug.planner.plan import Plan, Proof
+
+NONE = "–"
+
+
+def money(per_hour: float | None) -> str:
+    """Dollars an hour: "$4.68/h"."""
+    return NONE if per_hour is None else f"${per_hour:,.2f}/h"
+
+
+def seconds(value: float | None) -> str:
+    """A time with three digits: "85 ms", "1.24 s"."""
+    if value is None or math.isnan(value):
+        return NONE
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def percent(share: float | None) -> str:
+    """A share of one: "73 %", "0.4 %"."""
+    if share is None:
+        return NONE
+    part = 100 * share
+    return f"{part:.0f} %" if part >= 10 or part == 0 else f"{part:.2g} %"
+
+
+def rate(per_second: float) -> str:
+    return f"{per_second:.3g}/s"
+
+
+def count(n: int, noun: str) -> str:
+    """ "1 replica", "2 replicas"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def proof(of: Proof) -> str:
+    """Never "optimal" for what no solver has proved."""
+    if of.status == "optimal":
+        return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
+    return f"feasible, gap {percent(of.gap)}: a better plan may exist, none beyond {of.bound:.4g}"
+
+
+def shape(tp: int, pp: int, share: float) -> str:
+    """What one replica has: "1/4 GPU", "TP4", "TP8·PP2"."""
+    if share < 1:
+        return f"1/{round(1 / share)} GPU"
+    return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "")
+
+
+def mark(profile: str) -> str:
+    """ "ESTIMATE" for times that nobody has measured."""
+    if profile.startswith("roofline"):
+        return "ESTIMATE"
+    return "measured" if profile.startswith("measured") else "given"
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one line."""
+    nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
+    goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
+    return f"{money(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"

@@ -1,0 +1,86 @@
+"""What the terminal says of a plan."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cornplug.planner import checks, summary, wording
+from cornplug.planner.plan import Plan, Proof, Why
+
+from .sample_plan import group, plan
+
+
+def shown(of: Plan, width: int = 160) -> str:
+    out = io.StringIO()
+    summary.show(of, Console(file=out, width=width, color_system=None))
+    return out.getvalue()
+
+
+def row(text: str, *starts: str) -> str:
+    """The one line with all of these."""
+    (line,) = [line for line in text.splitlines() if all(s in line for s in starts)]
+    return line
+
+
+def test_cost_and_proof_stand_first() -> None:
+    first, second = shown(plan()).splitlines()[:2]
+    assert first == "sample  $58.24/h: 1 × h100x8, 1 × l4"
+    assert second == "cost: optimal (proved to 0.6 %) · HiGHS, 1.3 s"
+
+
+def test_what_is_not_proved_is_never_called_optimal() -> None:
+    found = Proof(status="feasible", solver="CBC", seconds=20, incumbent=60, bound=48, gap=0.2)
+    said = shown(plan(proof=found, why=Why()))
+    assert "feasible, gap 20 %" in said
+    assert "optimal" not in said
+
+
+def test_an_estimate_is_marked_as_one() -> None:
+    said = shown(plan())
+    assert "ESTIMATE" in row(said, "vit/E", "cornplug", "1/4 GPU")
+    assert "measured" in row(said, "llm7/P", "TP2", "71 %")
+    assert "fp8" in row(said, "llm7/D", "93 %")
+
+
+def test_a_bound_missed_in_the_simulation_is_missed() -> None:
+    said = shown(plan())
+    assert "kept" in row(said, "TTFT P95", "500 ms", "410 ms", "430 ms")
+    assert "MISSED" in row(said, "TPOT P95", "50 ms", "40 ms", "52 ms")
+    assert "no bound" in row(said, "E2E P95", "6.25 s")
+
+
+def test_why_names_constraints_alternatives_and_the_monolith() -> None:
+    said = shown(plan())
+    assert "saves $4.50/h" in row(said, "stock[l4]")
+    assert "$70.10/h" in row(said, "without H100")
+    assert "impossible" in row(said, "only L4")
+    assert "The monolith wins below 2 requests/s" in said
+    assert "44 %" in row(said, "embedding-64")
+    assert "30 %" in row(said, "gold")
+
+
+def test_what_is_not_served_is_said() -> None:
+    outlook = plan().outlook[0].model_copy(update={"served": 5.0})
+    assert "5/s of 7.5/s" in shown(plan(outlook=[outlook]))
+
+
+def test_names_are_no_markup() -> None:
+    said = shown(plan(groups=[group("a", "PD", service="[red]x[/red]")]))
+    assert "[red]x[/red]" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "–"), (0.0852, "85.2 ms"), (1.239, "1.24 s"), (3600.0, "3,600 s")]
+)
+def test_times_have_three_digits(value: float | None, said: str) -> None:
+    assert wording.seconds(value) == said
+
+
+def test_the_worse_of_prediction_and_simulation_counts() -> None:
+    ttft, tpot, e2e = checks.of(plan())
+    assert (ttft.worst_s, ttft.kept) == (0.43, True)
+    assert (tpot.worst_s, tpot.kept) == (0.052, False)
+    assert (e2e.bound_s, e2e.kept) == (None, None)
