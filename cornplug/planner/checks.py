@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from cornplug.planner.plan import Outlook, Plan, Times
 
@@ -36,6 +37,13 @@ class Check:
 def of(plan: Plan) -> list[Check]:
     """All bounds and times of a plan, class by class."""
     return [check for outlook in plan.outlook for check in _of(outlook)]
+
+
+def verdict(check: Check) -> tuple[str, Literal["good", "bad", "soft"]]:
+    """In a word, and how it is to be taken."""
+    if check.kept is None:
+        return ("no bound" if check.bound_s is None else "not known"), "soft"
+    return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
 def _of(outlook: Outlook) -> Iterator[Check]:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cornplug.planner import checks, wording
-from cornplug.planner.checks import Check
 from cornplug.planner.plan import Plan, Route, Why
+
+_STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -80,25 +81,20 @@ def _routes(routes: list[Route]) -> Table:
 def _outlook(plan: Plan) -> Table:
     table = _table("requests", "", "bound", "predicted", "simulated", "", right=frozenset({"bound"}))
     for c in checks.of(plan):
+        said, how = checks.verdict(c)
         table.add_row(
             Text(c.demand),
             f"{c.quantity} {'mean' if c.percentile == 'mean' else c.percentile.upper()}",
             wording.seconds(c.bound_s),
             wording.seconds(c.predicted_s),
             wording.seconds(c.simulated_s),
-            _verdict(c),
+            Text(said, style=_STYLES[how]),
         )
     for o in plan.outlook:
         if o.served < o.rate * (1 - 1e-6):
             short = f"{wording.rate(o.served)} of {wording.rate(o.rate)}"
             table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
     return table
-
-
-def _verdict(check: Check) -> Text:
-    if check.kept is None:
-        return Text("no bound" if check.bound_s is None else "not known", style="dim")
-    return Text("kept", style="green") if check.kept else Text("MISSED", style="bold red")
 
 
 def _caches(plan: Plan) -> Table:

@@ -1,0 +1,137 @@
+"""The page: whole, of one piece, and harmless whatever a plan's names are."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from cornplug.planner import charts, packing_chart, report
+from cornplug.planner.plan import CurvePoint, PlannedNodes
+
+from .sample_plan import group, plan
+
+HOSTILE = "<script>alert(1)</script>\"'&"
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: open elements, attributes, words."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.words)
+
+    def with_class(self, *names: str) -> list[dict[str, str | None]]:
+        return [a for _, a in self.seen if set(names) <= set((a.get("class") or "").split())]
+
+
+def test_the_page_says_what_the_plan_says() -> None:
+    page = Page(report.html(plan()))
+    assert page.open == []
+    for value in (
+        "$58.24/h",
+        "optimal (proved to 0.6 %)",
+        "stock[l4]",
+        "$70.10/h",
+        "impossible",
+        "The monolith wins below",
+        "MISSED",
+        "44 %",
+        "roofline (L4, 2026-11)",
+        "predicted 410 ms",
+        "simulated 430 ms",
+        "vit/E@l4, replica 1, node 0, GPU 0",
+        "llm7/P@h100 → llm7/D@h100: 7.5/s",
+        "bounds × 0.5: no plan",
+    ):
+        assert value in page.said, value
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_runs() -> None:
+    page = Page(report.html(plan()))
+    tags = {tag for tag, _ in page.seen}
+    assert not tags & {"script", "link", "img", "iframe", "object", "use", "a", "image", "form"}
+    assert not any(
+        k in ("src", "href") or k.startswith("on") for _, attributes in page.seen for k in attributes
+    )
+    assert not re.search(r"https?:|url\(|@import", report.html(plan()))
+    (policy,) = [a["content"] for _, a in page.seen if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == report.POLICY
+
+
+def test_hostile_names_are_words() -> None:
+    given = plan()
+    name = f"a{HOSTILE}"
+    route = given.routes[0].model_copy(update={"app": name})
+    page = Page(
+        report.html(
+            plan(
+                name=name,
+                groups=[group(name, "PD", service=name, profile=name)],
+                routes=[route],
+                outlook=[given.outlook[0].model_copy(update={"app": name})],
+                nodes=[PlannedNodes(name=name, gpu=name, gpus=8, count=1, price_per_hour=1)],
+            )
+        )
+    )
+    assert "script" not in {tag for tag, _ in page.seen}
+    assert f"{name} · $58.24/h" in page.said
+
+
+def test_replicas_fill_gpus_without_overlap() -> None:
+    given = plan()
+    found = packing_chart.parts(given, given.nodes[1])
+    assert [(p.gpu, p.start, p.share) for p in found] == [(0, 0, 0.25), (0, 0.25, 0.25), (1, 0, 0.25)]
+    big = packing_chart.parts(
+        plan(groups=[group("big", "PD", tp=8, pp=2, replicas=1, placement=[[1, 0]])]), given.nodes[0]
+    )
+    assert {p.node for p in big} == {1, 2}
+    assert len(big) == 16
+
+
+def test_a_bar_ends_at_its_bound_only_when_it_is_reached() -> None:
+    def width(share: float) -> float:
+        return float(
+            next(a["width"] or "0" for t, a in Page(charts.bar(0, "a", share, "", "c0")).seen if t == "rect")
+        )
+
+    limit = float(
+        next(a["x1"] or "0" for t, a in Page(charts.utilisation([group("a", "P")])).seen if t == "line")
+    )
+    start = float(next(a["x"] or "0" for t, a in Page(charts.bar(0, "a", 1, "", "c0")).seen if t == "rect"))
+    assert start + width(1.0) == pytest.approx(limit, abs=0.02)
+    assert width(0.5) == pytest.approx(width(1.0) / 2, abs=0.02)
+    assert width(9.0) == pytest.approx(width(1.15), abs=0.02)
+
+
+def test_the_curve_goes_down_where_cost_goes_down() -> None:
+    points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
+    dots = [a for t, a in Page(charts.cost_curve(points)).seen if t == "circle"]
+    heights = [float(a["cy"] or "0") for a in dots]
+    assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
+
+
+def test_empty_plans_have_a_page() -> None:
+    bare = plan(groups=[], routes=[], outlook=[], caches=[], reservations=[], nodes=[])
+    assert "no nodes" in Page(report.html(bare)).said
