@@ -1,0 +1,305 @@
+"""The simulator's stations, by hand-made cases and against the same stations on simpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner import simpy_stations
+
+from cornplug.errors import ConfigError
+from cornplug.planner.demand import Draw
+from cornplug.planner.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.times import Curve, StepTimes
+
+STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3))
+HERE = (Visit(0),)
+
+
+def draw(
+    prompt: int = 100, output: int = 1, cached: int = 0, patches: tuple[int, ...] = (), units: float = 0.0
+) -> Draw:
+    return Draw(prompt, cached, patches, output, units)
+
+
+def run(station: Station, *jobs: tuple[float, Draw]) -> Outcome:
+    return simulate([station], [Job(at, 0, d, HERE) for at, d in jobs])
+
+
+# By hand --------------------------------------------------------------------------------------
+
+
+def test_a_prompt_spans_iterations_and_the_next_fills_the_last_one() -> None:
+    station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100)
+    got = run(station, (0.0, draw(150)), (0.001, draw(50)))
+    # 100 tokens, then 50 + 50: both leave at the end of the second iteration.
+    np.testing.assert_allclose(got.ttft, [0.04, 0.039])
+
+
+def test_unchunked_prompts_share_an_iteration_only_when_they_fit_whole() -> None:
+    station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100, chunked=False)
+    got = run(station, (0.0, draw(150)), (0.001, draw(60)), (0.002, draw(60)))
+    np.testing.assert_allclose(got.ttft + np.array([0, 0.001, 0.002]), [0.025, 0.041, 0.057])
+
+
+def test_cached_tokens_are_not_computed_but_decoding_reads_them() -> None:
+    steps = dataclasses.replace(STEPS, kv_token_s=1e-5, request_overhead_s=0.5)
+    got = run(Station("llm/PD", 1, "PD", steps=steps), (0.0, draw(100, output=3, cached=60)))
+    prefill = 0.01 + 40e-4
+    decode = 2 * 0.021 + 1e-5 * (100 + 101)
+    assert got.ttft[0] == pytest.approx(0.5 + prefill)
+    assert got.tpot[0] == pytest.approx(decode / 2)
+    assert got.e2e[0] == pytest.approx(0.5 + prefill + decode)
+    assert got.stage_s[0, 0] == pytest.approx(prefill + decode)
+
+
+def test_an_arrival_joins_after_the_decode_iteration_under_way() -> None:
+    got = run(Station("llm/PD", 1, "PD", steps=STEPS), (0.0, draw(100, output=11)), (0.03, draw(200)))
+    # Prefill ends at 0.02, iterations of 0.021 end at 0.041, 0.062...; the second prompt's has
+    # 200 tokens and one that decodes.
+    assert got.ttft[1] + 0.03 == pytest.approx(0.041 + 0.01 + 201e-4)
+
+
+def test_decode_admits_by_batch_and_by_kv() -> None:
+    two = [(0.0, draw(100, output=3)), (0.0, draw(100, output=3))]
+    alone, together = 2 * 0.021, 2 * 0.022
+    by_batch = run(Station("llm/D", 1, "D", steps=STEPS, max_batch=1), *two)
+    np.testing.assert_allclose(by_batch.e2e, [alone, 2 * alone])
+    by_kv = run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=205), *two)
+    np.testing.assert_allclose(by_kv.e2e, [alone, 2 * alone])
+    both = run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=206), *two)
+    np.testing.assert_allclose(both.e2e, [together, together])
+
+
+def test_items_share_batches_and_a_request_leaves_with_its_last_item() -> None:
+    station = Station("vit/E", 1, "E", encode=Curve.line(1.0, 0.01), max_patches=100)
+    got = run(
+        station,
+        (0.0, draw(patches=(60, 60))),
+        (0.5, draw(patches=(30, 300))),
+        (0.6, draw()),
+    )
+    # 60 | 60 + 30 | 300, which is larger than a batch may be; what has no item does not wait.
+    np.testing.assert_allclose(got.e2e, [1.6 + 1.9, 1.6 + 1.9 + 4.0 - 0.5, 0.0])
+
+
+def test_an_engine_encodes_inside_the_iteration_of_the_first_chunk() -> None:
+    station = Station("llm/EPD", 1, "EPD", steps=STEPS, encode=Curve.line(1.0, 0.01), chunk_tokens=100)
+    got = run(station, (0.0, draw(150, patches=(50, 50))))
+    assert got.ttft[0] == pytest.approx(2.0 + 0.02 + 0.015)
+
+
+def test_a_monolith_that_generates_serves_one_request_after_the_other() -> None:
+    station = Station("omni/PDG", 1, "PDG", steps=STEPS, generate=Curve((1.0,), (5.0,)))
+    got = run(station, (0.0, draw(100, output=3, units=2)), (1.0, draw(100, output=1, units=1)))
+    np.testing.assert_allclose(got.ttft, [0.02, 0.02 + 0.042 + 10.0 - 1.0 + 0.02])
+    np.testing.assert_allclose(got.tpot, [0.021, np.nan])
+    np.testing.assert_allclose(got.e2e, [10.062, 10.062 - 1.0 + 0.02 + 5.0])
+
+
+def test_a_path_through_stations_counts_transfers_and_its_first_token_once() -> None:
+    stations = [
+        Station("vit/E", 1, "E", encode=Curve((1.0,), (1e-3,))),
+        Station("llm/P", 1, "P", steps=dataclasses.replace(STEPS, request_overhead_s=0.1)),
+        Station("llm/D", 1, "D", steps=dataclasses.replace(STEPS, request_overhead_s=0.1)),
+    ]
+    visits = (Visit(0), Visit(1, 0.02), Visit(2, 0.3))
+    got = simulate(stations, [Job(5.0, 7, draw(100, output=3, patches=(200,)), visits)])
+    np.testing.assert_allclose(got.stage_s, [[0.2, 0.02, 0.042]])
+    assert got.ttft[0] == pytest.approx(0.1 + 0.2 + 0.02 + 0.02)
+    assert got.tpot[0] == pytest.approx((0.3 + 0.042) / 2)
+    assert got.e2e[0] == pytest.approx(0.1 + 0.2 + 0.02 + 0.02 + 0.3 + 0.042)
+    assert list(got.kind) == [7]
+
+
+def test_routers_differ_as_they_should() -> None:
+    """A long prompt and two short ones: only least_work sees that one queue is longer in seconds."""
+    jobs = [(0.0, draw(10_000)), (0.0, draw(10)), (0.001, draw(2_000))]
+    third = {
+        router: run(Station("p", 2, "P", steps=STEPS, router=router, chunk_tokens=20_000), *jobs).ttft[2]
+        for router in ("least_work", "join_shortest_queue")
+    }
+    assert third["least_work"] < 0.3
+    assert third["join_shortest_queue"] > 0.9
+
+
+def test_random_routing_is_the_seeds() -> None:
+    jobs = [Job(i * 0.01, 0, draw(100 + i), HERE) for i in range(200)]
+    station = Station("p", 4, "P", steps=STEPS, router="random")
+    first, same, other = (simulate([station], jobs, seed=s).ttft for s in (1, 1, 2))
+    assert np.array_equal(first, same)
+    assert not np.array_equal(first, other)
+
+
+def test_busy_is_the_share_of_time_between_first_and_last_arrival() -> None:
+    station = Station("tts/G", 2, "G", generate=Curve((1.0,), (1.0,)))
+    got = run(station, (10.0, draw(units=2)), (14.0, draw(units=9)))
+    assert got.busy == {"tts/G": pytest.approx(2.0 / 8.0)}
+
+
+def test_no_jobs_is_an_empty_outcome() -> None:
+    assert simulate([Station("tts/G", 1, "G", generate=Curve((1.0,), (1.0,)))], []).e2e.shape == (0,)
+
+
+# What it is told -------------------------------------------------------------------------------
+
+
+def test_a_request_that_can_never_fit_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"llm/D\.kv_tokens: 100 tokens of KV cannot hold a request of 120"):
+        run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=100), (0.0, draw(100, output=20)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tasks": "PD"}, r'x\.steps: missing for tasks "PD"'),
+        ({"tasks": "EP", "steps": STEPS}, r"x\.encode: missing"),
+        ({"tasks": "G"}, r"x\.generate: missing"),
+        ({"tasks": "DP", "steps": STEPS}, r'x\.tasks: "DP"\. Write some of "EPDG", in this order'),
+        ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0\. Write 1 or more"),
+    ],
+)
+def test_a_station_that_cannot_work_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Station(**{"name": "x", "replicas": 1, **fields})  # type: ignore[arg-type]
+
+
+def test_unsorted_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="sorted"):
+        run(Station("p", 1, "P", steps=STEPS), (1.0, draw()), (0.0, draw()))
+
+
+# Against simpy ---------------------------------------------------------------------------------
+
+
+def random_jobs(seed: int, n: int, rate: float, visits: tuple[Visit, ...]) -> list[Job]:
+    rng = np.random.default_rng(seed)
+    at = np.cumsum(rng.exponential(1 / rate, n))
+    jobs = []
+    for t in at:
+        prompt = int(rng.lognormal(6, 1)) + 2
+        items = tuple(int(p) for p in rng.integers(1, 900, rng.integers(0, 4)))
+        cached = int(rng.integers(0, prompt))
+        jobs.append(Job(float(t), 0, Draw(prompt, cached, items, int(rng.geometric(0.05)), 0.0), visits))
+    return jobs
+
+
+STEEP = StepTimes(
+    Curve((1, 128, 1024), (0.01, 0.02, 0.11)), Curve((1, 8, 64), (0.01, 0.012, 0.03)), 2e-7, 1.1, 0.0
+)
+NETWORKS = {
+    "E": ["E"],
+    "P": ["P"],
+    "D": ["D"],
+    "PD": ["PD"],
+    "E-P-D": ["E", "P", "D"],
+    "E-PD": ["E", "PD"],
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("rate", "kv"), [(3.0, 1 << 40), (12.0, 40_000)])
+def test_completions_are_those_of_simpy(network: str, rate: float, kv: int) -> None:
+    stations = [
+        Station(
+            tasks,
+            1,
+            tasks,
+            steps=STEEP,
+            encode=Curve.line(0.005, 2e-5),
+            max_patches=1500,
+            chunk_tokens=512,
+            max_batch=24,
+            kv_tokens=kv,
+        )
+        for tasks in NETWORKS[network]
+    ]
+    visits = tuple(Visit(i, 0.003 * i) for i in range(len(stations)))
+    jobs = random_jobs(len(network), 300, rate, visits)
+    ours = simulate(stations, jobs)
+    theirs = simpy_stations.run(stations, jobs)
+    np.testing.assert_allclose(ours.e2e, [r.left_at[-1] - r.job.at_s for r in theirs], rtol=0, atol=1e-9)
+    if "P" in network:
+        np.testing.assert_allclose(ours.ttft, [r.first_token - r.job.at_s for r in theirs], rtol=0, atol=1e-9)
+
+
+# Laws ------------------------------------------------------------------------------------------
+
+DRAWS = st.builds(
+    draw,
+    prompt=st.integers(1, 3000),
+    output=st.integers(1, 60),
+    patches=st.lists(st.integers(1, 3000), max_size=3).map(tuple),
+    units=st.floats(0, 5),
+)
+ARRIVALS = st.lists(st.tuples(st.floats(0, 3), DRAWS), min_size=1, max_size=30).map(
+    lambda rows: sorted(rows, key=lambda row: row[0])
+)
+
+
+def any_station(tasks: str, replicas: int) -> Station:
+    return Station(
+        tasks,
+        replicas,
+        tasks,
+        steps=STEEP,
+        encode=Curve.line(0.005, 2e-5),
+        generate=Curve((1.0,), (0.1,)),
+        kv_tokens=3060,
+        chunk_tokens=512,
+        max_batch=8,
+        max_patches=2000,
+    )
+
+
+@given(
+    ARRIVALS,
+    st.sampled_from(["E", "P", "EP", "D", "PD", "EPD", "G", "PDG", "EPDG"]),
+    st.integers(1, 4),
+    st.sampled_from(["least_work", "join_shortest_queue", "random"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_job_finishes_and_no_sooner_than_it_would_alone(
+    rows: list[tuple[float, Draw]], tasks: str, replicas: int, router: str
+) -> None:
+    station = dataclasses.replace(any_station(tasks, replicas), router=router)  # type: ignore[arg-type]
+    got = run(station, *rows)
+    alone = np.array([run(station, (0.0, d)).e2e[0] for _, d in rows])
+    assert not np.isnan(got.e2e).any()
+    assert (got.e2e >= alone - 1e-9).all()
+    assert (got.ttft <= got.e2e + 1e-12).all()
+    np.testing.assert_allclose(got.stage_s[:, 0], got.e2e)
+
+
+@given(ARRIVALS, st.sampled_from(["G", "PDG"]))
+@settings(deadline=None, max_examples=40)
+def test_a_serial_station_is_first_in_first_out_and_never_idle_with_work(
+    rows: list[tuple[float, Draw]], tasks: str
+) -> None:
+    station = any_station(tasks, 1)
+    got = run(station, *rows)
+    free = 0.0
+    for (at, d), e2e in zip(rows, got.e2e, strict=True):
+        free = max(free, at) + run(station, (0.0, d)).e2e[0]
+        assert at + e2e == pytest.approx(free)
+
+
+@given(ARRIVALS, st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_one_more_replica_makes_no_one_wait_longer(rows: list[tuple[float, Draw]], replicas: int) -> None:
+    """True of each request at serial replicas with least_work, which is one queue before all."""
+    fewer, more = (run(any_station("PDG", n), *rows).e2e for n in (replicas, replicas + 1))
+    assert (more <= fewer + 1e-9).all()
+
+
+def test_8400_requests_of_a_mixed_station_take_little_time() -> None:
+    jobs = random_jobs(3, 8400, 60.0, HERE)
+    station = dataclasses.replace(any_station("PD", 20), kv_tokens=200_000, chunk_tokens=2048, max_batch=64)
+    start = time.process_time()
+    got = simulate([station], jobs)
+    assert time.process_time() - start < 1.5  # 0.25 s on a quiet core; the machine may be shared
+    assert not np.isnan(got.e2e).any()
