@@ -41,6 +41,12 @@ class LogNormal(Table):
     """Standard deviation / mean."""
     max: Count = 1_000_000
 
+    @model_validator(mode="after")
+    def _max_above_mean(self) -> Self:
+        if self.max < self.mean:
+            raise ValueError(f"max: {self.max} is below the mean, {self.mean:g}")
+        return self
+
 
 class Histogram(Table):
     values: list[Count] = Field(min_length=1)

@@ -1,0 +1,121 @@
+"""The tables that come with cornplug, and a plan's own rows over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner.gpus import gpu_table, node_classes, price_table
+from cornplug.planner.inputs import PlanInput
+
+
+def _given(pool: list[dict[str, Any]] | None = None, **fields: Any) -> PlanInput:
+    return PlanInput.model_validate(
+        {
+            "components": [{"name": "llm", "kind": "llm"}],
+            "applications": [{"name": "a", "llm": "llm", "requests": [{"name": "r", "rate": 1}]}],
+            "pool": pool or [{"name": "h", "gpu": "H100"}],
+            **fields,
+        }
+    )
+
+
+def _per_gpu(given: PlanInput, shape: str) -> float:
+    row = next(p for p in price_table(given) if p.shape == shape)
+    return row.price_per_hour / row.gpus
+
+
+def test_every_row_has_a_source_and_a_date() -> None:
+    given = _given()
+    for gpu in gpu_table(given).values():
+        assert gpu.source
+        assert "202" in gpu.source
+    for price in price_table(given):
+        assert price.source
+        assert price.date >= "2023"
+        assert price.gpu in gpu_table(given)
+    assert len({p.shape for p in price_table(given)}) == len(price_table(given))
+
+
+@pytest.mark.parametrize(
+    ("dear", "cheap", "low", "high"),
+    [
+        ("p5.48xlarge", "p4de.24xlarge", 2.0, 2.16),
+        ("coreweave/h100x8", "coreweave/a100x8", 2.0, 2.16),
+        ("p6-b200.48xlarge", "p5.48xlarge", 1.86, 2.07),
+        ("nebius/b200x8", "nebius/h100x8", 1.86, 2.07),
+        ("g6.48xlarge", "g6.xlarge", 2.07, 2.08),
+    ],
+)
+def test_ratios_of_prices_that_all_lists_agree_on(dear: str, cheap: str, low: float, high: float) -> None:
+    given = _given()
+    assert low <= round(_per_gpu(given, dear) / _per_gpu(given, cheap), 2) <= high
+
+
+def test_flops_are_dense() -> None:
+    gpus = gpu_table(_given())
+    assert gpus["H100"].bf16_tflops == 989
+    assert gpus["L4"].bf16_tflops == 121
+    assert gpus["A100-80"].fp8_tflops == 0, "no FP8 before Ada and Hopper"
+    assert not gpus["L4"].nvlink
+
+
+def test_a_plan_overrides_and_adds_devices() -> None:
+    own = {"memory_gib": 45, "bandwidth_gb_s": 696, "bf16_tflops": 150}
+    given = _given(gpus=[{"name": "A40", **own}, {"name": "H100", **own, "source": "ours"}])
+    assert gpu_table(given)["A40"].memory_gib == 45
+    assert gpu_table(given)["H100"].source == "ours"
+    assert gpu_table(_given())["H100"].memory_gib == 80, "of that plan only"
+
+
+def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
+    given = _given(
+        [
+            {"name": "a", "gpu": "H100", "gpus": 8},
+            {"name": "b", "gpu": "H100", "gpus": 8, "shape": "nebius/h100x8"},
+            {"name": "c", "gpu": "H100", "gpus": 8, "shape": "p5.48xlarge", "price_per_hour": 14.64},
+            {"name": "d", "gpu": "L4", "gpus": 1},
+            {"name": "e", "gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.1, "shape": "our-box"},
+        ]
+    )
+    filled = node_classes(given)
+    assert [n.price_per_hour for n in filled] == [55.04, 23.60, 14.64, 0.8048, 0.1]
+    assert filled[0].shape == "p5.48xlarge"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ({"gpu": "H1000"}, "pool[0].gpu: no GPU 'H1000' in the table. Did you mean 'H100'? Known: L4, "),
+        (
+            {"gpu": "H100", "gpus": 2},
+            "pool[0]: no price for a machine with 2 x H100. Write price_per_hour = ",
+        ),
+        (
+            {"gpu": "H100", "shape": "p5.48xl"},
+            "pool[0].shape: no shape 'p5.48xl' in the price table. Did you ",
+        ),
+        ({"gpu": "H100", "shape": "g6.xlarge"}, "pool[0].shape: g6.xlarge has 1 x L4, not 8 x H100. Write "),
+    ],
+)
+def test_what_has_no_price_is_refused_with_the_remedy(nodes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        node_classes(_given([{"name": "n", **nodes}]))
+    assert str(raised.value).startswith(message)
+
+
+def test_a_price_table_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "prices.toml"
+    row = {"shape": "rack", "gpu": "H100", "gpus": 8, "price_per_hour": 20, "source": "us", "date": "now"}
+    own.write_text("[[prices]]\n" + "".join(f"{k} = {v!r}\n" for k, v in row.items()))
+    assert node_classes(_given(prices=own))[0].price_per_hour == 20
+    own.write_text('[[prices]]\nshape = "rack"\n')
+    with pytest.raises(
+        ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Its"
+    ):
+        node_classes(_given(prices=own))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        node_classes(_given(prices=tmp_path / "absent.toml"))
