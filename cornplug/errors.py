@@ -7,6 +7,7 @@
     ├── CodecError             bytes are not what their envelope says
     ├── LayoutError            an engine's KV cache does not map to pages
     ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking
+    ├── PlanUnfinished         the solver's time was up before it had found any plan
     ├── StoreError
     │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
     └── EncoderError
@@ -59,6 +60,10 @@ class LayoutError(CornplugError):
 
 class PlanInfeasible(CornplugError):
     """No plan meets the SLOs with this pool. The message names the constraint and how much is lacking."""
+
+
+class PlanUnfinished(CornplugError):
+    """The time limit came before the first plan, and before a proof that there is none."""
 
 
 class StoreError(CornplugError):

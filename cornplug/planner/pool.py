@@ -140,6 +140,8 @@ class Flow:
     service: str
     cell: str
     rate: float
+    tier: float = float("inf")
+    """Seconds that the work asks for; the cell's own tier may be tighter."""
 
 
 @dataclass(frozen=True)
