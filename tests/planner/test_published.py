@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from planner.pools import EXACT, one_service
 
 from cornplug.planner.milp import solve
 from cornplug.planner.pool import Pool
+from planner.pools import EXACT, one_service
 
 A10G, A100 = 1.01, 3.67
 
