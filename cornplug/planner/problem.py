@@ -1,0 +1,139 @@
+"""From what a planner is told to a pool: services, ways, tiers, cells, variants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from cornplug.planner import gpus, services
+from cornplug.planner.caches import Level, assumptions, cache_levels
+from cornplug.planner.cells import CellSpec
+from cornplug.planner.classes import RequestClass, request_classes
+from cornplug.planner.equipment import Equipment
+from cornplug.planner.inputs import Gpu, NodeClass, PlanInput
+from cornplug.planner.pool import Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.samples import Samples
+from cornplug.planner.services import Service
+from cornplug.planner.tiers import Chain, chain
+from cornplug.planner.variants import Way, ways
+
+GIB: Final = 1 << 30
+GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pool, and what its names stand for."""
+
+    given: PlanInput
+    pool: Pool
+    classes: Mapping[str, RequestClass]
+    cells: Mapping[str, CellSpec]
+    ways: Mapping[str, Way]
+    levels: tuple[Level, ...]
+    samples: Samples
+    nodes: tuple[NodeClass, ...]
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> cells that were left out for it."""
+
+
+def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
+    """Of a whole node."""
+    return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
+
+
+def problem(given: PlanInput, *, derate: Mapping[str, float] | None = None) -> Problem:
+    """`derate`: service -> what its cells' capacities are multiplied by."""
+    classes = request_classes(given)
+    nodes = gpus.node_classes(given)
+    table = gpus.gpu_table(given)
+    samples = Samples(given)
+    levels = cache_levels(given, classes)
+    bases = {name: assumptions(given, c, levels)[0] for name, c in classes.items()}
+    slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)
+    found = [
+        way
+        for name, paths in services.paths(given).items()
+        for path in paths
+        for assumed in assumptions(given, classes[name], levels)
+        for way in ways(given, classes[name], path, assumed, samples, slowest)
+    ]
+    chains = _chains(found)
+    equipment = Equipment(given, nodes, table, bases, samples, derate or {})
+    cells: dict[str, CellSpec] = {}
+    dropped: Counter[str] = Counter()
+    for service, users in _users(found).items():
+        for spec in equipment.cells(service, users, chains[service.name], dropped):
+            cells[spec.cell.name] = spec
+    by_variant = {w.name: w for w in found}
+    pool = Pool(
+        nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
+        cells=tuple(spec.cell for spec in cells.values()),
+        demands=tuple(_demand(given, c) for c in classes.values()),
+        variants=tuple(_variant(w, chains, equipment) for w in found),
+        levels=tuple(level.in_pool for level in levels),
+        limits=_limits(given, found),
+        objective=given.rules.objective,
+    )
+    return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, dropped)
+
+
+def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:
+    """Service -> the classes that may come to it."""
+    users: dict[Service, dict[str, RequestClass]] = {}
+    for way in found:
+        for service in way.path.stages:
+            users.setdefault(service, {})[way.of.name] = way.of
+    return users
+
+
+def _chains(found: list[Way]) -> dict[str, Chain]:
+    wanted: dict[str, set[tuple[float, float]]] = {}
+    for way in found:
+        for p in way.promises:
+            wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
+    return {name: chain(pairs) for name, pairs in wanted.items()}
+
+
+def _nodes(nodes: NodeClass, gpu: Gpu) -> Nodes:
+    assert nodes.price_per_hour is not None, "node_classes fills prices in"
+    return Nodes(
+        nodes.name,
+        nodes.gpu,
+        nodes.gpus,
+        nodes.price_per_hour,
+        nodes.stock,
+        nic_bytes_s(nodes, gpu),
+        nodes.dram_gib * GIB,
+    )
+
+
+def _demand(given: PlanInput, of: RequestClass) -> Demand:
+    slices = given.rules.slices if given.rules.split == "slices" else None
+    return Demand(of.name, of.rate, of.online, of.request.weight, slices)
+
+
+def _variant(way: Way, chains: Mapping[str, Chain], equipment: Equipment) -> Variant:
+    needs = tuple(
+        Need(
+            p.service.name,
+            chains[p.service.name].at_most(p.seconds, p.tpot_s).value,
+            equipment.work(p.service, way.of, way.assumed),
+        )
+        for p in way.promises
+    )
+    needs = tuple(n for n in needs if n.work > 0)
+    return Variant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
+
+
+def _limits(given: PlanInput, found: list[Way]) -> Limits:
+    rules = given.rules
+    online = {s.name for w in found if w.of.online for s in w.path.stages}
+    return Limits(
+        rules.max_utilisation,
+        rules.online_share,
+        rules.network_utilisation,
+        frozenset(online) if rules.n_plus_one else frozenset(),
+    )

@@ -1,0 +1,54 @@
+"""Whatever the pool model counts can be placed on nodes, without overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.planner.packing import place
+
+CHAIN = (0.25, 0.5, 1, 2, 4, 8)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[int, dict[str, tuple[float, int]]]:
+    gpus = draw(st.sampled_from((1, 2, 4, 8)))
+    sizes = [s for s in CHAIN if s <= gpus] + [2 * gpus]
+    return gpus, {f"{size}": (size, draw(st.integers(0, 9))) for size in sizes}
+
+
+@given(pools())
+def test_every_pool_that_counts_up_is_placed(pool: tuple[int, dict[str, tuple[float, int]]]) -> None:
+    gpus, footprints = pool
+    total = sum(Fraction(size) * n for size, n in footprints.values())
+    nodes = ceil(total / gpus)
+    slots = place(footprints, gpus, nodes)
+    used: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
+    for group, (size, replicas) in footprints.items():
+        assert len(slots[group]) == replicas
+        for node, first in slots[group]:
+            for k in range(ceil(size)):
+                used[node + (first + k) // gpus, (first + k) % gpus] += Fraction(min(size, 1))
+    assert all(share <= 1 for share in used.values())
+    assert all(node < nodes for node, _ in used)
+    assert sum(used.values()) == total
+
+
+def test_a_node_too_few_is_refused() -> None:
+    with pytest.raises(ValueError, match="b: no room for 1 GPUs on 1 nodes of 2"):
+        place({"a": (1, 2), "b": (1, 1)}, 2, 1)
+
+
+def test_a_footprint_off_the_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="three: 3 GPUs neither divide a node of 8"):
+        place({"three": (3, 1)}, 8, 4)
+
+
+def test_parts_of_a_gpu_never_straddle_two() -> None:
+    slots = place({"half": (0.5, 3), "quarter": (0.25, 2)}, 2, 1)
+    assert slots == {"half": [(0, 0), (0, 0), (0, 1)], "quarter": [(0, 1), (0, 1)]}
