@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cornplug.errors import ConfigError
 
 FORMAT: Final = 1
 
@@ -225,7 +227,16 @@ class Plan(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        raise NotImplementedError
+        """ConfigError: no plan, not one of this format, or edited into something that is none."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as e:
+            raise ConfigError(str(path), f"cannot be read ({e.strerror})", "Name a plan.json") from None
+        except ValidationError as e:
+            first = e.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "it"
+            problem = f"{field}: {first['msg']}"
+            raise ConfigError(str(path), problem, "`cornplug plan` writes a new one") from None
 
     def save(self, path: Path) -> None:
-        raise NotImplementedError
+        path.write_text(self.model_dump_json(indent=1) + "\n")
