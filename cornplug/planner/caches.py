@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, Literal
 
-from cornplug.planner import hit_rates, lengths, shapes
+from cornplug.planner import hit_rates, lengths
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.draws import Hits
 from cornplug.planner.inputs import Component, LLMShape, Media, PlanInput
@@ -60,7 +60,11 @@ def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple
     found: list[Level] = []
     shared = towers(given)
     for encoder in {c.name: c for c in shared.values()}:
-        users = {n: c for n, c in classes.items() if any(shared[m.encoder].name == encoder for m in c.request.media)}
+        users = {
+            n: c
+            for n, c in classes.items()
+            if any(shared[m.encoder].name == encoder for m in c.request.media)
+        }
         if any(m.hit_rate is None and m.catalogue for c in users.values() for m in c.request.media):
             for gib in given.caches.embedding_gib:
                 rates = {n: _embedding_hits(given, c, encoder, gib, users) for n, c in users.items()}
@@ -87,7 +91,7 @@ def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits
     shared = towers(given)
     by_cache = {level.cache: level.hit_rate[of.name] for level in levels}
     embedding = {
-        m.encoder: by_cache.get(f"embedding:{shared[m.encoder].name}", m.hit_rate or 0.0)
+        m.encoder: by_cache.get(f"embedding:{shared[m.encoder].name}", 0.0)
         if m.hit_rate is None
         else m.hit_rate
         for m in of.request.media
@@ -108,20 +112,14 @@ def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
 
 def _hidden(llm: Component, components: Mapping[str, Component]) -> int:
     """0 where nothing is known of the model but its throughput: then its bytes are not planned for."""
-    if llm.shape is None and llm.checkpoint is None:
-        return 0
-    shape = shapes.shape_of(llm, components)
-    assert isinstance(shape, LLMShape)
-    return shape.hidden
+    return llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
 
 
 def kv_bytes_per_token(llm: Component, components: Mapping[str, Component]) -> int:
     """All ranks together; 0 where only a throughput is known."""
-    if llm.shape is None and llm.checkpoint is None:
+    if not isinstance(llm.shape, LLMShape):
         return 0
-    shape = shapes.shape_of(llm, components)
-    assert isinstance(shape, LLMShape)
-    return shapes.kv_bytes_per_token(shape)
+    return 2 * llm.shape.layers * llm.shape.kv_heads * llm.shape.head_dim * ELEMENT_BYTES
 
 
 def _embedding_hits(

@@ -12,7 +12,7 @@ from cornplug.planner import routing
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.equipment import URGENCY
-from cornplug.planner.inputs import Component
+from cornplug.planner.inputs import Component, Workload
 from cornplug.planner.packing import Slot, place
 from cornplug.planner.plan import (
     CacheSize,
@@ -35,9 +35,7 @@ def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
     names = {cell: _group_name(cell) for cell, n in solution.replicas.items() if n}
     ways = routing.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
-    goodput = sum(
-        problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways
-    )
+    goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
     return Plan(
         name=problem.given.name,
         objective=problem.pool.objective,
@@ -76,9 +74,7 @@ def _nodes(problem: Problem, solution: Solution) -> list[PlannedNodes]:
 
 def _groups(problem: Problem, solution: Solution, names: Mapping[str, str]) -> list[Group]:
     slots = _placement(problem, solution)
-    return [
-        _group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()
-    ]
+    return [_group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()]
 
 
 def _placement(problem: Problem, solution: Solution) -> dict[str, list[Slot]]:
@@ -143,7 +139,7 @@ def _encoder_models(problem: Problem, spec: CellSpec) -> list[str]:
     return list(dict.fromkeys(models))
 
 
-def _most_urgent(users: list[RequestClass]):  # type: ignore[no-untyped-def]
+def _most_urgent(users: list[RequestClass]) -> Workload:
     return min((u.app.workload for u in users), key=URGENCY.index)
 
 
@@ -153,7 +149,9 @@ def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
         app=of.app.name,
         request=of.request.name,
         rate=of.rate,
-        served=min(of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))),
+        served=min(
+            of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))
+        ),
         slo_percentile=slo.percentile,
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,

@@ -22,8 +22,12 @@ def routes(problem: Problem, solution: Solution, group_of: Mapping[str, str]) ->
         stages = []
         tasks = {s.name: s.tasks for s in problem.ways[variant.name].path.stages}
         for need in variant.needs:
-            weights = _take(left, variant.demand, need, rate * need.work, {n: c.tier for n, c in cells.items()})
-            stages.append(Stage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()}))
+            weights = _take(
+                left, variant.demand, need, rate * need.work, {n: c.tier for n, c in cells.items()}
+            )
+            stages.append(
+                Stage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()})
+            )
         app, request = variant.demand.split("/")
         found.append(Route(app=app, request=request, structure=variant.structure, rate=rate, stages=stages))
     return found

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner import draws, shapes
+from cornplug.planner import draws
 from cornplug.planner.caches import Assumed
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.demand import Draw
@@ -27,7 +27,9 @@ class Samples:
     given: PlanInput
     _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[Draw]] = field(default_factory=dict)
 
-    def of(self, request_class: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None = None) -> list[Draw]:
+    def of(
+        self, request_class: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None = None
+    ) -> list[Draw]:
         """With `encoders` given, only these encoders' items have patches."""
         key = (request_class.name, encoders or ("*",), assumed.names)
         if key not in self._drawn:
@@ -51,9 +53,13 @@ class Samples:
         others = [m for m in of.request.media if shared[m.encoder].name not in encoders]
         if len(others) == len(of.request.media):
             return [replace(d, patches=()) for d in drawn]
-        return [replace(d, patches=p) for d, p in zip(drawn, self._patches(of, assumed, encoders), strict=True)]
+        return [
+            replace(d, patches=p) for d, p in zip(drawn, self._patches(of, assumed, encoders), strict=True)
+        ]
 
-    def _patches(self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def _patches(
+        self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...]
+    ) -> list[tuple[int, ...]]:
         shared = towers(self.given)
         mine = [m for m in of.request.media if shared[m.encoder].name in encoders]
         rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode()), 1])
@@ -62,13 +68,11 @@ class Samples:
         return [d.patches for d in drawn]
 
     def _patches_per_token(self) -> Mapping[str, int]:
-        found = {}
-        for encoder, tower in towers(self.given).items():
-            if tower.shape or tower.checkpoint or tower.tower_of:
-                shape = shapes.shape_of(tower, self.given.component)
-                assert isinstance(shape, TowerShape)
-                found[encoder] = shape.patches_per_token
-        return found
+        return {
+            encoder: tower.shape.patches_per_token
+            for encoder, tower in towers(self.given).items()
+            if isinstance(tower.shape, TowerShape)
+        }
 
 
 def output_tokens(drawn: list[Draw], slo: Slo) -> float:

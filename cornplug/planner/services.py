@@ -65,9 +65,7 @@ def towers(given: PlanInput) -> dict[str, Component]:
 def paths(given: PlanInput) -> dict[str, tuple[Path, ...]]:
     """Request class -> its paths: its own, and those through engines that others' media need."""
     shared = towers(given)
-    own = {
-        name: tuple(_own_paths(c, given.component, shared)) for name, c in request_classes(given).items()
-    }
+    own = {name: tuple(_own_paths(c, given.component, shared)) for name, c in request_classes(given).items()}
     known = tuple(dict.fromkeys(s for ways in own.values() for way in ways for s in way.stages if s.llm))
     return {
         name: tuple(dict.fromkeys(w for way in ways for w in _with_replacements(way, known)))

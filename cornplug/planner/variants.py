@@ -15,6 +15,7 @@ from typing import Final
 from cornplug.planner import caches, lengths
 from cornplug.planner.caches import Assumed
 from cornplug.planner.classes import RequestClass
+from cornplug.planner.demand import Draw
 from cornplug.planner.inputs import PlanInput
 from cornplug.planner.samples import Samples, output_tokens, prompt_tokens
 from cornplug.planner.services import Path, Service
@@ -93,7 +94,7 @@ def _encoder_parts(path: Path, budget: Budget) -> tuple[float, ...]:
     return ENCODER_PARTS if budget.first_s < inf else ENCODER_PARTS[:1]
 
 
-def _budgets(of: RequestClass, path: Path, drawn: list, kv_edge_s: float) -> Iterator[Budget]:  # type: ignore[type-arg]
+def _budgets(of: RequestClass, path: Path, drawn: list[Draw], kv_edge_s: float) -> Iterator[Budget]:
     slo = of.slo
     first = slo.ttft_s or inf
     tpot = slo.tpot_s or inf
@@ -103,9 +104,13 @@ def _budgets(of: RequestClass, path: Path, drawn: list, kv_edge_s: float) -> Ite
     gaps = max(output_tokens(drawn, slo) - 1, 1.0)
     generates = of.request.generates is not None
     for generator_part, first_part in product(GENERATOR_PARTS if generates else (0.0,), FIRST_PARTS):
-        left = slo.e2e_s * (1 - generator_part) - (kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0)
+        left = slo.e2e_s * (1 - generator_part) - (
+            kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0
+        )
         first_s = min(first, left * first_part)
-        yield Budget(first_s, min(tpot, (left - first_s) / gaps), slo.e2e_s * generator_part if generates else inf)
+        yield Budget(
+            first_s, min(tpot, (left - first_s) / gaps), slo.e2e_s * generator_part if generates else inf
+        )
 
 
 def _moved_bytes(
@@ -115,7 +120,9 @@ def _moved_bytes(
     tasks = {s.tasks for s in path.stages}
     embeddings = kv = 0.0
     if "E" in tasks:
-        embeddings = sum(lengths.mean(m.items) * caches.embedding_bytes(given, of, m) for m in of.request.media)
+        embeddings = sum(
+            lengths.mean(m.items) * caches.embedding_bytes(given, of, m) for m in of.request.media
+        )
     if "D" in tasks:
         per_token = caches.kv_bytes_per_token(given.component[of.app.llm], given.component)
         kv = per_token * prompt_tokens(samples.of(of, assumed), of.slo)
