@@ -24,6 +24,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
     "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
+    "profile": Command("cornplug.planner.measure:main", "measure a component on this machine, for plans"),
     "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),
     "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
 }

@@ -1,0 +1,50 @@
+"""`vllm bench serve` as a stopwatch: what it is told, and what is believed of its answer."""
+
+import json
+
+import pytest
+
+from cornplug.errors import CornplugError
+from cornplug.planner.bench_serve import Served, command, timed, trace_lines
+from cornplug.planner.measure_points import Ask
+
+ASKS = [Ask(1, 1), Ask(40, 8), Ask(16, 8)]
+
+
+def result(**changed):
+    right = {"errors": ["", "", ""], "input_lens": [1, 40, 16], "output_lens": [1, 8, 8]}
+    return {**right, "latencies": [0.1, 0.8, 0.4], **changed}
+
+
+def test_no_two_prompts_begin_alike():
+    lines = [json.loads(line) for first in (0, 1) for line in trace_lines(ASKS * 20, first).splitlines()]
+    ids = [i for line in lines for i in line["hash_ids"]]
+
+    assert len(ids) == len(set(ids))
+    assert all(16 * len(line["hash_ids"]) >= line["prompt_tokens"] for line in lines)
+
+
+def test_each_request_has_its_time():
+    assert [(t.ask, t.seconds) for t in timed(ASKS, result())] == list(
+        zip(ASKS, [0.1, 0.8, 0.4], strict=True)
+    )
+
+
+def test_a_failed_request_is_named_with_its_reason():
+    errors = ["", "Traceback ...\nRuntimeError: out of blocks", ""]
+
+    with pytest.raises(CornplugError, match=r"request 1 .*40.* failed: RuntimeError: out of blocks"):
+        timed(ASKS, result(errors=errors))
+
+
+def test_an_answer_that_stopped_early_is_no_measurement():
+    with pytest.raises(CornplugError, match=r"request 1 should be .*output_tokens=8.* was .*output_tokens=3"):
+        timed(ASKS, result(output_lens=[1, 3, 8]))
+
+
+def test_it_sends_nothing_that_would_warm_the_prefix_cache(tmp_path):
+    served = Served("http://127.0.0.1:1", "model", "/m", 2048)
+    line = command(served, tmp_path / "trace.jsonl", tmp_path / "result.json", requests=3, concurrency=2)
+
+    assert line[line.index("--ready-check-timeout-sec") + 1] == "0"
+    assert line[line.index("--max-concurrency") + 1] == "2"

@@ -1,0 +1,23 @@
+"""`cornplug profile`: arguments that do not go together are refused before anything starts."""
+
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner.measure import main
+
+LLM = ["llm", "--gpu", "H100", "--out", "x.csv"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (LLM, "--model: is missing"),
+        (["encoder", "--url", "http://h:1", "--gpu", "L4", "--out", "x.csv"], "--model: is missing"),
+        ([*LLM, "--url", "http://h:1", "--", "--dtype", "float16"], "runs already"),
+        ([*LLM, "--model", "m", "--repeats", "1"], "no median"),
+        ([*LLM, "--model", "m", "--batches", "2,4"], "Begin with 1"),
+    ],
+)
+def test_refused(argv, said):
+    with pytest.raises(ConfigError, match=said):
+        main(argv)

@@ -1,0 +1,42 @@
+"""From an encoder service's counters to a table of batches."""
+
+import httpx
+import pytest
+
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.planner import measure_encoder
+from cornplug.planner.measure_encoder import Passes, Round, passes, points
+
+
+def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
+    tower_s = a * passes_ + b * pictures * tokens
+    return Round(pictures, pictures * tokens, around + tower_s, Passes(passes_, tower_s))
+
+
+def test_a_batch_takes_the_towers_time_and_what_is_around_it():
+    rounds = [sent(1, 1), sent(1, 1), sent(4, 1), sent(4, 1)]
+    rows = points(rounds, 1, gpu="L4")
+
+    assert [row.x for row in rows] == [256, 1024]
+    assert [row.seconds for row in rows] == pytest.approx([0.025 + 0.256, 0.025 + 1.024])
+
+
+def test_pictures_that_went_through_in_two_passes_are_two_smaller_batches():
+    rows = points([sent(1, 1), sent(4, 2)], 4, gpu="L4")
+
+    assert [row.x for row in rows] == [4 * 256, 4 * 512]
+    assert rows[1].seconds == pytest.approx(0.025 + 0.512)
+
+
+def test_without_a_picture_alone_what_is_around_a_pass_is_unknown():
+    with pytest.raises(ConfigError, match="Begin with 1"):
+        points([sent(4, 1)], 1, gpu="L4")
+
+
+def test_another_servers_metrics_are_no_encoder_services(monkeypatch):
+    def get(url, **_):
+        return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(measure_encoder.httpx, "get", get)
+    with pytest.raises(CornplugError, match="no encoder service"):
+        passes("http://127.0.0.1:1")

@@ -1,0 +1,89 @@
+"""From an engine's answers to its iteration times: what is known must come back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.planner.measure_points import Ask, Grid, Timed
+
+GRID = Grid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
+CELL = {"gpu": "cpu-core", "engine": "vllm"}
+
+
+def answered(asks, *, overhead, per_token, base, context=0.0, batch=1):
+    """By an engine whose iterations take base + per_token for each token of prompt or output."""
+
+    def seconds(ask: Ask) -> float:
+        steps = ask.output_tokens - 1
+        read = ask.prompt_tokens * steps + steps * (steps + 1) / 2
+        decoding = steps * (base + per_token * batch) + context * batch * read
+        return overhead + base + per_token * ask.prompt_tokens + decoding
+
+    return [Timed(ask, seconds(ask)) for ask in asks]
+
+
+def measured(grid, **engine):
+    alone = answered(grid.alone(), **engine)
+    together = {b: answered(grid.together(b), batch=b, **engine) for b in grid.batches[1:]}
+    return {(row.kind, row.x): row.seconds for row in grid.rows(alone, together, **CELL)}
+
+
+@given(overhead=st.floats(1e-3, 0.05), per_token=st.floats(1e-5, 1e-3), base=st.floats(1e-3, 0.1))
+def test_iteration_times_come_back(overhead, per_token, base):
+    rows = measured(GRID, overhead=overhead, per_token=per_token, base=base)
+
+    assert rows["overhead", 1] == pytest.approx(overhead, rel=1e-6)
+    for prompt in GRID.prompts:
+        assert rows["prefill", prompt] == pytest.approx(base + per_token * prompt, rel=1e-6)
+    for batch in GRID.batches:
+        assert rows["decode", batch] == pytest.approx(base + per_token * batch, rel=1e-6)
+
+
+def test_context_is_told_from_the_step():
+    engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
+    rows = measured(GRID, **engine, context=1e-6)
+
+    # Outputs lengthen a short prompt's context, too: half an output is not told from the step.
+    assert rows["kv_token", 1] == pytest.approx(1e-6, rel=0.02)
+    assert rows["decode", 8] == pytest.approx(0.02 + 8e-4, rel=0.01)
+
+
+def test_an_engine_that_takes_no_time_for_context_has_no_such_row():
+    rows = measured(GRID, overhead=0.0, per_token=1e-4, base=0.02)
+
+    assert not [kind for kind, _ in rows if kind in ("kv_token", "overhead")]
+
+
+def test_slow_first_answers_do_not_count():
+    engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
+    alone = answered(GRID.alone(), **engine)
+    kinds = len(alone) // (GRID.repeats + 1)
+    cold = [Timed(t.ask, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
+    together = {b: answered(GRID.together(b), batch=b, **engine) for b in GRID.batches[1:]}
+
+    assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
+
+
+def test_noise_larger_than_the_work_is_no_measurement():
+    alone = [Timed(ask, 0.1) for ask in GRID.alone()]
+
+    with pytest.raises(CornplugError, match="busy with other work"):
+        GRID.rows(alone, {}, **CELL)
+
+
+def test_prompts_beyond_the_context_are_left_out():
+    assert GRID.within(600).prompts == (64, 256)
+    with pytest.raises(ConfigError, match="at most 18"):
+        GRID.within(50)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"), [("prompts", (256, 64)), ("prompts", ()), ("batches", (2, 4)), ("output_tokens", 2)]
+)
+def test_a_grid_that_cannot_be_measured_says_which_part(field, values):
+    given_ = {"prompts": (64,), "batches": (1,), "output_tokens": 32, "repeats": 3, field: values}
+
+    with pytest.raises(ConfigError) as e:
+        Grid(**given_)
+    assert e.value.field == field
