@@ -80,6 +80,8 @@ class LLMShape(Table):
     mla_rank: int | None = None
     """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
     max_context: Count = 32_768
+    embedding_parameters: NonNegative = 0.0
+    """Of all, those of embeddings and head: quantisation leaves them alone."""
 
 
 class TowerShape(Table):

@@ -1,0 +1,69 @@
+"""Room for KV: a published figure, and what makes it larger or smaller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cornplug.planner.inputs import Gpu, LLMShape
+from cornplug.planner.memory import kv_tokens
+
+A40 = Gpu(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
+H100 = Gpu(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")
+# InternVL3-38B's language model, Qwen2.5-32B, without its tower.
+INTERNVL3_38B = LLMShape(
+    layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, parameters=32.8e9, embedding_parameters=1.55e9
+)
+QWEN2_7B = LLMShape(
+    layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, parameters=7.6e9, embedding_parameters=1.09e9
+)
+
+
+def _tokens(shape: LLMShape = QWEN2_7B, gpu: Gpu = H100, **other: Any) -> int:
+    cell: dict[str, Any] = {"engine": "vllm", "tp": 1, "pp": 1, "share": 1.0, "quantisation": "none"}
+    return kv_tokens(shape, gpu, **{**cell, "chunk_tokens": 8192, "max_batch": 256, **other})
+
+
+def test_internvl3_38b_on_two_a40() -> None:
+    # Its developers report 72,832 tokens at a utilisation of 0.93.
+    assert _tokens(INTERNVL3_38B, A40, tp=2, utilisation=0.93) == pytest.approx(72_832, rel=0.02)
+    assert _tokens(INTERNVL3_38B, A40, tp=1) == 0, "66 GB of weights in 48 GB"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_7b_on_an_h100_leaves_most_of_it_to_the_cache(engine: str) -> None:
+    tokens = _tokens(engine=engine)
+    assert tokens % 16 == 0
+    assert 0.65 < tokens * 57344 / (80 * 2**30) < 0.75
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_takes_room_from_the_cache(engine: str) -> None:
+    before = _tokens(engine=engine, share=0.5)
+    assert _tokens(engine=engine, share=0.5, extra_bytes=57_344_000) == pytest.approx(before - 1000, abs=16)
+    assert _tokens(engine=engine, share=0.5, chunk_tokens=16384) < before
+    assert _tokens(engine=engine, share=0.5, max_batch=1024) < before
+    assert _tokens(engine=engine, share=0.25) < before < _tokens(engine=engine)
+    assert _tokens(engine=engine, share=0.5, quantisation="fp8") > before
+    assert _tokens(engine=engine, share=0.5, element_bytes=1) == pytest.approx(2 * before, abs=32)
+
+
+def test_more_ranks_hold_more() -> None:
+    one, two = _tokens(), _tokens(tp=2)
+    assert two > 2.2 * one, "half the weights and half the heads on each"
+    # Beyond four KV heads they are repeated: only weights get smaller.
+    assert _tokens(tp=8) < 1.2 * _tokens(tp=4)
+
+
+def test_sglang_keeps_ten_gib_of_a_large_gpu() -> None:
+    small_steps = {"engine": "sglang", "chunk_tokens": 2048, "max_batch": 8}
+    left = 80 * 2**30 - 15.2e9 - 10 * 2**30
+    assert _tokens(**small_steps) == pytest.approx(left / 57344, rel=1e-3)
+
+
+def test_cores_of_a_cpu() -> None:
+    core = Gpu(name="cpu-core", memory_gib=4, bandwidth_gb_s=10, bf16_tflops=0.05, generation="cpu")
+    tiny = LLMShape(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, parameters=2e5)
+    assert _tokens(tiny, core) * 512 == pytest.approx(4 * 2**30 - 0.5e9, rel=1e-2)
+    assert _tokens(QWEN2_7B, core) == 0

@@ -1,0 +1,294 @@
+"""Sizes: against published figures, and against what transformers builds for the same config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.errors import CheckpointError, ConfigError
+from cornplug.planner import llm_shapes, tower_shapes
+from cornplug.planner.inputs import Component, GeneratorShape, LLMShape, TowerShape
+from cornplug.planner.shapes import fingerprint_of, kv_bytes_per_token, shape_of, weights_bytes
+from cornplug.testing import bare_checkpoints
+
+QWEN2_7B = {
+    **{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
+    **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"max_position_embeddings": 131072, "tie_word_embeddings": False},
+}
+LLAMA3_8B = {
+    **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+QWEN3_4B = {
+    **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728},
+    **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "tie_word_embeddings": True,
+}
+MISTRAL_7B = {"model_type": "mistral", "vocab_size": 32000}
+MIXTRAL_8X7B = {
+    **{"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+QWEN3_30B_A3B = {
+    **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144},
+    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432},
+    **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
+    **{"v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "moe_layer_freq": 1},
+}
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+        **{"num_hidden_layers": 34, "sliding_window": 1024},
+    },
+    "vision_config": {
+        **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304},
+        **{"num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896, "patch_size": 14},
+    },
+}
+LLAVA_7B = {
+    "model_type": "llava",
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+    "vision_config": {
+        **{"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096},
+        **{"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+    },
+}
+QWEN2_VL_7B = {
+    **{**QWEN2_7B, "model_type": "qwen2_vl", "max_position_embeddings": 32768},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16},
+}
+INTERNVL3_38B = {  # the layout before transformers' own
+    "model_type": "internvl_chat",
+    "downsample_ratio": 0.5,
+    "llm_config": {
+        **{"model_type": "qwen2", "vocab_size": 151674, "hidden_size": 5120, "intermediate_size": 27648},
+        **{"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8},
+    },
+    "vision_config": {
+        **{"hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45, "image_size": 448},
+        **{"num_attention_heads": 25, "patch_size": 14},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (QWEN2_7B, 7.616e9),
+        (LLAMA3_8B, 8.030e9),
+        (QWEN3_4B, 4.022e9),
+        (MISTRAL_7B, 7.242e9),
+        (MIXTRAL_8X7B, 46.70e9),
+        (QWEN3_30B_A3B, 30.53e9),
+        (DEEPSEEK_V3, 671.0e9),
+        (GEMMA3_4B, 3.880e9),
+        (LLAVA_7B, 6.739e9),
+        (QWEN2_VL_7B, 7.616e9),
+        (INTERNVL3_38B, 32.76e9),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_parameters_of_published_language_models(config: dict[str, Any], published: float) -> None:
+    assert llm_shapes.from_config(config).parameters == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "active"), [(MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9), (DEEPSEEK_V3, 37.5e9)]
+)
+def test_a_token_passes_through_few_experts(config: dict[str, Any], active: float) -> None:
+    assert llm_shapes.from_config(config).active_parameters == pytest.approx(active, rel=0.01)
+
+
+def test_a_dense_model_is_all_active() -> None:
+    assert llm_shapes.from_config(QWEN2_7B).active_parameters is None
+
+
+@pytest.mark.parametrize(
+    ("config", "published", "patches"),
+    [
+        (GEMMA3_4B, 0.42e9, 16),  # SigLIP-400M, 4 x 4 patches averaged
+        (LLAVA_7B, 0.291e9 + 0.021e9, 1),  # 23 of CLIP-L/336's 24 layers, and the projector
+        (QWEN2_VL_7B, 0.6757e9, 4),  # "675M", with its merger
+        (INTERNVL3_38B, 5.5e9 + 0.09e9, 4),  # InternViT-6B-V2.5
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_towers(config: dict[str, Any], published: float, patches: int) -> None:
+    shape = tower_shapes.from_config(config)
+    assert shape.parameters == pytest.approx(published, rel=0.02)
+    assert shape.patches_per_token == patches
+
+
+def test_a_tower_of_llava_ends_at_its_cut() -> None:
+    assert tower_shapes.from_config(LLAVA_7B).layers == 23
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "bytes_per_token"),
+    [
+        (DEEPSEEK_V3, 1, 70_272),
+        (DEEPSEEK_V3, 8, 70_272),  # latent attention: the same on every rank
+        (INTERNVL3_38B, 2, 131_072),
+        (QWEN2_7B, 1, 57_344),
+        (QWEN2_7B, 4, 14_336),
+        (QWEN2_7B, 8, 14_336),  # four KV heads: repeated on eight ranks
+    ],
+)
+def test_kv_of_a_token_on_one_rank(config: dict[str, Any], tp: int, bytes_per_token: int) -> None:
+    assert kv_bytes_per_token(llm_shapes.from_config(config), tp=tp) == bytes_per_token
+
+
+def test_kv_of_a_pipeline_and_of_eight_bits() -> None:
+    shape = llm_shapes.from_config(DEEPSEEK_V3)
+    assert kv_bytes_per_token(shape, pp=2) == 31 * 576 * 2, "the fuller of two ranks"
+    assert kv_bytes_per_token(shape, element_bytes=1) == 70_272 // 2
+
+
+def test_weights_of_a_rank() -> None:
+    shape = llm_shapes.from_config(QWEN2_7B)
+    assert weights_bytes(shape, "none") == pytest.approx(15.23e9, rel=1e-3)
+    assert weights_bytes(shape, "none", tp=4) == pytest.approx(15.23e9 / 4, rel=1e-3)
+    assert 15.23e9 / 2 < weights_bytes(shape, "none", pp=2) < 15.23e9 / 2 + 2.2e9
+    # Published: Qwen2.5-7B-Instruct-AWQ 5.57 GB, an FP8 of it 8.7 GB; embeddings stay as they are.
+    assert weights_bytes(shape, "awq") == pytest.approx(5.57e9, rel=0.03)
+    assert weights_bytes(shape, "fp8") == pytest.approx(8.7e9, rel=0.03)
+    tower = TowerShape(layers=32, hidden=1280, intermediate=5120, parameters=6.75e8)
+    assert weights_bytes(tower, "fp8") == 1.35e9, "towers keep 16 bits"
+    assert weights_bytes(GeneratorShape(parameters=2e9, flops_per_unit=1), "none", tp=2) == 2e9
+
+
+# --- checkpoints on disk ---
+
+
+def _components(*given: dict[str, Any]) -> dict[str, Component]:
+    return {c.name: c for c in (Component.model_validate(row) for row in given)}
+
+
+def _config_only(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_given_shape_goes_before_a_checkpoint(tmp_path: Path) -> None:
+    folder = _config_only(tmp_path / "m", QWEN2_7B)
+    own = {"layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "parameters": 1e6}
+    components = _components(
+        {"name": "a", "kind": "llm", "checkpoint": folder, "shape": {"kind": "llm", **own}},
+        {"name": "b", "kind": "llm", "checkpoint": folder},
+        {"name": "c", "kind": "llm", "model": str(folder)},
+    )
+    sizes = [shape_of(c, components).parameters for c in components.values()]
+    assert sizes == [1e6, *[pytest.approx(7.616e9, rel=1e-3)] * 2]
+
+
+def test_an_encoder_has_the_tower_of_its_llm(tmp_path: Path) -> None:
+    components = _components(
+        {"name": "llm", "kind": "llm", "checkpoint": _config_only(tmp_path / "m", QWEN2_VL_7B)},
+        {"name": "vit", "kind": "encoder", "tower_of": "llm"},
+    )
+    shape = shape_of(components["vit"], components)
+    assert isinstance(shape, TowerShape)
+    assert (shape.layers, shape.hidden, shape.intermediate) == (32, 1280, 5120)
+    assert fingerprint_of(components["vit"], components) is None, "no weights, no fingerprint"
+    assert isinstance(shape_of(components["llm"], components), LLMShape)
+
+
+def test_weights_are_counted_where_they_are_and_give_the_fingerprint(tmp_path: Path) -> None:
+    folder, other = tmp_path / "one", tmp_path / "two"
+    config = {**QWEN2_VL_7B, "num_hidden_layers": 1}
+    for path in (folder, other):
+        bare_checkpoints.write(path, bare_checkpoints.qwen2_vl_tensors(), config)
+    components = _components(
+        {"name": "one", "kind": "llm", "checkpoint": folder},
+        {"name": "vit", "kind": "encoder", "tower_of": "one"},
+        {"name": "two", "kind": "encoder", "checkpoint": other},
+        {"name": "given", "kind": "encoder", "fingerprint": "abc"},
+    )
+    tensors = bare_checkpoints.qwen2_vl_tensors()
+    counted = sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if "visual" in name)
+    assert shape_of(components["vit"], components).parameters == counted
+    prints = [fingerprint_of(components[name], components) for name in ("vit", "two", "given", "one")]
+    assert prints[0] is not None
+    assert prints == [prints[0], prints[0], "abc", None]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        ({"model_type": "mamba"}, "llm", "config.json of 'mamba' has no "),
+        (QWEN2_7B, "encoder", "config.json of 'qwen2' describes no tower"),
+        (None, "llm", "has no config.json"),
+    ],
+)
+def test_a_checkpoint_that_does_not_say_it(
+    tmp_path: Path, config: dict[str, Any] | None, kind: str, message: str
+) -> None:
+    folder = tmp_path / "m"
+    if config is None:
+        folder.mkdir()
+    else:
+        _config_only(folder, config)
+    components = _components({"name": "x", "kind": kind, "checkpoint": folder})
+    with pytest.raises(ConfigError, match=message) as raised:
+        shape_of(components["x"], components)
+    assert raised.value.field == "components[x].checkpoint"
+    assert isinstance(raised.value.__cause__, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("llm", "`checkpoint`, a folder"), ("generator", "shape = { parameters = ")]
+)
+def test_neither_shape_nor_checkpoint(kind: str, remedy: str) -> None:
+    components = _components({"name": "x", "kind": kind, "model": "nobody/nothing"})
+    with pytest.raises(ConfigError, match=remedy):
+        shape_of(components["x"], components)
+
+
+# --- what transformers builds ---
+
+
+def _tiny(make: str) -> Callable[[Path], Path]:
+    def written(path: Path) -> Path:
+        from cornplug.testing import checkpoints
+
+        folder: Path = getattr(checkpoints, make)(path)
+        return folder
+
+    return written
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "make",
+    [
+        *("llava", "llava_next", "llava_onevision", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl"),
+        *("qwen3_vl", "qwen3_vl_moe", "qwen2_audio", "ultravox", "qwen2_text", "deepseek_v2"),
+    ],
+)
+def test_arithmetic_agrees_with_the_weights_of_every_family(tmp_path: Path, make: str) -> None:
+    folder = _tiny(make)(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = ["llm"] if make in ("qwen2_text", "deepseek_v2") else ["llm", "encoder"]
+    for kind in kinds:
+        components = _components({"name": "x", "kind": kind, "checkpoint": folder})
+        counted = shape_of(components["x"], components).parameters
+        by_config: LLMShape | TowerShape
+        by_config = (llm_shapes if kind == "llm" else tower_shapes).from_config(config)
+        assert by_config.parameters == pytest.approx(counted, rel=1e-9 if kind == "llm" else 0.02)
