@@ -68,7 +68,7 @@ def goodput(model: Model) -> Goal:
 
 
 def least_share(model: Model) -> Goal:
-    return Goal("least_share", model.least, -1)
+    return Goal("least_share", 1 * model.least, -1)
 
 
 def neatness(model: Model) -> Goal:

@@ -133,7 +133,7 @@ def cbc(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool
         )
         said = log.read_text()
     seconds = time.monotonic() - began
-    if problem.sol_status == pulp.LpSolutionInfeasible:
+    if problem.status == pulp.LpStatusInfeasible:
         return Run("infeasible", "CBC", seconds)
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return Run("none", "CBC", seconds)
