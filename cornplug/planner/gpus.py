@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
+from cornplug.planner.input_error import InputError, nearest
 from cornplug.planner.inputs import Gpu, NodeClass, PlanInput, Positive, Table
 
 _PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
@@ -58,44 +58,36 @@ def node_classes(given: PlanInput) -> tuple[NodeClass, ...]:
     return tuple(_priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """For a remedy: the known name that was probably meant, and the others."""
-    close = get_close_matches(name, known, 1, 0.6)
-    guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(known) or 'none'}."
-
-
 def _priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Price]) -> NodeClass:
-    field = f"pool[{i}]"
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
-        raise ConfigError(f"{field}.gpu", f"no GPU {nodes.gpu!r} in the table", remedy)
+        raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
     if nodes.shape is None:
         if nodes.price_per_hour is not None:
             return nodes
         found = next((p for p in prices if (p.gpu, p.gpus) == (nodes.gpu, nodes.gpus)), None)
         if found is None:
             shapes = [f"{p.shape} ({p.gpus})" for p in prices if p.gpu == nodes.gpu]
-            raise ConfigError(
-                field,
+            raise InputError(
+                ("pool", i),
                 f"no price for a machine with {nodes.gpus} x {nodes.gpu}",
                 f"Write price_per_hour = DOLLARS; shapes in the table (GPUs): {', '.join(shapes) or 'none'}.",
             )
         return nodes.model_copy(update={"price_per_hour": found.price_per_hour, "shape": found.shape})
-    return _of_shape(field, nodes, prices)
+    return _of_shape(i, nodes, prices)
 
 
-def _of_shape(field: str, nodes: NodeClass, prices: Sequence[Price]) -> NodeClass:
+def _of_shape(i: int, nodes: NodeClass, prices: Sequence[Price]) -> NodeClass:
     found = next((p for p in prices if p.shape == nodes.shape), None)
     if found is None:
         if nodes.price_per_hour is not None:
             return nodes
         known = [p.shape for p in prices if p.gpu == nodes.gpu] or [p.shape for p in prices]
         remedy = f"{nearest(str(nodes.shape), known)} Or write price_per_hour = DOLLARS."
-        raise ConfigError(f"{field}.shape", f"no shape {nodes.shape!r} in the price table", remedy)
+        raise InputError(("pool", i, "shape"), f"no shape {nodes.shape!r} in the price table", remedy)
     if (found.gpu, found.gpus) != (nodes.gpu, nodes.gpus):
-        raise ConfigError(
-            f"{field}.shape",
+        raise InputError(
+            ("pool", i, "shape"),
             f"{found.shape} has {found.gpus} x {found.gpu}, not {nodes.gpus} x {nodes.gpu}",
             f"Write gpu = {found.gpu!r} and gpus = {found.gpus}, or another shape.",
         )

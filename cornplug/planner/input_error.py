@@ -1,0 +1,42 @@
+"""What is wrong with a field of a plan's input, and where the field is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Final
+
+from cornplug.errors import ConfigError
+
+Place = tuple[str | int, ...]
+"""Keys and list positions from the top of the input: ("applications", 0, "llm")."""
+
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class InputError(ConfigError):
+    """A field of the input is wrong; `field` reads "applications[0].llm"."""
+
+    def __init__(self, place: Place, problem: str, remedy: str) -> None:
+        super().__init__(field(place), problem, remedy)
+        self.place = place
+        self.problem = problem
+
+
+def field(place: Place) -> str:
+    """A place as TOML's dotted keys, with positions in brackets."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + (part if _BARE_KEY.fullmatch(part) else f'"{part}"')
+    return text or "the file"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """For a remedy: the known name that was probably meant, and the others."""
+    close = get_close_matches(name, known, 1, 0.6)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(known) or 'none'}."
