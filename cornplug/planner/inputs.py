@@ -1,195 +1,86 @@
 """What a planner is told: the tables and fields of a plan's TOML file.
 
-Only shapes and ranges are checked here, and what one table says of another. Reading the file,
-and finding the line of an error, is `toml_source.py`; the meaning of a length is `lengths.py`.
+Only shapes and ranges are checked here, and what one field of a table says of another; what one table
+says of another is `input_checks.py`. Reading the file, and finding the line of an error, is
+`toml_source.py`; the meaning of a length is `lengths.py`.
 Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+from cornplug.planner.input_components import (
+    Component,
+    GeneratorShape,
+    LLMShape,
+    Measured,
+    Profile,
+    Roofline,
+    Throughput,
+    TowerShape,
+)
+from cornplug.planner.input_types import (
+    Count,
+    Engine,
+    Histogram,
+    InputPath,
+    Kind,
+    Length,
+    LogNormal,
+    Name,
+    NonNegative,
+    Positive,
+    Quantisation,
+    RouterPolicy,
+    Share,
+    Table,
+    Workload,
+    wrong,
+)
 
-Kind = Literal["encoder", "llm", "generator"]
-Engine = Literal["vllm", "sglang"]
-Workload = Literal["online", "semi-online", "offline"]
-Quantisation = Literal["none", "fp8", "awq", "gptq"]
-RouterPolicy = Literal["least_work", "join_shortest_queue", "random"]
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-# Lengths ------------------------------------------------------------------------------------
-
-
-class LogNormal(Table):
-    """A log-normal length, cut off at `max` (drawn again beyond it)."""
-
-    mean: Positive
-    cv: NonNegative = 1.0
-    """Standard deviation / mean."""
-    max: Count = 1_000_000
-
-    @model_validator(mode="after")
-    def _max_above_mean(self) -> Self:
-        if self.max < self.mean:
-            raise ValueError(f"max: {self.max} is below the mean, {self.mean:g}")
-        return self
-
-
-class Histogram(Table):
-    values: list[Count] = Field(min_length=1)
-    weights: list[NonNegative] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _one_weight_each(self) -> Self:
-        if len(self.values) != len(self.weights) or sum(self.weights) <= 0:
-            raise ValueError("weights: one for each of values, and not all zero")
-        return self
-
-
-Length = Annotated[int, Field(ge=0)] | LogNormal | Histogram
-
-# Components ---------------------------------------------------------------------------------
-
-
-class LLMShape(Table):
-    """A language model's size. `from_config` in `shapes.py` reads it from a checkpoint."""
-
-    kind: Literal["llm"] = "llm"
-    layers: Count
-    hidden: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    parameters: Positive
-    """All weights, of experts too."""
-    active_parameters: Positive | None = None
-    """What one token passes through; None: all of them."""
-    mla_rank: int | None = None
-    """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
-    max_context: Count = 32_768
-    embedding_parameters: NonNegative = 0.0
-    """Of all, those of embeddings and head: quantisation leaves them alone."""
-
-
-class TowerShape(Table):
-    kind: Literal["tower"] = "tower"
-    layers: Count
-    hidden: Count
-    intermediate: Count
-    parameters: Positive
-    patches_per_token: Count = 1
-    """Patches that the tower computes for one token that the LLM sees (Qwen2-VL: 4)."""
-
-
-class GeneratorShape(Table):
-    kind: Literal["generator"] = "generator"
-    parameters: Positive
-    flops_per_unit: Positive
-    """Floating-point operations for one unit (an image, a second of speech)."""
-
-
-class Throughput(Table):
-    """Requests a second that one replica carries, as measured elsewhere; no times are known."""
-
-    kind: Literal["throughput"] = "throughput"
-    gpu: str
-    tp: Count = 1
-    pp: Count = 1
-    engine: Engine | None = None
-    quantisation: Quantisation = "none"
-    role: Literal["E", "P", "D", "PD", "EPD", "G"] | None = None
-    """For an LLM whose roles differ (DistServe's P 5.6 and D 10 requests/s); None: any role."""
-    requests_per_s: Positive | dict[str, Positive]
-    """For every request type alike, or by "application/request"."""
-    tpot_s: dict[str, Positive] = Field(default_factory=dict)
-    """Seconds per token at this rate, by request type, where the rate was measured under an SLO."""
-    source: str = "given"
-
-
-class Measured(Table):
-    """Times measured on a device: inline points, or a CSV file of `cornplug profile`."""
-
-    kind: Literal["table"] = "table"
-    gpu: str
-    tp: Count = 1
-    pp: Count = 1
-    engine: Engine | None = None
-    quantisation: Quantisation = "none"
-    file: Path | None = None
-    prefill_tokens: list[Count] = Field(default_factory=list)
-    prefill_s: list[Positive] = Field(default_factory=list)
-    """Seconds of one iteration that computes so many prompt tokens."""
-    decode_requests: list[Count] = Field(default_factory=list)
-    decode_s: list[Positive] = Field(default_factory=list)
-    """Seconds of one iteration that gives so many requests one token each."""
-    kv_token_s: NonNegative = 0.0
-    """Added to a decode iteration for each token of context in the batch."""
-    mixed_factor: Positive = 1.0
-    """An iteration of both kinds takes the longer of the two times this (Splitwise: 1.1)."""
-    request_overhead_s: NonNegative = 0.0
-    """Of an engine's API process, network and tokenizer, once a request, off the device."""
-    encode_patches: list[Count] = Field(default_factory=list)
-    encode_s: list[Positive] = Field(default_factory=list)
-    units: list[Positive] = Field(default_factory=list)
-    unit_s: list[Positive] = Field(default_factory=list)
-    kv_tokens: Count | None = None
-    """Tokens of KV cache that the engine reported; None: from shape and memory."""
-    source: str = "measured"
-    """Where, when and with what it was measured."""
-
-
-class Roofline(Table):
-    """Times from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
-
-    kind: Literal["roofline"] = "roofline"
-    compute_efficiency: Share = 0.5
-    bandwidth_efficiency: Share = 0.8
-    step_overhead_s: NonNegative = 0.003
-    request_overhead_s: NonNegative = 0.005
-
-
-Profile = Annotated[Throughput | Measured | Roofline, Field(discriminator="kind")]
-
-
-class Component(Table):
-    name: Name
-    kind: Kind
-    model: str | None = None
-    """What stands on the command line: a hub id or a folder. None: `checkpoint`."""
-    checkpoint: Path | None = None
-    """A folder with config.json; shape, and fingerprint where the weights are there, come from it."""
-    shape: Annotated[LLMShape | TowerShape | GeneratorShape, Field(discriminator="kind")] | None = None
-    fingerprint: str | None = None
-    """Of the tower's weights: encoders with the same one are one service."""
-    tower_of: Name | None = None
-    """Encoder only: the LLM component whose checkpoint holds this tower."""
-    quantisations: list[Quantisation] = ["none"]
-    tp: list[Count] = [1, 2, 4, 8]
-    pp: list[Count] = [1]
-    shares: list[Positive] = [1.0]
-    """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
-    engines: list[Engine] = ["vllm", "sglang"]
-    speculative: Literal["none", "mtp", "eagle3"] = "none"
-    speculative_model: str | None = None
-    acceptance: Share = 0.0
-    """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
-    max_model_len: Count | None = None
-    profiles: list[Profile] = Field(default=[Roofline()], min_length=1)
-    """The first that fits a cell is taken."""
-
+__all__ = [
+    "Application",
+    "Caches",
+    "Change",
+    "Component",
+    "Count",
+    "Engine",
+    "Generation",
+    "GeneratorShape",
+    "Gpu",
+    "Histogram",
+    "Kind",
+    "LLMShape",
+    "Length",
+    "LogNormal",
+    "Measured",
+    "Media",
+    "Name",
+    "NodeClass",
+    "NonNegative",
+    "PlanInput",
+    "Positive",
+    "Profile",
+    "Quantisation",
+    "Request",
+    "Roofline",
+    "RouterPolicy",
+    "Rules",
+    "Share",
+    "SharedPrefix",
+    "Slo",
+    "Solver",
+    "Structure",
+    "Table",
+    "Throughput",
+    "TowerShape",
+    "Workload",
+]
 
 # Applications -------------------------------------------------------------------------------
 
@@ -241,7 +132,7 @@ class Request(Table):
     prompt: Length = 512
     """Text tokens, the shared prefix among them."""
     output: Length = 128
-    trace: Path | None = None
+    trace: InputPath | None = None
     trace_format: Literal["azure", "mooncake", "csv"] = "csv"
     """`trace` gives prompt and output lengths together, in place of `prompt` and `output`."""
     media: list[Media] = Field(default_factory=list)
@@ -251,6 +142,15 @@ class Request(Table):
     """None: the application's."""
     weight: Positive = 1.0
     """Of one request in the goodput."""
+
+    @model_validator(mode="after")
+    def _lengths_from_one_place(self) -> Self:
+        given = sorted({"prompt", "output"} & self.model_fields_set)
+        if self.trace is not None and given:
+            raise wrong(
+                given[0], "the trace gives lengths, too", f"Leave out {' and '.join(given)}, or trace."
+            )
+        return self
 
 
 class Application(Table):
@@ -309,8 +209,8 @@ class NodeClass(Table):
 class Caches(Table):
     """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
 
-    embedding_gib: list[NonNegative] = [0.0]
-    prefix_gib: list[NonNegative] = [0.0]
+    embedding_gib: list[NonNegative] = Field(default=[0.0])
+    prefix_gib: list[NonNegative] = Field(default=[0.0])
 
 
 class Rules(Table):
@@ -346,7 +246,7 @@ class Solver(Table):
 class Change(Table):
     """What runs now, and what a change of it may cost."""
 
-    plan: Path
+    plan: InputPath
     horizon_hours: Positive = 24.0
     max_changes: int | None = None
     """Starts and role switches; None: any number."""
@@ -364,7 +264,7 @@ class PlanInput(Table):
     applications: list[Application] = Field(min_length=1)
     pool: list[NodeClass] = Field(min_length=1)
     gpus: list[Gpu] = Field(default_factory=list)
-    prices: Path | None = None
+    prices: InputPath | None = None
     """A price table in place of cornplug's own, in the same format."""
     caches: Caches = Caches()
     rules: Rules = Rules()

@@ -1,0 +1,95 @@
+"""What the tables of a plan's input are made of: numbers, names, lengths, paths, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+Kind = Literal["encoder", "llm", "generator"]
+Engine = Literal["vllm", "sglang"]
+Workload = Literal["online", "semi-online", "offline"]
+Quantisation = Literal["none", "fp8", "awq", "gptq"]
+RouterPolicy = Literal["least_work", "join_shortest_queue", "random"]
+
+
+def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
+    """An error of a validator. `key` is the one within its table; "" for the table itself."""
+    return PydanticCustomError(
+        "plan_input", "{key}: {problem}. {remedy}", {"key": key, "problem": problem, "remedy": remedy}
+    )
+
+
+def _from_its_file(path: Path, info: ValidationInfo) -> Path:
+    """Relative to the file that names it, where `toml_source.py` says which that is."""
+    folder: Path | None = (info.context or {}).get("folder")
+    return path if folder is None else folder / path
+
+
+InputPath = Annotated[Path, AfterValidator(_from_its_file)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LogNormal(Table):
+    """A log-normal length, cut off at `max` (drawn again beyond it)."""
+
+    mean: Positive
+    cv: NonNegative = 1.0
+    """Standard deviation / mean."""
+    max: Count = 1_000_000
+
+    @model_validator(mode="after")
+    def _max_above_mean(self) -> Self:
+        if self.max < self.mean:
+            raise wrong("max", f"{self.max} is below the mean, {self.mean:g}", "Raise it, or leave it out.")
+        return self
+
+
+class Histogram(Table):
+    values: list[Count] = Field(min_length=1)
+    weights: list[NonNegative] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> Self:
+        if len(self.values) != len(self.weights) or sum(self.weights) <= 0:
+            raise wrong(
+                "weights",
+                f"{len(self.weights)} for {len(self.values)} values, or all zero",
+                "Write one for each of values, and not all zero.",
+            )
+        return self
+
+
+def _length_kind(given: Any) -> str:
+    """Which one is meant, so that an error is told of that one only."""
+    if isinstance(given, Histogram) or (isinstance(given, dict) and {"values", "weights"} & given.keys()):
+        return "histogram"
+    return "log-normal" if isinstance(given, (dict, LogNormal)) else "number"
+
+
+Length = Annotated[
+    Annotated[int, Field(ge=0), Tag("number")]
+    | Annotated[LogNormal, Tag("log-normal")]
+    | Annotated[Histogram, Tag("histogram")],
+    Discriminator(_length_kind),
+]
