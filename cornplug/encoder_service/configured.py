@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from cornplug.config import Config
@@ -24,6 +25,12 @@ def is_here(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def url_name(name: str) -> str:
+    """How a URL names a model: a hub id as it is, a folder by its last part."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() or name.startswith(".") else name
 
 
 def local_store(config: Config) -> Store | None:

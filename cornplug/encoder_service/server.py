@@ -23,6 +23,7 @@ import uvicorn
 from rich.console import Console
 
 from cornplug.config import Config, load, read_secret
+from cornplug.encoder_service.configured import url_name
 from cornplug.encoder_service.endpoint import Endpoint, claim
 from cornplug.encoder_service.flags import check, overrides, parser
 from cornplug.encoder_service.gate import Gate
@@ -32,7 +33,7 @@ from cornplug.encoder_service.registry import Registry, Report
 from cornplug.encoder_service.remote import Rules
 from cornplug.encoder_service.replica import Replica, Settings
 from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
-from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES, url_name
+from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.tracing import open_tracing
 from cornplug.encoder_service.worker import MAX_BATCH_TOKENS, Encoder

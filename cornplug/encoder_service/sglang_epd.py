@@ -27,7 +27,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
-from pathlib import PurePath
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
@@ -35,6 +34,7 @@ from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_wire as wire
+from cornplug.encoder_service.configured import url_name
 from cornplug.encoder_service.preparing import SGLANG, Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.refusals import status_of
@@ -205,12 +205,6 @@ def model_named(registry: Registry, name: str | None) -> Loaded:
     raise EncoderRefused(
         f"{problem}; write /sglang/NAME after the encoder's URL, NAME one of: {names}", reason="unknown_model"
     )
-
-
-def url_name(name: str) -> str:
-    """How a URL names a model: a hub id as it is, a folder by its last part."""
-    path = PurePath(name)
-    return path.name if path.is_absolute() or name.startswith(".") else name
 
 
 def _grid(model: Loaded, prepared: Prepared) -> list[int]:

@@ -47,6 +47,8 @@ class EngineSettings(Record):
     speculative_model: str | None = None
     priority: int = 0
     """Larger is more urgent; the engines' own direction is `flags_*.py`'s matter."""
+    prefill_tokens_s: float | None = None
+    """Prompt tokens a second that one replica computes, at its chunk size: for admission."""
 
 
 class KVGeometry(Record):
@@ -162,6 +164,8 @@ class Reservation(Record):
     share: float
     priority: int
     deadline_s: float | None = None
+    apps: list[str] = Field(default_factory=list)
+    """Applications of this class."""
 
 
 class Proof(Record):

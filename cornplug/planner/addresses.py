@@ -1,0 +1,125 @@
+"""Where each process of a plan runs: host, GPUs and ports, the same every time a plan is read.
+
+Hosts that the plan does not name are `${HOST_1}`, `${HOST_2}`, ...: variables of the launch scripts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.plan import Group, Plan
+
+ENGINE_PORT: Final = 8000
+ENCODER_PORT: Final = 8750
+BOOTSTRAP_PORT: Final = 8998
+SIDE_PORT: Final = 5600
+"""Of NIXL's handshake."""
+MASTER_PORT: Final = 29500
+ROUTER_PORT: Final = 30000
+ROUTER_METRICS_PORT: Final = 29000
+
+
+@dataclass(frozen=True)
+class Site:
+    """One process of a replica; a replica on several nodes has several, of which rank 0 serves."""
+
+    group: Group
+    replica: int
+    rank: int
+    ranks: int
+    host: str
+    devices: tuple[int, ...]
+    """GPUs (or cores) of that host."""
+    port: int
+    side_port: int
+    bootstrap_port: int
+    master: str
+    """host:port where the ranks meet."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def hosts(plan: Plan) -> dict[tuple[str, int], str]:
+    """(class of nodes, node's number) -> host."""
+    names: dict[tuple[str, int], str] = {}
+    for nodes in plan.nodes:
+        for number in range(nodes.count):
+            given = nodes.hosts[number] if number < len(nodes.hosts) else ""
+            names[nodes.name, number] = given or f"${{HOST_{len(names) + 1}}}"
+    return names
+
+
+def sites(plan: Plan) -> list[Site]:
+    """Every process of every group, in the plan's order.
+
+    Raises ConfigError for a plan whose replicas are not placed, or placed where there is no node.
+    """
+    where = hosts(plan)
+    sizes = {nodes.name: nodes.gpus for nodes in plan.nodes}
+    taken: Counter[tuple[str, int]] = Counter()
+    found: list[Site] = []
+    for group in plan.groups:
+        _check_placed(group, sizes)
+        base = ENCODER_PORT if group.engine == "cornplug" else ENGINE_PORT
+        for replica, (node, first) in enumerate(group.placement):
+            spans = list(_spans(group, node, first, sizes[group.nodes]))
+            names = [_host(where, group, number) for number, _ in spans]
+            number = taken[names[0], base]
+            for rank, (_, devices) in enumerate(spans):
+                taken[names[rank], base] += 1
+                found.append(
+                    Site(
+                        group=group,
+                        replica=replica,
+                        rank=rank,
+                        ranks=len(spans),
+                        host=names[rank],
+                        devices=tuple(devices),
+                        port=base + number,
+                        side_port=SIDE_PORT + 8 * number,
+                        bootstrap_port=BOOTSTRAP_PORT + number,
+                        master=f"{names[0]}:{MASTER_PORT + number}",
+                    )
+                )
+    return found
+
+
+def _check_placed(group: Group, sizes: dict[str, int]) -> None:
+    if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
+        raise ConfigError(
+            f"groups[{group.name!r}].placement",
+            f"{group.replicas} replicas, and {len(group.placement)} places of the form [node, first GPU]",
+            "Make the plan again with `cornplug plan`, or write one place for each replica.",
+        )
+    if group.nodes not in sizes:
+        raise ConfigError(
+            f"groups[{group.name!r}].nodes",
+            f"{group.nodes!r} is none of the plan's nodes: {', '.join(sizes)}",
+            "Name one of them.",
+        )
+
+
+def _spans(group: Group, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """(node's number, its GPUs) of each process of a replica: whole nodes where one is not enough."""
+    needed = group.tp * group.pp
+    if needed <= gpus:
+        yield node, range(first, first + needed)
+        return
+    for number in range(-(-needed // gpus)):
+        yield node + number, range(gpus)
+
+
+def _host(where: dict[tuple[str, int], str], group: Group, number: int) -> str:
+    if (group.nodes, number) not in where:
+        raise ConfigError(
+            f"groups[{group.name!r}].placement",
+            f"node {number} of {group.nodes!r} is not in the plan",
+            "Make the plan again with `cornplug plan`.",
+        )
+    return where[group.nodes, number]

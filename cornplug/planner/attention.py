@@ -1,0 +1,46 @@
+"""Attention backends for models with latent attention (MLA), by GPU generation.
+
+Sources: the engines' own orders of preference, `vllm/platforms/cuda.py` (0.32) and
+`sglang/srt/arg_groups/overrides.py` (0.5.23). Everything else is left to the engines.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal
+
+from cornplug.planner.plan import Group
+
+Generation = Literal["ampere", "ada", "hopper", "blackwell", "cpu"]
+
+_GENERATIONS: Final[tuple[tuple[str, Generation], ...]] = (
+    (r"\bG?B[123]0\d", "blackwell"),
+    (r"\bG?H(20|100|200|800)", "hopper"),
+    (r"\bL(4|20|40)", "ada"),
+    (r"\bA(10|30|40|100|800)", "ampere"),
+    (r"^cpu", "cpu"),
+)
+_MLA: Final[dict[Generation, dict[str, str]]] = {
+    "hopper": {"vllm": "FLASHMLA", "sglang": "flashmla"},
+    "blackwell": {"vllm": "FLASHINFER_MLA", "sglang": "trtllm_mla"},
+    "ada": {"vllm": "TRITON_MLA", "sglang": "triton"},
+    "ampere": {"vllm": "TRITON_MLA", "sglang": "triton"},
+}
+
+
+def generation_of(gpu: str) -> Generation | None:
+    """Of a device type's name ("H100", "NVIDIA-L40S", "A100-80"); None for a name that says nothing."""
+    for pattern, generation in _GENERATIONS:
+        if re.search(pattern, gpu, re.IGNORECASE):
+            return generation
+    return None
+
+
+def backend_of(group: Group) -> str | None:
+    """The engine's name of its attention backend; None: the engine chooses."""
+    if group.settings is not None and group.settings.attention_backend is not None:
+        return group.settings.attention_backend
+    if group.kv is None or not group.kv.mla:
+        return None
+    generation = generation_of(group.gpu)
+    return _MLA.get(generation, {}).get(group.engine) if generation else None

@@ -1,0 +1,207 @@
+"""Plans for tests of what is emitted: every structure, engine and workload, with the options that
+change a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cornplug.planner.plan import (
+    CacheSize,
+    EngineSettings,
+    Group,
+    KVGeometry,
+    Outlook,
+    Plan,
+    PlannedNodes,
+    Proof,
+    Reservation,
+    Route,
+    Stage,
+)
+
+STRUCTURES = ("monolith", "E+PD", "P+D", "E+P+D")
+ENGINES = ("vllm", "sglang")
+WORKLOADS = ("online", "semi-online", "offline")
+
+MHA = KVGeometry(layers=28, kv_heads=4, head_dim=128, element_bytes=2, max_prompt_tokens=8192)
+MLA = KVGeometry(layers=61, kv_heads=1, head_dim=576, element_bytes=2, mla=True, max_prompt_tokens=8192)
+SETTINGS = EngineSettings(
+    max_model_len=8192, max_batch=128, chunk_tokens=4096, kv_tokens=200_000, kv_bytes=12 << 30,
+    memory_share=0.92, weights_bytes=15 << 30, prefill_tokens_s=20_000.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan of the matrix."""
+
+    structure: str = "monolith"
+    engine: Literal["vllm", "sglang"] = "vllm"
+    workload: Literal["online", "semi-online", "offline"] = "online"
+    gpu: str = "H100"
+    tp: int = 1
+    pp: int = 1
+    share: float = 1.0
+    quantisation: str = "none"
+    speculative: Literal["none", "mtp", "eagle3"] = "none"
+    mla: bool = False
+    fp8_kv: bool = False
+    caches: bool = False
+    classes: bool = False
+    replicas: int = 1
+    hosts: int = 1
+    decode_tp: int | None = None
+    model: str = "Qwen/Qwen2-VL-7B-Instruct"
+
+    @property
+    def id(self) -> str:
+        plain = Case()
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
+        return " ".join(changed) or "plain"
+
+
+def matrix() -> list[Case]:
+    """Every structure with every engine and workload, and each option once with every role it changes."""
+    cases = [Case(s, e, w) for s in STRUCTURES for e in ENGINES for w in WORKLOADS]  # type: ignore[arg-type]
+    return list(dict.fromkeys([*cases, *_options()]))
+
+
+def _options() -> Iterator[Case]:
+    for engine in ENGINES:
+        for structure in ("monolith", "E+P+D"):
+            one = Case(structure, engine)  # type: ignore[arg-type]
+            for tp, pp in ((2, 1), (4, 2), (8, 2)):
+                yield replace(one, tp=tp, pp=pp, replicas=2)
+            for quantisation in ("fp8", "awq", "gptq"):
+                yield replace(one, quantisation=quantisation, fp8_kv=quantisation == "fp8")
+            for gpu in ("H100", "B200", "L4", "A100-80"):
+                yield replace(one, mla=True, gpu=gpu)
+            yield replace(one, share=0.5, replicas=2)
+            yield replace(one, caches=True, classes=True, replicas=2)
+            yield replace(one, gpu="cpu-core")
+            yield replace(one, gpu="cpu-core", tp=2, caches=True)
+            yield replace(one, workload="offline", tp=2)
+        yield replace(Case("P+D", engine), decode_tp=4)  # type: ignore[arg-type]
+        yield replace(Case(engine=engine), speculative="mtp")  # type: ignore[arg-type]
+        yield replace(Case(engine=engine), speculative="eagle3", caches=True)  # type: ignore[arg-type]
+        yield replace(Case("E+PD", engine), hosts=2, caches=True)  # type: ignore[arg-type]
+
+
+def plan(case: Case = Case()) -> Plan:
+    """A plan of one application, "chat", with one request class, "short"."""
+    stages = {"monolith": ["EPD"], "E+PD": ["E", "PD"], "P+D": ["EP", "D"], "E+P+D": ["E", "P", "D"]}
+    groups = [_group(case, tasks) for tasks in stages[case.structure]]
+    placed, nodes = _placed(case, groups)
+    return Plan(
+        name="a plan",
+        objective="cost",
+        cost_per_hour=10.0,
+        nodes=nodes,
+        groups=placed,
+        routes=[
+            Route(
+                app="chat",
+                request="short",
+                structure=case.structure,
+                rate=2.0,
+                stages=[Stage(tasks=g.tasks, groups={g.name: 1.0}) for g in placed],
+            )
+        ],
+        outlook=[
+            Outlook(
+                app="chat",
+                request="short",
+                rate=2.0,
+                served=2.0,
+                slo_percentile="p95",
+                slo_ttft_s=0.5 if case.workload == "online" else None,
+                slo_e2e_s=40.0,
+            )
+        ],
+        caches=_caches() if case.caches else [],
+        reservations=_reservations() if case.classes else [],
+        proof=Proof(status="optimal", solver="highs", seconds=1.0, incumbent=10.0, bound=10.0, gap=0.0),
+        input_digest="0" * 64,
+        cornplug="0",
+    )
+
+
+def _group(case: Case, tasks: str) -> Group:
+    tp = (case.decode_tp or case.tp) if tasks == "D" else case.tp
+    common: dict[str, Any] = {
+        "gpu": case.gpu,
+        "nodes": "nodes",
+        "replicas": case.replicas,
+        "utilisation": 0.6,
+        "capacity": {"chat/short": 3.0},
+        "workload": case.workload,
+        "apps": ["chat"],
+        "profile": "roofline",
+        "share": case.share,
+    }
+    if tasks == "E":
+        return Group(
+            name="vit/E@nodes", service="vit/E", tasks="E", components=["vit"], model=case.model,
+            encoder_models=[case.model], engine="cornplug", tp=1, pp=1, quantisation="none", **common,
+        )  # fmt: skip
+    kv = MLA if case.mla else MHA
+    speculates = case.speculative != "none"
+    settings = SETTINGS.model_copy(
+        update={
+            "speculative": case.speculative,
+            "speculative_tokens": 3 if speculates else 0,
+            "speculative_model": "org/draft" if case.speculative == "eagle3" else None,
+            "memory_share": SETTINGS.memory_share * case.share,
+            "priority": 5 if case.classes else 0,
+        }
+    )
+    return Group(
+        name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
+        components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
+        tp=tp, pp=case.pp, quantisation=case.quantisation, settings=settings,
+        kv=kv.model_copy(update={"element_bytes": 1}) if case.fp8_kv else kv, **common,
+    )  # fmt: skip
+
+
+def _placed(case: Case, groups: list[Group]) -> tuple[list[Group], list[PlannedNodes]]:
+    """One replica after the other over nodes of eight GPUs; with `hosts` 2 each group has its own."""
+    placed, node, first = [], 0, 0
+    for number, group in enumerate(groups):
+        if case.hosts > 1 and number:
+            node, first = node + 1, 0
+        places = []
+        needed = group.tp * group.pp
+        for replica in range(group.replicas):
+            if needed > 8:
+                node, first = (node + 1, 0) if first else (node, 0)
+                places.append([node, 0])
+                node += needed // 8
+                continue
+            beside = group.share < 1 and replica % round(1 / group.share)
+            if beside:
+                places.append(list(places[-1]))
+                continue
+            if first + needed > 8:
+                node, first = node + 1, 0
+            places.append([node, first])
+            first += needed
+        placed.append(group.model_copy(update={"placement": places}))
+    used = max(place[0] + max(group.tp * group.pp // 8, 1) for group in placed for place in group.placement)
+    return placed, [PlannedNodes(name="nodes", gpu=case.gpu, gpus=8, count=used, price_per_hour=10.0)]
+
+
+def _caches() -> list[CacheSize]:
+    hits = {"chat/short": 0.4}
+    return [
+        CacheSize(name="embeddings of vit", kind="embedding", component="vit", gib=4, hit_rate=hits),
+        CacheSize(name="prefixes of llm7", kind="prefix", component="llm7", gib=16, hit_rate=hits),
+    ]
+
+
+def _reservations() -> list[Reservation]:
+    return [
+        Reservation(qos="premium", share=0.5, priority=10, deadline_s=2.0, apps=["chat"]),
+        Reservation(qos="nightly", share=0.1, priority=-1),
+    ]

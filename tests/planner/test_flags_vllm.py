@@ -1,0 +1,191 @@
+"""Every vLLM line that we emit, through vLLM's own parser with our plugin loaded (case A18)."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from cornplug.planner.emit import Command, commands
+from cornplug.planner.transfer import Transfer
+from cornplug.vllm_connector import plugin
+
+from .plans import Case, matrix, plan
+
+VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
+VLLM = [case for case in matrix() if case.engine == "vllm"]
+
+
+@cache
+def parser() -> FlexibleArgumentParser:
+    plugin.register()
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def engines(case: Case, transfer: Transfer = "nixl") -> list[Command]:
+    found = [c.resolved(VALUES) for c in commands(plan(case), transfer=transfer) if c.kind == "engine"]
+    assert found
+    return found
+
+
+def parsed(command: Command) -> Namespace:
+    assert command.argv[:2] == ("vllm", "serve")
+    args = parser().parse_args(list(command.argv[2:]))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def engine_args(command: Command) -> AsyncEngineArgs:
+    args = parsed(command)
+    # A folder that is there: without a network vLLM looks for anything else in the hub's cache.
+    args.model = str(Path(__file__).parent)
+    return AsyncEngineArgs.from_cli_args(args)
+
+
+@pytest.mark.parametrize("case", VLLM, ids=lambda case: case.id)
+def test_every_line_is_taken(case: Case) -> None:
+    for command in engines(case):
+        made = engine_args(command)
+        group = next(g for g in plan(case).groups if g.name == command.group)
+        assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (group.tp, group.pp)
+        assert made.max_model_len == 8192
+        assert made.max_num_seqs == 128
+        assert made.max_num_batched_tokens == 4096
+        assert not any("${" in word for word in (*command.argv, *command.env.values()))
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "mooncake", "lmcache"])
+@pytest.mark.parametrize("caches", [False, True])
+def test_every_connector_named_exists(transfer: Transfer, caches: bool) -> None:
+    prefill, decode = engines(Case("P+D", caches=caches), transfer)
+    for command, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        config = engine_args(command).kv_transfer_config
+        assert config.kv_load_failure_policy == "recompute"
+        children = config.kv_connector_extra_config.get("connectors")
+        first = children[0] if children else vars(config)
+        assert first["kv_role"] == ("kv_both" if transfer == "lmcache" else role)
+        for name in [config.kv_connector, *(child["kv_connector"] for child in children or [])]:
+            assert name in KVConnectorFactory._registry
+    # What is computed there is shared; decode only takes what prefill made.
+    assert ("CornplugConnector" in " ".join(prefill.argv)) == caches
+    assert "Cornplug" not in " ".join(decode.argv)
+
+
+def test_our_connectors_stand_beside_the_transfers() -> None:
+    prefill = engine_args(engines(Case("E+P+D", caches=True))[0])
+    ours = prefill.kv_transfer_config.kv_connector_extra_config["connectors"][1]
+    assert ours["kv_connector_extra_config"] == {
+        "engine.app": "chat",
+        "store.socket": "/run/x/store.sock",
+        "encoder.socket": "/run/x/encoder-8750.sock",
+    }
+    ec = prefill.ec_transfer_config
+    assert ec.ec_connector in ECConnectorFactory._registry
+    assert (ec.ec_role, ec.ec_connector_extra_config) == ("ec_both", ours["kv_connector_extra_config"])
+
+
+def test_the_short_flag_sets_both() -> None:
+    (command,) = engines(Case("E+PD", caches=True))
+    made = engine_args(command)
+    assert made.kv_transfer_config.kv_connector == "CornplugConnector"
+    assert made.ec_transfer_config.ec_connector_extra_config["encoder.socket"] == "/run/x/encoder-8750.sock"
+    assert "CORNPLUG_ENGINE_SHARE_KV" not in command.env
+
+
+def test_what_no_cache_was_planned_for_is_not_shared() -> None:
+    (alone,) = engines(Case())
+    assert not any("cornplug" in word for word in alone.argv)
+    (encoded,) = engines(Case("E+PD"))
+    assert encoded.env["CORNPLUG_ENGINE_SHARE_KV"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend"),
+    [("H100", "FLASHMLA"), ("B200", "FLASHINFER_MLA"), ("L4", "TRITON_MLA"), ("A100-80", "TRITON_MLA")],
+)
+def test_mla_backends_follow_the_generation(gpu: str, backend: str) -> None:
+    (command,) = engines(Case(mla=True, gpu=gpu))
+    made = engine_args(command)
+    assert made.attention_backend is AttentionBackendEnum[backend]
+    assert made.block_size == 64
+    (plain,) = engines(Case(gpu=gpu))
+    assert "--attention-backend" not in plain.argv
+
+
+@pytest.mark.parametrize(
+    ("speculative", "config"),
+    [
+        ("mtp", {"method": "mtp", "num_speculative_tokens": 3}),
+        ("eagle3", {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3}),
+    ],
+)
+def test_speculation(speculative: Any, config: dict[str, Any]) -> None:
+    (command,) = engines(Case(speculative=speculative))
+    made = parsed(command)
+    given = made.speculative_config or {
+        "method": made.spec_method, "model": made.spec_model, "num_speculative_tokens": made.spec_tokens,
+    }  # fmt: skip
+    assert (json.loads(given) if isinstance(given, str) else given) == config
+
+
+@pytest.mark.parametrize(
+    ("workload", "mode", "interval", "bounded"),
+    [
+        ("online", "interactivity", 1, True),
+        ("semi-online", "balanced", 1, False),
+        ("offline", "throughput", 10, False),
+    ],
+)
+def test_workload_classes(workload: Any, mode: str, interval: int, bounded: bool) -> None:
+    (command,) = engines(Case(workload=workload))
+    made = engine_args(command)
+    assert (made.performance_mode, made.stream_interval) == (mode, interval)
+    # TTFT bound 0.5 s at 20,000 tokens a second; 10,000 is over one prompt's 8192.
+    assert made.max_num_queued_tokens == (10_000 if bounded else None)
+    assert parsed(command).shutdown_timeout == 40
+
+
+def test_replicas_that_share_a_gpu_have_exact_caches() -> None:
+    one, two = engines(Case(share=0.5, replicas=2))
+    made = [engine_args(one), engine_args(two)]
+    assert [m.kv_cache_memory_bytes for m in made] == [12 << 30] * 2
+    assert sum(m.gpu_memory_utilization for m in made) < 1
+    assert one.env["CUDA_VISIBLE_DEVICES"] == two.env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert one.port != two.port
+    assert engine_args(engines(Case())[0]).kv_cache_memory_bytes is None
+
+
+def test_a_replica_over_two_nodes_is_two_commands() -> None:
+    first, second, *_ = engines(Case(tp=8, pp=2, replicas=2))
+    made = [engine_args(first), engine_args(second)]
+    assert [(m.nnodes, m.node_rank, m.master_addr) for m in made] == [(2, 0, "10.0.0.1"), (2, 1, "10.0.0.1")]
+    assert [parsed(first).headless, parsed(second).headless] == [False, True]
+    assert (first.host, second.host) == ("10.0.0.1", "10.0.0.2")
+
+
+def test_priorities_and_admission_come_with_classes_of_service() -> None:
+    command = engines(Case(classes=True, replicas=2))[0]
+    args = parsed(command)
+    assert args.scheduling_policy == "priority"
+    assert args.middleware == ["cornplug.vllm_connector.admission.Admission"]
+    assert command.env["CORNPLUG_CONFIG"] == "/plan/qos.toml"
+
+
+def test_a_line_of_a_core() -> None:
+    (command,) = engines(Case(gpu="cpu-core", tp=2))
+    made = engine_args(command)
+    assert made.enforce_eager
+    assert made.kv_cache_memory_bytes == 12 << 30
+    assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert "CUDA_VISIBLE_DEVICES" not in command.env
+    assert command.cores == (0, 1)

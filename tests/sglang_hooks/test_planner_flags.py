@@ -1,0 +1,164 @@
+"""Every SGLang line that the planner emits, through SGLang's own parser and record (case A18)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from cornplug.planner.emit import Command, commands
+from cornplug.sglang_hooks import active
+
+
+def _plans() -> ModuleType:
+    """The planner's matrix, which lives with its own tests, of another environment."""
+    path = Path(__file__).parents[1] / "planner" / "plans.py"
+    spec = importlib.util.spec_from_file_location("planner_plans", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+plans = _plans()
+Case = plans.Case
+SGLANG = [case for case in plans.matrix() if case.engine == "sglang"]
+VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> Iterator[None]:
+    load_plugins()
+    yield
+    active.turn_off()
+
+
+def engines(case: Any, **how: Any) -> list[Command]:
+    found = [c.resolved(VALUES) for c in commands(plans.plan(case), **how) if c.kind == "engine"]
+    assert found
+    return found
+
+
+def record(command: Command) -> ServerArgs:
+    """What the operator gave, as SGLang keeps it before it resolves anything."""
+    assert command.argv[:3] == ("python", "-m", "sglang.launch_server")
+    return prepare_server_args(list(command.argv[3:]))
+
+
+@pytest.mark.parametrize("case", SGLANG, ids=lambda case: case.id)
+def test_every_line_is_taken(case: Any) -> None:
+    for command in engines(case):
+        made = record(command)
+        group = next(g for g in plans.plan(case).groups if g.name == command.group)
+        assert (made.tp_size, made.pp_size) == (group.tp, group.pp)
+        assert (made.context_length, made.max_running_requests) == (8192, 128)
+        assert made.chunked_prefill_size == 4096
+        assert not any("${" in word for word in (*command.argv, *command.env.values()))
+
+
+def test_a_pair_agrees_on_its_transfer() -> None:
+    prefill, decode = engines(Case("P+D", "sglang"))
+    p, d = record(prefill), record(decode)
+    assert (p.disaggregation_mode, d.disaggregation_mode) == ("prefill", "decode")
+    assert p.disaggregation_transfer_backend == d.disaggregation_transfer_backend == "nixl"
+    assert p.page_size == d.page_size == 128
+    assert p.chunked_prefill_size % p.page_size == 0
+    assert p.disaggregation_bootstrap_port == 8998
+    assert "SGLANG_DISAGG_STAGING_BUFFER" not in prefill.env
+
+
+def test_an_unequal_pair_gathers_heads_in_a_buffer() -> None:
+    for command in engines(Case("P+D", "sglang", decode_tp=4)):
+        assert command.env["SGLANG_DISAGG_STAGING_BUFFER"] == "true"
+        assert int(command.env["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"]) % 256 == 0
+
+
+def test_roles_can_be_switched_over_mooncake_only() -> None:
+    for transfer, may in (("nixl", False), ("mooncake", True)):
+        for command in engines(Case("P+D", "sglang"), transfer=transfer):
+            assert record(command).enable_pd_role_switch is may
+
+
+def test_the_language_model_alone_asks_every_encoder() -> None:
+    (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True))
+    made = record(command)
+    assert made.language_only
+    assert made.encoder_urls == ["http://10.0.0.1:8750"]
+    assert made.dtype == "bfloat16"
+    assert active.is_on()
+
+
+def test_speculation_gives_all_three_numbers() -> None:
+    for speculative, algorithm in (("mtp", "NEXTN"), ("eagle3", "EAGLE3")):
+        (command,) = engines(Case(engine="sglang", speculative=speculative))
+        made = record(command)
+        assert made.speculative_algorithm == algorithm
+        assert made.speculative_num_steps == 3
+        assert made.speculative_eagle_topk == 1
+        assert made.speculative_num_draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("workload", "policy", "queued", "mixed"),
+    [("online", "lpm", 2, False), ("semi-online", "hrrn", None, False), ("offline", "fcfs", None, True)],
+)
+def test_workload_classes(workload: str, policy: str, queued: int | None, mixed: bool) -> None:
+    (command,) = engines(Case(engine="sglang", workload=workload))
+    made = record(command)
+    assert (made.schedule_policy, made.max_queued_requests, made.enable_mixed_chunk) == (
+        policy,
+        queued,
+        mixed,
+    )
+
+
+def test_priorities_run_as_vllms_and_with_a_policy_that_has_them() -> None:
+    made = record(engines(Case(engine="sglang", classes=True, replicas=2))[0])
+    assert made.enable_priority_scheduling
+    assert made.schedule_low_priority_values_first
+    assert made.default_priority_value == -5
+    assert made.schedule_policy in ("fcfs", "lof")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend"),
+    [("H100", "flashmla"), ("B200", "trtllm_mla"), ("L4", "triton"), ("A100-80", "triton")],
+)
+def test_mla_backends_follow_the_generation(gpu: str, backend: str) -> None:
+    made = record(engines(Case(engine="sglang", mla=True, gpu=gpu))[0])
+    assert (made.attention_backend, made.page_size) == (backend, 64)
+
+
+def test_replicas_that_share_a_gpu_have_counted_tokens() -> None:
+    for command in engines(Case(engine="sglang", share=0.5, replicas=2)):
+        assert record(command).max_total_tokens == 200_000
+        assert command.beside_others
+    assert record(engines(Case(engine="sglang"))[0]).max_total_tokens is None
+
+
+def test_a_replica_over_two_nodes_is_two_commands() -> None:
+    first, second, *_ = engines(Case(engine="sglang", tp=8, pp=2, replicas=2))
+    made = [record(first), record(second)]
+    assert [(m.nnodes, m.node_rank, m.dist_init_addr) for m in made] == [
+        (2, 0, "10.0.0.1:29500"),
+        (2, 1, "10.0.0.1:29500"),
+    ]
+    assert second.health is None
+
+
+def test_a_line_of_a_core_resolves() -> None:
+    """With a checkpoint on this machine SGLang's own checks run to their end."""
+    (command,) = engines(Case(engine="sglang", gpu="cpu-core", tp=2))
+    made = record(command)
+    assert (made.device, made.attention_backend) == ("cpu", "torch_native")
+    assert command.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
