@@ -1,0 +1,91 @@
+"""The plan's structural decisions, each taken back: what else could have been planned, as smaller pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+from cornplug.planner.pool import Pool, Solution, Variant
+from cornplug.planner.what_if import Question
+
+MONOLITH = "monolith"
+
+
+def questions(pool: Pool, solution: Solution, engine_of: Mapping[str, str]) -> Iterator[Question]:
+    """`engine_of`: cell -> engine. Only what the plan uses is taken away."""
+    yield from _structures(pool, solution)
+    yield from _gpus(pool, solution)
+    yield from _engines(pool, solution, engine_of)
+    yield from _caches(pool, solution)
+
+
+def monoliths(pool: Pool) -> Pool:
+    """All of a request in one engine, for every class."""
+    return _variants(pool, lambda v: v.structure == MONOLITH)
+
+
+def divided(pool: Pool) -> Pool:
+    """No monolith for classes that could do without one."""
+    able = {v.demand for v in pool.variants if v.structure != MONOLITH}
+    return _variants(pool, lambda v: v.structure != MONOLITH or v.demand not in able)
+
+
+def structures(pool: Pool, solution: Solution) -> set[str]:
+    """What the plan uses."""
+    return {v.structure for v in pool.variants if solution.served.get(v.name, 0.0) > 0}
+
+
+def _structures(pool: Pool, solution: Solution) -> Iterator[Question]:
+    used = structures(pool, solution) - {MONOLITH}
+    if used and any(v.structure == MONOLITH for v in pool.variants):
+        yield Question("monolith everywhere", "every request in one engine", monoliths(pool))
+    for name in sorted(used) if len(used) > 1 else ():
+        yield Question(f"without {name}", f"no request as {name}", _without_structure(pool, name))
+    if not used and divided(pool).variants != pool.variants:
+        yield Question("divided everywhere", "no monolith where there is another way", divided(pool))
+
+
+def _gpus(pool: Pool, solution: Solution) -> Iterator[Question]:
+    gpu = {n.name: n.gpu for n in pool.nodes}
+    used = {gpu[name] for name, n in solution.nodes.items() if n}
+    kinds = sorted(set(gpu.values()))
+    for kind in kinds if len(kinds) > 1 else ():
+        if kind in used:
+            yield Question(f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind]))
+    for kind in kinds if len(kinds) > 2 else ():  # of two, it is the same as without the other
+        if used != {kind}:
+            yield Question(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
+
+
+def _engines(pool: Pool, solution: Solution, engine_of: Mapping[str, str]) -> Iterator[Question]:
+    known = set(engine_of.values()) & {"vllm", "sglang"}
+    used = {engine_of[name] for name, n in solution.replicas.items() if n} & known
+    for engine in sorted(used) if len(known) > 1 else ():
+        cells = tuple(c for c in pool.cells if engine_of[c.name] != engine)
+        yield Question(f"without {engine}", f"no replica of {engine}", replace(pool, cells=cells))
+
+
+def _caches(pool: Pool, solution: Solution) -> Iterator[Question]:
+    chosen = [level for level in pool.levels if level.name in solution.levels]
+    if not any(level.bytes for level in chosen):
+        return
+    least: dict[str, float] = {}
+    for level in pool.levels:
+        least[level.cache] = min(level.bytes, least.get(level.cache, level.bytes))
+    kept = tuple(level for level in pool.levels if level.bytes == least[level.cache])
+    names = {level.name for level in kept}
+    small = _variants(replace(pool, levels=kept), lambda v: v.levels <= names)
+    yield Question("smallest caches", "every cache at the smallest of its sizes", small)
+
+
+def _variants(pool: Pool, keep: Callable[[Variant], bool]) -> Pool:
+    return replace(pool, variants=tuple(v for v in pool.variants if keep(v)))
+
+
+def _without_structure(pool: Pool, name: str) -> Pool:
+    return _variants(pool, lambda v: v.structure != name)
+
+
+def _on(pool: Pool, gpus: Collection[str]) -> Pool:
+    nodes = {n.name for n in pool.nodes if n.gpu in gpus}
+    return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))

@@ -1,0 +1,226 @@
+"""What engines report of their load: two snapshots of their Prometheus metrics make a window.
+
+Reads vLLM 0.32's and SGLang 0.5.23's names and those of `cornplug encoder`, from the engines' own
+text, from files of it, or from the answer of a Prometheus server's `/api/v1/query`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cornplug.errors import ConfigError
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""Name and sorted labels."""
+
+FINISHED: Final = ("vllm:request_success_total", "sglang:num_requests_total")
+REJECTED: Final = ("vllm:admission_rejections_total",)
+PRESENT: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+)
+WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+PROMPT: Final = ("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
+OUTPUT: Final = ("vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
+TTFT: Final = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+CACHED: Final = (
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_hits_total",
+    "sglang:cached_tokens_total",
+)
+LOOKED_UP: Final = ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
+EMBEDDINGS: Final = "cornplug_encoder_answers_total"
+
+_TIMEOUT_S: Final = 10.0
+_HISTOGRAMS: Final = tuple(f"{name}{end}" for name in PROMPT + OUTPUT + TTFT for end in ("_bucket", "_sum"))
+_KEPT: Final = frozenset(FINISHED + REJECTED + PRESENT + CACHED + LOOKED_UP + (EMBEDDINGS,) + _HISTOGRAMS)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    at_s: float
+    """Unix time."""
+    values: Mapping[Series, float]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A histogram of one window. `counts[i]` values lie in (bounds[i-1], bounds[i]]."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+    total: float
+    """Sum of the values."""
+
+    @property
+    def number(self) -> float:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.number
+
+    def quantile(self, q: float) -> float:
+        """Linear inside its bucket, as Prometheus' histogram_quantile does."""
+        left, low = q * self.number, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            if left <= count and count:
+                return low + (bound - low) * left / count if bound != float("inf") else low
+            left, low = left - count, bound if bound != float("inf") else low
+        return low
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened between two snapshots of the same engines."""
+
+    seconds: float
+    requests: float
+    """That arrived: finished, rejected, and more present at the end than at the beginning."""
+    waiting: float
+    """In queues at the end."""
+    prompt: Counts | None = None
+    """Tokens, of media too."""
+    output: Counts | None = None
+    ttft: Counts | None = None
+    cached_share: float | None = None
+    """Of prompt tokens."""
+    embedding_hits: Mapping[str, float] | None = None
+    """Application, as the encoder service knows it -> share of embeddings that no tower ran for."""
+
+    @property
+    def rate(self) -> float:
+        return self.requests / self.seconds
+
+
+def read(source: str) -> Snapshot:
+    """Of an http(s) address now, or of a file at its time of change. ConfigError: it cannot be read."""
+    if source.startswith(("http://", "https://")):
+        return parse(_get(source), time.time(), source)
+    path = Path(source)
+    try:
+        return parse(path.read_text(encoding="utf-8"), path.stat().st_mtime, source)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(
+            f"--metrics {source}", str(e), "Give an engine's /metrics address, or a file of its text."
+        ) from e
+
+
+def parse(body: str, at_s: float, source: str) -> Snapshot:
+    """The series of `body` that a window is made of. ConfigError: it is no metrics, or has none of them."""
+    try:
+        found = dict(_json(body) if body.lstrip().startswith("{") else _text(body))
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(
+            f"--metrics {source}", f"is not Prometheus' text or JSON ({e})", "Give an engine's /metrics."
+        ) from e
+    if not found:
+        raise ConfigError(
+            f"--metrics {source}",
+            "has no metric of vLLM 0.32, SGLang 0.5.23 or cornplug encoder",
+            "Give the /metrics of one; SGLang shows them with --enable-metrics.",
+        )
+    return Snapshot(at_s, found)
+
+
+def between(before: Snapshot, after: Snapshot) -> Window:
+    """ConfigError when the second snapshot is not later than the first."""
+    seconds = after.at_s - before.at_s
+    if seconds <= 0:
+        raise ConfigError(
+            "--metrics",
+            f"the second snapshot is {-seconds:g} s older than the first",
+            "Give a file that was written later, or remove the state file.",
+        )
+    grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
+    present = _sum(after.values, PRESENT) - _sum(before.values, PRESENT)
+    looked_up = _sum(grown, LOOKED_UP)
+    return Window(
+        seconds=seconds,
+        requests=max(_sum(grown, FINISHED) + _sum(grown, REJECTED) + present, 0.0),
+        waiting=_sum(after.values, WAITING),
+        prompt=_counts(grown, PROMPT),
+        output=_counts(grown, OUTPUT),
+        ttft=_counts(grown, TTFT),
+        cached_share=_sum(grown, CACHED) / looked_up if looked_up else None,
+        embedding_hits=_embedding_hits(grown),
+    )
+
+
+def _get(address: str) -> str:
+    try:
+        return httpx.get(address, timeout=_TIMEOUT_S).raise_for_status().text
+    except httpx.HTTPError as e:
+        raise ConfigError(
+            f"--metrics {address}", str(e) or type(e).__name__, "Is the engine up, and is this its /metrics?"
+        ) from e
+
+
+def _text(body: str) -> Iterator[tuple[Series, float]]:
+    for family in text_string_to_metric_families(body):
+        for sample in family.samples:
+            if sample.name in _KEPT:
+                yield (sample.name, tuple(sorted(sample.labels.items()))), sample.value
+
+
+def _json(body: str) -> Iterator[tuple[Series, float]]:
+    for row in json.loads(body)["data"]["result"]:
+        labels = dict(row["metric"])
+        name = labels.pop("__name__")
+        if name in _KEPT:
+            yield (name, tuple(sorted(labels.items()))), float(row["value"][1])
+
+
+def _grown(before: float, after: float) -> float:
+    """A counter that fell began again at 0, with its process."""
+    return after - before if after >= before else after
+
+
+def _sum(values: Mapping[Series, float], names: Iterable[str]) -> float:
+    return sum(value for (name, _), value in values.items() if name in names)
+
+
+def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> Counts | None:
+    """All engines' histograms of these names as one; None where nothing was counted.
+
+    Engines with other buckets than each other's are merged at all bounds: each one's cumulative
+    count is a staircase, and staircases add up.
+    """
+    stairs: dict[Series, dict[float, float]] = {}
+    for (name, labels), value in grown.items():
+        if name.removesuffix("_bucket") in names and name.endswith("_bucket"):
+            given = dict(labels)
+            bound = float(given.pop("le"))
+            stairs.setdefault((name, tuple(sorted(given.items()))), {})[bound] = value
+    bounds = sorted({b for steps in stairs.values() for b in steps})
+    reached = [sum(_at(steps, b) for steps in stairs.values()) for b in bounds]
+    counts = tuple(max(b - a, 0.0) for a, b in zip([0.0, *reached], reached, strict=False))
+    if not sum(counts):
+        return None
+    return Counts(tuple(bounds), counts, _sum(grown, {f"{n}_sum" for n in names}))
+
+
+def _at(steps: Mapping[float, float], bound: float) -> float:
+    return max((v for b, v in steps.items() if b <= bound), default=0.0)
+
+
+def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
+    ran: dict[str, float] = {}
+    answered: dict[str, float] = {}
+    for (name, labels), value in grown.items():
+        if name == EMBEDDINGS:
+            given = dict(labels)
+            answered[given["app"]] = answered.get(given["app"], 0.0) + value
+            if given["tower"] == "ran":
+                ran[given["app"]] = ran.get(given["app"], 0.0) + value
+    return {app: 1 - ran.get(app, 0.0) / n for app, n in answered.items() if n}

@@ -1,0 +1,168 @@
+"""Reasons of plans that can be checked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cornplug.planner import bindings, monolith, slo_curve, why
+from cornplug.planner.decide import Decision, decide
+from cornplug.planner.inputs import PlanInput, Slo
+from cornplug.planner.what_if import Answer, Clock
+
+from .sample_input import given
+
+
+def decided(of: PlanInput) -> Decision:
+    return decide(of, digest="0" * 64)
+
+
+def full(**rules: Any) -> dict[str, Any]:
+    """No reserves: costs are then plain sums."""
+    return {"n_plus_one": False, "simulate": False, "max_utilisation": 1.0, "online_share": 1.0} | rules
+
+
+PAIR = {
+    "components": [
+        {
+            "name": "llm",
+            "kind": "llm",
+            "tp": [1],
+            "engines": ["vllm"],
+            "profiles": [
+                {"kind": "throughput", "gpu": "A100-80", "role": "P", "requests_per_s": 5.6},
+                {"kind": "throughput", "gpu": "A100-80", "role": "D", "requests_per_s": 10.0},
+                {"kind": "throughput", "gpu": "A100-80", "role": "PD", "requests_per_s": 1.6},
+            ],
+        }
+    ],
+    "pool": [{"name": "a100", "gpu": "A100-80", "gpus": 1, "price_per_hour": 3.0, "stock": 12}],
+}
+"""DistServe's example: 2 P and 1 D carry 10 requests/s, which takes 7 monoliths."""
+
+
+def pair(rate: float, **changes: Any) -> PlanInput:
+    app = {
+        "name": "chat",
+        "llm": "llm",
+        "workload": "online",
+        "slo": {"ttft_s": 0.4},
+        "structures": ["monolith", "P+D"],
+        "requests": [{"name": "short", "rate": rate}],
+    }
+    rules = full(disaggregation_efficiency_p=1.0, disaggregation_efficiency_d=1.0)
+    return PlanInput.model_validate(PAIR | {"applications": [app], "rules": rules} | changes)
+
+
+def test_the_next_best_has_its_price() -> None:
+    found = why.explain(given(rate=14, rules=full()), decided(given(rate=14, rules=full())))
+    # Best: 1 A100 (10) + 2 A10G (4) = 5.69.
+    costs = {a.name: a.cost_per_hour for a in found.alternatives}
+    assert costs["without A10G"] == pytest.approx(2 * 3.67)
+    assert costs["without A100-80"] == pytest.approx(7 * 1.01)
+    assert [a.cost_per_hour for a in found.alternatives] == sorted(costs.values(), key=float)  # type: ignore[arg-type]
+    assert (
+        next(a.why_not for a in found.alternatives if a.name == "without A100-80")
+        == "costs $1.38/h more (+24 %)"
+    )
+
+
+def test_an_engine_that_is_as_good_is_said_to_be() -> None:
+    found = why.explain(given(), decided(given()))
+    (one,) = [a for a in found.alternatives if a.name in ("without vllm", "without sglang")]
+    assert one.why_not == "as good, as far as the solver's gap tells"
+
+
+def test_a_stock_that_binds_says_what_more_would_save() -> None:
+    pool = [
+        {"name": "a10g", "gpu": "A10G", "gpus": 1, "price_per_hour": 1.01, "stock": 32},
+        {"name": "a100", "gpu": "A100-80", "gpus": 1, "price_per_hour": 3.67, "stock": 1},
+    ]
+    scarce = given(rate=20, rules=full(), pool=pool)
+    binding = {b.constraint: b for b in why.explain(scarce, decided(scarce)).binding}
+    # 1 A100 and 5 A10G, $8.72; with a second A100, $7.34.
+    assert binding["stock[a100]"].saves_per_hour == pytest.approx(8.72 - 7.34)
+    assert "stock[a10g]" not in binding
+
+
+def test_reserves_are_named_with_their_price() -> None:
+    spared = given(rate=16, rules=full(online_share=0.8, n_plus_one=True))
+    binding = {b.constraint: b.saves_per_hour for b in why.explain(spared, decided(spared)).binding}
+    assert binding["online"] > 0  # type: ignore[operator]
+    assert "rules.online_share" in next(
+        b.question.text
+        for b in bindings.questions(decided(spared).pool, decided(spared).solution)
+        if b.question.name == "online"
+    )
+    assert binding["demand[chat/short]"] > 0  # type: ignore[operator]
+
+
+def test_the_monolith_loses_where_roles_differ_much() -> None:
+    found = why.explain(pair(10), decided(pair(10)))
+    # At 2.5 requests/s 2 of either do; at 5, 2 do the work of 4.
+    assert found.monolith == (
+        "The monolith loses here: everywhere, it costs $21.00/h, 133 % more. "
+        "It is the cheapest at 0.25 times this load, it is not at 0.5, 2 and 4 times this load."
+    )
+
+
+def test_the_monolith_wins_where_it_is_fast() -> None:
+    profiles = [
+        *PAIR["components"][0]["profiles"][:2],  # type: ignore[index]
+        {"kind": "throughput", "gpu": "A100-80", "role": "PD", "requests_per_s": 6.0},
+    ]
+    llm = PAIR["components"][0] | {"profiles": profiles}  # type: ignore[operator]
+    found = why.explain(pair(5, components=[llm]), decided(pair(5, components=[llm])))
+    assert found.monolith.startswith("The monolith wins here: dividing requests costs $6.00/h, 100 % more.")
+
+
+def test_what_no_bound_can_change_has_no_curve() -> None:
+    assert why.explain(pair(10), decided(pair(10))).curve == []
+
+
+def test_no_time_is_said_and_not_filled_in() -> None:
+    found = why.explain(pair(10), decided(pair(10)), budget_s=0)
+    assert found.alternatives == []
+    assert found.binding == []
+    assert any("No time was left to ask for: monolith everywhere" in note for note in found.notes)
+
+
+def test_scaling_bounds_scales_all_of_them_and_nothing_else() -> None:
+    base = given()
+    looser = slo_curve.scaled(base, 2.0)
+    assert looser.applications[0].slo == Slo(ttft_s=1.0)
+    assert not looser.rules.simulate
+    same = looser.model_copy(update={"applications": base.applications, "rules": base.rules})
+    assert same == base
+
+
+def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
+    pool = decided(given()).pool
+    larger = monolith.at(pool, 4.0)
+    assert [d.rate for d in larger.demands] == [d.rate * 4 for d in pool.demands]
+    assert [n.stock for n in larger.nodes] == [n.stock * 4 for n in pool.nodes]
+
+
+@pytest.mark.parametrize(
+    ("single", "says"),
+    [
+        (Answer(12.0, True), "everywhere, it costs $12.00/h, 20 % more."),
+        (Answer(10.0, True), "$10.00/h, the same."),
+        (
+            Answer(None, True, "demand[a/b]: too slow"),
+            "no plan keeps the SLOs on this pool (demand[a/b]: too slow).",
+        ),
+    ],
+)
+def test_words_about_the_monolith(single: Answer, says: str) -> None:
+    assert monolith.it_loses(10.0, single).endswith(says)
+
+
+def test_a_clock_runs_out() -> None:
+    now = [0.0]
+    clock = Clock(3, lambda: now[0])
+    now[0] = 2
+    assert clock.left == 1
+    now[0] = 5
+    assert clock.left == 0

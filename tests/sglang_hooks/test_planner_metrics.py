@@ -1,0 +1,18 @@
+"""SGLang still has the metric names that `cornplug replan` reads."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from cornplug.planner import observed
+
+
+def test_sglang_still_has_these_names() -> None:
+    spec = importlib.util.find_spec("sglang.srt")
+    assert spec is not None
+    (root,) = spec.submodule_search_locations or []
+    source = (Path(root) / "observability" / "metrics_collector.py").read_text()
+    read = observed.FINISHED + observed.PRESENT + observed.PROMPT + observed.OUTPUT + observed.TTFT
+    names = [n for n in read + observed.CACHED + observed.LOOKED_UP if n.startswith("sglang:")]
+    assert [n for n in names if f'"{n}"' not in source] == []
