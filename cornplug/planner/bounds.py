@@ -1,0 +1,31 @@
+"""What one percentile of a stage's times must stay under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds; None: not bounded."""
+
+    percentile: str
+    """"mean", "p50", "p95" or "p99"."""
+    seconds: float | None = None
+    """Where a station prefills: from arrival to the first token. Else: from arrival to leaving."""
+    tpot_s: float | None = None
+    """Where it decodes."""
+
+    @property
+    def share(self) -> float | None:
+        """0.95 for "p95"; None for the mean."""
+        return None if self.percentile == "mean" else int(self.percentile[1:]) / 100
+
+    def of(self, times: NDArray[np.float64]) -> float:
+        """The percentile (or mean) of times; 0 of none at all."""
+        if not times.size:
+            return 0.0
+        return float(np.mean(times) if self.share is None else np.quantile(times, self.share))
