@@ -1,0 +1,55 @@
+"""Decisions about an engine that become flags, and the geometry of the KV that it hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.planner import roofline, shapes
+from cornplug.planner.demand import Draw
+from cornplug.planner.footprints import Footprint
+from cornplug.planner.inputs import LLMShape, Workload
+from cornplug.planner.plan import EngineSettings, KVGeometry
+from cornplug.planner.services import Service
+from cornplug.planner.times import Hardware
+
+MEMORY_SHARE: Final = 0.92
+"""Of a replica's part of a GPU: vLLM's default of --gpu-memory-utilization."""
+PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
+ELEMENT_BYTES: Final = 2
+
+
+def engine_settings(
+    service: Service, footprint: Footprint, shape: LLMShape, hardware: Hardware
+) -> EngineSettings:
+    llm = service.llm
+    assert llm is not None, "settings are of an engine"
+    kv_rank_bytes = shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
+    speculates = llm.speculative if llm.acceptance else "none"
+    context = llm.max_model_len or shape.max_context
+    return EngineSettings(
+        max_model_len=min(context, hardware.kv_tokens),
+        max_batch=footprint.max_batch,
+        chunk_tokens=footprint.chunk_tokens,
+        kv_tokens=hardware.kv_tokens,
+        kv_bytes=hardware.kv_tokens * kv_rank_bytes,
+        memory_share=footprint.share * MEMORY_SHARE,
+        weights_bytes=shapes.weights_bytes(shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp),
+        speculative=speculates,
+        speculative_tokens=roofline.DRAFTS[speculates][0],
+        speculative_model=llm.speculative_model if speculates != "none" else None,
+        priority=PRIORITY[footprint.workload],
+    )
+
+
+def kv_geometry(shape: LLMShape, draws: Sequence[Draw]) -> KVGeometry:
+    """For prompts as long as the longest of `draws`."""
+    latent = shape.mla_rank is not None
+    return KVGeometry(
+        layers=shape.layers,
+        kv_heads=1 if latent else shape.kv_heads,
+        head_dim=shape.mla_rank or shape.head_dim,
+        element_bytes=ELEMENT_BYTES,
+        mla=latent,
+        max_prompt_tokens=max(d.prompt_tokens for d in draws),
+    )
