@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, Literal
 
-from cornplug.planner import hit_rates, lengths
+from cornplug.planner import hit_rates, lengths, shapes
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.draws import Hits
 from cornplug.planner.inputs import Component, LLMShape, Media, PlanInput
@@ -104,22 +104,15 @@ def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits
 
 
 def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
-    """Of one item, as the language model takes it: tokens x hidden size, two bytes each."""
+    """Of one item, as the language model takes it: tokens x hidden size, two bytes each; 0: shape not known."""
     llm = given.component[of.app.llm]
-    hidden = _hidden(llm, given.component)
+    hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
     return lengths.mean(media.tokens) * hidden * ELEMENT_BYTES
 
 
-def _hidden(llm: Component, components: Mapping[str, Component]) -> int:
-    """0 where nothing is known of the model but its throughput: then its bytes are not planned for."""
-    return llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
-
-
-def kv_bytes_per_token(llm: Component, components: Mapping[str, Component]) -> int:
-    """All ranks together; 0 where only a throughput is known."""
-    if not isinstance(llm.shape, LLMShape):
-        return 0
-    return 2 * llm.shape.layers * llm.shape.kv_heads * llm.shape.head_dim * ELEMENT_BYTES
+def kv_bytes_per_token(llm: Component) -> int:
+    """Of the whole model; 0 where only a throughput is known."""
+    return shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
 
 
 def _embedding_hits(
@@ -141,7 +134,7 @@ def _prefix_hits(given: PlanInput, of: RequestClass, gib: float, users: Mapping[
     assert prefix is not None
     if prefix.hit_rate is not None:
         return prefix.hit_rate
-    one = prefix.tokens * kv_bytes_per_token(given.component[of.app.llm], given.component)
+    one = prefix.tokens * kv_bytes_per_token(given.component[of.app.llm])
     # An engine's own prefix cache keeps at least the one it has just used.
     cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
     return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from cornplug.planner.footprints import Footprint
+from cornplug.planner.inputs import RouterPolicy
 from cornplug.planner.plan import EngineSettings
 from cornplug.planner.pool import Cell
 from cornplug.planner.services import Service
@@ -13,7 +15,7 @@ from cornplug.planner.simulator import Station
 from cornplug.planner.tiers import Tier
 from cornplug.planner.times import Hardware
 
-MOST_RATE = 1e9
+MOST_RATE: Final = 1e9
 """Of a class whose requests bring a service no work at all."""
 
 
@@ -30,43 +32,79 @@ class CellSpec:
     hardware: Hardware | None = None
     """None: only a throughput is known."""
     settings: EngineSettings | None = None
-    router: str = "least_work"
+    router: RouterPolicy = "least_work"
+    confirmed: int = 0
+    """Replicas for which the simulator found its capacity; 0: closed forms say it."""
+    derated: float = 1.0
+    """What rehearsals of whole plans have left of it."""
 
     @property
     def timed(self) -> bool:
         return self.hardware is not None
 
     def station(self, replicas: int) -> Station:
-        """ValueError: no times are known."""
+        """ValueError: only its throughput is known, not its times."""
         if self.hardware is None:
             raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
-        raise NotImplementedError
+        return station(self.cell.name, self.service, self.footprint, self.hardware, self.router, replicas)
+
+    def with_capacity(self, capacity: Mapping[str, float], *, confirmed: int) -> CellSpec:
+        """As the simulator found it for so many replicas; what was derated stays so."""
+        found = {u: rate * self.derated for u, rate in capacity.items()}
+        return replace(self, cell=replace(self.cell, capacity=_positive(found)), confirmed=confirmed)
+
+    def derate(self, factor: float) -> CellSpec:
+        capacity = {u: rate * factor for u, rate in self.cell.capacity.items()}
+        cell = replace(self.cell, capacity=capacity)
+        return replace(self, cell=cell, derated=self.derated * factor)
 
 
-def cell_name(service: Service, footprint: Footprint, tier: Tier, tiers: int) -> str:
-    """The tier stands there only where there are several."""
-    return f"{service.name}@{footprint.name}" + (f":t{tier.rank}" if tiers > 1 else "")
+def station(
+    name: str,
+    service: Service,
+    footprint: Footprint,
+    hardware: Hardware,
+    router: RouterPolicy,
+    replicas: int,
+) -> Station:
+    """As the simulator and the closed forms see the replicas of a cell."""
+    return Station(
+        name=name,
+        replicas=replicas,
+        tasks=service.tasks,
+        steps=hardware.steps,
+        encode=hardware.encode,
+        generate=hardware.generate,
+        kv_tokens=hardware.kv_tokens if hardware.steps else 1 << 60,
+        max_batch=footprint.max_batch,
+        chunk_tokens=footprint.chunk_tokens,
+        router=router,
+    )
 
 
 def make_cell(
     service: Service,
     footprint: Footprint,
     tier: Tier,
-    tiers: int,
     capacity: Mapping[str, float],
     preference: float,
     *,
     timed: bool,
 ) -> Cell:
-    name = cell_name(service, footprint, tier, tiers)
+    """Its name holds the tier's place in the service's chain, the tightest 0."""
+    suffix = f":t{tier.rank}" if timed else ""
     return Cell(
-        name=name,
+        name=f"{service.name}@{footprint.name}{suffix}",
         service=service.name,
         nodes=footprint.nodes.name,
         gpus=footprint.gpus,
         # A throughput's own conditions are its promise: it serves every tier.
         tier=tier.value if timed else 0.0,
-        capacity={u: min(rate, MOST_RATE) for u, rate in capacity.items() if rate > 0},
+        capacity=_positive(capacity),
         role=service.tasks,
         preference=preference,
     )
+
+
+def _positive(capacity: Mapping[str, float]) -> dict[str, float]:
+    return {u: min(rate, MOST_RATE) for u, rate in capacity.items() if rate > 0}

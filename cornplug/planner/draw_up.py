@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isinf
-from typing import Final
 
 from cornplug import __version__
 from cornplug.planner import routing
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.equipment import URGENCY
-from cornplug.planner.inputs import Component, Workload
+from cornplug.planner.inputs import Component, LLMShape, Workload
 from cornplug.planner.packing import Slot, place
 from cornplug.planner.plan import (
     CacheSize,
     Group,
+    KVGeometry,
     Outlook,
     Plan,
     PlannedNodes,
@@ -26,13 +26,12 @@ from cornplug.planner.plan import (
 )
 from cornplug.planner.pool import Solution
 from cornplug.planner.problem import Problem
-
-PRIORITY: Final = {"online": 2, "semi-online": 1, "offline": 0}
+from cornplug.planner.settings import PRIORITY, kv_geometry
 
 
 def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
     """The plan of a solution; its outlook holds no times yet (`decide.py` rehearses them)."""
-    names = {cell: _group_name(cell) for cell, n in solution.replicas.items() if n}
+    names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     ways = routing.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
     goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
@@ -53,7 +52,7 @@ def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
     )
 
 
-def _group_name(cell: str) -> str:
+def group_name(cell: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", cell)
 
 
@@ -115,11 +114,23 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
         capacity=dict(cell.capacity),
         tier_s=spec.tier.seconds if spec.timed and not isinf(spec.tier.seconds) else None,
         settings=spec.settings,
+        kv=_kv(problem, spec, users),
         workload=_most_urgent(users) if users else footprint.workload,
         router=problem.given.rules.router,
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
     )
+
+
+def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
+    """Of engines that hand KV over."""
+    llm = spec.service.llm
+    if llm is None or not isinstance(llm.shape, LLMShape) or not users:
+        return None
+    if spec.service.tasks.strip("EG") not in ("P", "D"):
+        return None
+    bases = problem.equipment.bases
+    return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
 
 
 def _model(component: Component) -> str:

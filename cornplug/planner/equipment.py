@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil, isinf
+from statistics import fmean
 from typing import Final
 
-from cornplug.planner import lengths, throughputs
+from cornplug.planner import throughputs, work
 from cornplug.planner.caches import Assumed
-from cornplug.planner.cells import CellSpec, make_cell
+from cornplug.planner.capacity import Bound, capacity
+from cornplug.planner.cells import CellSpec, make_cell, station
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.footprints import Footprint, footprints
-from cornplug.planner.inputs import Gpu, NodeClass, PlanInput, Throughput, Workload
+from cornplug.planner.inputs import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
 from cornplug.planner.samples import Samples
-from cornplug.planner.services import Service, towers
-from cornplug.planner.tiers import Chain
+from cornplug.planner.service_times import service_times
+from cornplug.planner.services import Service
+from cornplug.planner.settings import engine_settings
+from cornplug.planner.tiers import Chain, Tier
+from cornplug.planner.times import Hardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
 """Of a cell's price, against the engine that a workload class does not favour: less than any
 measured difference."""
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
+MOST_TOGETHER: Final = 32
+"""Replicas behind one router for which a capacity is asked: more gain next to nothing."""
+
+Users = Mapping[str, RequestClass]
 
 
 @dataclass
@@ -32,78 +42,160 @@ class Equipment:
     bases: Mapping[str, Assumed]
     """Request class -> the smallest caches, whose hits its capacities hold for."""
     samples: Samples
-    derate: Mapping[str, float]
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> cells that were left out for it."""
+    _reference: dict[str, Hardware] = field(default_factory=dict)
 
-    def cells(
-        self, service: Service, users: Mapping[str, RequestClass], tiers: Chain, dropped: Counter[str]
-    ) -> Iterator[CellSpec]:
-        """All cells of a service that carry something; the reasons against others go to `dropped`."""
+    def cells(self, service: Service, users: Users, tiers: Chain) -> Iterator[CellSpec]:
+        """All cells of a service that carry something."""
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
-        places = footprints(service, self.nodes, self.gpus, self.given.rules, workloads, dropped)
-        for footprint in places:
-            profiles = self.throughputs(service, footprint)
-            if profiles is not None and footprint.workload == workloads[0]:
-                yield from self._untimed(service, footprint, profiles, users, tiers, dropped)
+        rules = self.given.rules
+        for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
+            profiles = self._throughputs(service, footprint)
+            if not profiles:
+                yield from self._timed(service, footprint, users, tiers)
+            elif len(profiles) < len(service.components):
+                self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
+            elif footprint.workload == workloads[0]:
+                yield from self._untimed(service, footprint, profiles, users, tiers)
 
-    def throughputs(self, service: Service, footprint: Footprint) -> dict[str, Throughput] | None:
-        """Component -> its throughput; None where one of them has none there."""
-        found = {c.name: throughputs.given(service, c, footprint) for c in service.components}
-        known = {name: profile for name, profile in found.items() if profile is not None}
-        return known if len(known) == len(found) else None
+    def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
+        """The cell with capacities that the simulator finds for so many replicas together."""
+        assert spec.hardware is not None
+        found = {
+            name: self._rate(spec.service, spec.footprint, spec.hardware, spec.tier, users[name], replicas, confirm=True)
+            for name in spec.cell.capacity
+        }
+        return spec.with_capacity(found, confirmed=replicas)
 
     def work(self, service: Service, of: RequestClass, assumed: Assumed) -> float:
-        """Visits of a service for one request, in requests as they are with the smallest caches.
-
-        Capacities are those of the smallest caches; a larger one makes a request count for less.
-        """
-        if service.tasks == "E" and not any(self._items(of, assumed).get(t.name) for t in service.towers):
-            return 0.0
+        """Visits of a service for one request, in requests as they are with the smallest caches."""
         base = self.bases[of.name]
-        if assumed.names == base.names or not service.towers:
+        if service.tasks == "E":
+            return work.encoding_left(self.given, service, of, assumed, base)
+        hardware = self._reference.get(service.name)
+        if assumed.names == base.names or hardware is None:
             return 1.0
-        tower = service.towers[0].name
-        return self._items(of, assumed).get(tower, 0.0) / self._items(of, base)[tower]
+        now, before = (self.samples.at(service, of, a) for a in (assumed, base))
+        return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
+
+    def _timed(
+        self, service: Service, footprint: Footprint, users: Users, tiers: Chain
+    ) -> Iterator[CellSpec]:
+        hardware = service_times(service, footprint, self.given.rules, self._context_tokens(users))
+        if hardware is None:
+            self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
+            return
+        self._reference.setdefault(service.name, hardware)
+        together = self._together(service, footprint, hardware, users)
+        for tier in tiers.tiers:
+            rates = {
+                name: self._rate(service, footprint, hardware, tier, of, together, confirm=False)
+                for name, of in users.items()
+            }
+            if not any(rates.values()):
+                self.dropped[f"{service.name}: too slow for its bounds on {footprint.gpu.name}"] += 1
+                continue
+            yield self._timed_cell(service, footprint, hardware, tier, rates, users)
+
+    def _timed_cell(
+        self,
+        service: Service,
+        footprint: Footprint,
+        hardware: Hardware,
+        tier: Tier,
+        rates: Mapping[str, float],
+        users: Users,
+    ) -> CellSpec:
+        shape = service.llm.shape if service.llm else None
+        settings = (
+            engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
+        )
+        # What was measured on one engine says which is better; only an estimate needs a prior.
+        preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
+        cell = make_cell(service, footprint, tier, rates, preference, timed=True)
+        return CellSpec(
+            cell, service, footprint, tier, hardware.source, hardware, settings, self.given.rules.router
+        )
+
+    def _rate(
+        self,
+        service: Service,
+        footprint: Footprint,
+        hardware: Hardware,
+        tier: Tier,
+        of: RequestClass,
+        replicas: int,
+        *,
+        confirm: bool,
+    ) -> float:
+        """Of one class alone, one replica among so many."""
+        bound = Bound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
+        draws = self.samples.at(service, of, self.bases[of.name])
+        place = station("", service, footprint, hardware, self.given.rules.router, replicas)
+        seed = self.given.rules.seed
+        found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
+        return found / replicas * self._pairing(service, hardware)
+
+    def _pairing(self, service: Service, hardware: Hardware) -> float:
+        """What a prefill-decode pair loses by never being matched to the moment's mix."""
+        tasks = service.tasks.strip("EG")
+        if hardware.measured or tasks not in ("P", "D"):
+            return 1.0
+        rules = self.given.rules
+        return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
+
+    def _together(self, service: Service, footprint: Footprint, hardware: Hardware, users: Users) -> int:
+        """Replicas that would serve all users of a service, without any bound."""
+        unbounded = Tier(float("inf"), float("inf"), 0)
+        replicas = 0.0
+        for of in users.values():
+            rate = self._rate(service, footprint, hardware, unbounded, of, 1, confirm=False)
+            replicas += of.rate / rate if rate else 0.0
+        return min(max(ceil(replicas / self.given.rules.max_utilisation), 1), MOST_TOGETHER)
+
+    def _context_tokens(self, users: Users) -> int:
+        """Typical prompt of a service's users: their mean, by rate."""
+        total = sum(of.rate for of in users.values())
+        mean = sum(
+            of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
+            for of in users.values()
+        )
+        return max(round(mean), 1)
+
+    def _throughputs(self, service: Service, footprint: Footprint) -> dict[str, Throughput]:
+        """Component -> its throughput, of those that have one there."""
+        found = {c.name: throughputs.given(service, c, footprint) for c in service.components}
+        return {name: profile for name, profile in found.items() if profile is not None}
 
     def _untimed(
         self,
         service: Service,
         footprint: Footprint,
         profiles: Mapping[str, Throughput],
-        users: Mapping[str, RequestClass],
+        users: Users,
         tiers: Chain,
-        dropped: Counter[str],
     ) -> Iterator[CellSpec]:
-        capacity = {
-            name: self._derated(service, throughputs.rate(
-                service, profiles, footprint, of, self._items(of, self.bases[name]), self.given.rules
-            ))
+        rates = {
+            name: throughputs.rate(service, profiles, footprint, of, self._items(of), self.given.rules)
             for name, of in users.items()
-        }  # fmt: skip
-        if not any(capacity.values()):
-            dropped[f"{service.name}: no throughput is given for its requests under their SLOs"] += 1
+        }
+        if not any(rates.values()):
+            self.dropped[f"{service.name}: no throughput is given for its requests under their SLOs"] += 1
             return
         preference = self._prior(footprint, users) if service.llm else 0.0
-        cell = make_cell(service, footprint, tiers.tiers[0], 1, capacity, preference, timed=False)
+        tier = tiers.tiers[0]
+        cell = make_cell(service, footprint, tier, rates, preference, timed=False)
         source = "; ".join(dict.fromkeys(p.source for p in profiles.values()))
-        yield CellSpec(cell, service, footprint, tiers.tiers[0], f"throughput: {source}")
+        yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
-    def _derated(self, service: Service, rate: float) -> float:
-        return rate * self.derate.get(service.name, 1.0)
+    def _items(self, of: RequestClass) -> dict[str, float]:
+        return work.items_to_encode(self.given, of, self.bases[of.name])
 
-    def _items(self, of: RequestClass, assumed: Assumed) -> dict[str, float]:
-        return items_to_encode(self.given, of, assumed)
-
-    def _prior(self, footprint: Footprint, users: Mapping[str, RequestClass]) -> float:
+    def _prior(self, footprint: Footprint, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
         return PRIOR * against / sum(u.rate for u in users.values())
 
 
-def items_to_encode(given: PlanInput, of: RequestClass, assumed: Assumed) -> dict[str, float]:
-    """Encoder -> mean items of one request whose embeddings are not cached."""
-    shared = towers(given)
-    found: dict[str, float] = {}
-    for media in of.request.media:
-        missed = lengths.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
-        name = shared[media.encoder].name
-        found[name] = found.get(name, 0.0) + missed
-    return found
+def _finite(seconds: float) -> float | None:
+    return None if isinf(seconds) else seconds

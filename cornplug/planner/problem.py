@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.planner import gpus, services
@@ -14,6 +14,8 @@ from cornplug.planner.classes import RequestClass, request_classes
 from cornplug.planner.equipment import Equipment
 from cornplug.planner.inputs import Gpu, NodeClass, PlanInput
 from cornplug.planner.pool import Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.pruning import prune
+from cornplug.planner.resolve import resolve
 from cornplug.planner.samples import Samples
 from cornplug.planner.services import Service
 from cornplug.planner.tiers import Chain, chain
@@ -35,8 +37,19 @@ class Problem:
     levels: tuple[Level, ...]
     samples: Samples
     nodes: tuple[NodeClass, ...]
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> cells that were left out for it."""
+    equipment: Equipment
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Reason -> cells that were left out for it."""
+        return self.equipment.dropped
+
+    def with_cells(self, changed: Mapping[str, CellSpec]) -> Problem:
+        """The same with other capacities of some cells; one that carries nothing goes."""
+        cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
+        cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
+        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()))
+        return replace(self, cells=cells, pool=pool)
 
 
 def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
@@ -44,8 +57,9 @@ def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
-def problem(given: PlanInput, *, derate: Mapping[str, float] | None = None) -> Problem:
-    """`derate`: service -> what its cells' capacities are multiplied by."""
+def problem(given: PlanInput) -> Problem:
+    """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
+    given = resolve(given)
     classes = request_classes(given)
     nodes = gpus.node_classes(given)
     table = gpus.gpu_table(given)
@@ -60,24 +74,25 @@ def problem(given: PlanInput, *, derate: Mapping[str, float] | None = None) -> P
         for assumed in assumptions(given, classes[name], levels)
         for way in ways(given, classes[name], path, assumed, samples, slowest)
     ]
+    equipment = Equipment(given, nodes, table, bases, samples)
     chains = _chains(found)
-    equipment = Equipment(given, nodes, table, bases, samples, derate or {})
-    cells: dict[str, CellSpec] = {}
-    dropped: Counter[str] = Counter()
-    for service, users in _users(found).items():
-        for spec in equipment.cells(service, users, chains[service.name], dropped):
-            cells[spec.cell.name] = spec
-    by_variant = {w.name: w for w in found}
+    specs = prune(
+        spec
+        for service, users in _users(found).items()
+        for spec in equipment.cells(service, users, chains[service.name])
+    )
     pool = Pool(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
-        cells=tuple(spec.cell for spec in cells.values()),
+        cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(given, c) for c in classes.values()),
         variants=tuple(_variant(w, chains, equipment) for w in found),
         levels=tuple(level.in_pool for level in levels),
         limits=_limits(given, found),
         objective=given.rules.objective,
     )
-    return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, dropped)
+    cells = {spec.cell.name: spec for spec in specs}
+    by_variant = {w.name: w for w in found}
+    return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
 
 
 def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from cornplug.planner import profiles, shapes
+from cornplug.planner import profiles
 from cornplug.planner.footprints import Footprint
-from cornplug.planner.inputs import Component, GeneratorShape, LLMShape, Rules, TowerShape
+from cornplug.planner.inputs import Component, GeneratorShape, Rules, TowerShape
 from cornplug.planner.services import Service
 from cornplug.planner.times import Hardware
-
-Shape = LLMShape | TowerShape | GeneratorShape
-
-
-def known_shape(component: Component, components: Mapping[str, Component]) -> Shape | None:
-    """None: nothing is given, and nothing need be where times were measured.
-
-    Raises ConfigError: a checkpoint is named that does not tell.
-    """
-    tower_of = components.get(component.tower_of or "")
-    if component.shape or component.checkpoint or (tower_of and (tower_of.checkpoint or tower_of.model)):
-        return shapes.shape_of(component, components)
-    if component.model and shapes.checkpoint_of(component, components) is not None:
-        return shapes.shape_of(component, components)
-    return None
 
 
 def service_times(
     service: Service,
     footprint: Footprint,
-    components: Mapping[str, Component],
     rules: Rules,
     context_tokens: int,
 ) -> Hardware | None:
@@ -40,10 +23,9 @@ def service_times(
     one engine the largest stands for all: it takes longest.
     """
     main = service.components[0]
-    tower = max(service.towers, key=lambda t: _parameters(t, components), default=None)
     found = profiles.hardware(
         main,
-        known_shape(main, components),
+        main.shape,
         footprint.gpu,
         engine=footprint.engine,
         tp=footprint.tp,
@@ -51,8 +33,8 @@ def service_times(
         share=footprint.share,
         quantisation=footprint.quantisation,
         role=service.tasks,
-        tower=(tower, _tower_shape(tower, components)) if tower and tower is not main else None,
-        generator=_beside(service.generator, main, components),
+        tower=_with_tower(service),
+        generator=_with_generator(service),
         chunk_tokens=footprint.chunk_tokens,
         max_batch=footprint.max_batch,
         context_tokens=context_tokens,
@@ -72,20 +54,19 @@ def _scaled(hardware: Hardware, factor: float) -> Hardware:
     )
 
 
-def _parameters(component: Component, components: Mapping[str, Component]) -> float:
-    shape = known_shape(component, components)
-    return shape.parameters if shape else 0.0
+def _parameters(component: Component) -> float:
+    return component.shape.parameters if component.shape else 0.0
 
 
-def _tower_shape(component: Component, components: Mapping[str, Component]) -> TowerShape | None:
-    shape = known_shape(component, components)
-    return shape if isinstance(shape, TowerShape) else None
-
-
-def _beside(
-    generator: Component | None, main: Component, components: Mapping[str, Component]
-) -> tuple[Component, GeneratorShape | None] | None:
-    if generator is None or generator is main:
+def _with_tower(service: Service) -> tuple[Component, TowerShape | None] | None:
+    tower = max(service.towers, key=_parameters, default=None)
+    if tower is None or service.llm is None:
         return None
-    shape = known_shape(generator, components)
-    return generator, shape if isinstance(shape, GeneratorShape) else None
+    return tower, tower.shape if isinstance(tower.shape, TowerShape) else None
+
+
+def _with_generator(service: Service) -> tuple[Component, GeneratorShape | None] | None:
+    generator = service.generator
+    if generator is None or service.llm is None:
+        return None
+    return generator, generator.shape if isinstance(generator.shape, GeneratorShape) else None

@@ -124,6 +124,6 @@ def _moved_bytes(
             lengths.mean(m.items) * caches.embedding_bytes(given, of, m) for m in of.request.media
         )
     if "D" in tasks:
-        per_token = caches.kv_bytes_per_token(given.component[of.app.llm], given.component)
+        per_token = caches.kv_bytes_per_token(given.component[of.app.llm])
         kv = per_token * prompt_tokens(samples.of(of, assumed), of.slo)
     return embeddings, kv
