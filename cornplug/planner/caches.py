@@ -104,7 +104,7 @@ def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits
 
 
 def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
-    """Of one item, as the language model takes it: tokens x hidden size, two bytes each; 0: shape not known."""
+    """Of one item, as the language model takes it: tokens x hidden size, in 16 bits; 0: shape not known."""
     llm = given.component[of.app.llm]
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
     return lengths.mean(media.tokens) * hidden * ELEMENT_BYTES

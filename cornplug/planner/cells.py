@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cornplug.planner.equipped import Equipped
 from cornplug.planner.footprints import Footprint
 from cornplug.planner.inputs import RouterPolicy
 from cornplug.planner.plan import EngineSettings
@@ -46,7 +47,8 @@ class CellSpec:
         """ValueError: only its throughput is known, not its times."""
         if self.hardware is None:
             raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
-        return station(self.cell.name, self.service, self.footprint, self.hardware, self.router, replicas)
+        equipped = Equipped(self.service, self.footprint, self.hardware)
+        return equipped.station(self.router, replicas, name=self.cell.name)
 
     def with_capacity(self, capacity: Mapping[str, float], *, confirmed: int) -> CellSpec:
         """As the simulator found it for so many replicas; what was derated stays so."""
@@ -57,29 +59,6 @@ class CellSpec:
         capacity = {u: rate * factor for u, rate in self.cell.capacity.items()}
         cell = replace(self.cell, capacity=capacity)
         return replace(self, cell=cell, derated=self.derated * factor)
-
-
-def station(
-    name: str,
-    service: Service,
-    footprint: Footprint,
-    hardware: Hardware,
-    router: RouterPolicy,
-    replicas: int,
-) -> Station:
-    """As the simulator and the closed forms see the replicas of a cell."""
-    return Station(
-        name=name,
-        replicas=replicas,
-        tasks=service.tasks,
-        steps=hardware.steps,
-        encode=hardware.encode,
-        generate=hardware.generate,
-        kv_tokens=hardware.kv_tokens if hardware.steps else 1 << 60,
-        max_batch=footprint.max_batch,
-        chunk_tokens=footprint.chunk_tokens,
-        router=router,
-    )
 
 
 def make_cell(

@@ -12,9 +12,10 @@ from typing import Final
 from cornplug.planner import throughputs, work
 from cornplug.planner.caches import Assumed
 from cornplug.planner.capacity import Bound, capacity
-from cornplug.planner.cells import CellSpec, make_cell, station
+from cornplug.planner.cells import CellSpec, make_cell
 from cornplug.planner.classes import RequestClass
-from cornplug.planner.footprints import Footprint, footprints
+from cornplug.planner.equipped import FAVOURED, Equipped, undominated, without_needless_estimates
+from cornplug.planner.footprints import MAX_BATCH, Footprint, footprints
 from cornplug.planner.inputs import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
 from cornplug.planner.samples import Samples
 from cornplug.planner.service_times import service_times
@@ -27,7 +28,6 @@ URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
 """Of a cell's price, against the engine that a workload class does not favour: less than any
 measured difference."""
-FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 MOST_TOGETHER: Final = 32
 """Replicas behind one router for which a capacity is asked: more gain next to nothing."""
 
@@ -46,24 +46,34 @@ class Equipment:
     """Reason -> cells that were left out for it."""
     _reference: dict[str, Hardware] = field(default_factory=dict)
 
-    def cells(self, service: Service, users: Users, tiers: Chain) -> Iterator[CellSpec]:
-        """All cells of a service that carry something."""
+    def cells(
+        self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+    ) -> Iterator[CellSpec]:
+        """All cells of a service that carry something, and that no quicker hardware makes needless.
+
+        `loosest`: user -> the loosest tier that it comes to; it may use no cell that promises less.
+        """
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
         rules = self.given.rules
+        timed: list[Equipped] = []
         for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
             profiles = self._throughputs(service, footprint)
             if not profiles:
-                yield from self._timed(service, footprint, users, tiers)
+                timed += self._equipped(service, footprint, users)
             elif len(profiles) < len(service.components):
                 self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
             elif footprint.workload == workloads[0]:
                 yield from self._untimed(service, footprint, profiles, users, tiers)
+        enough = self._enough_kv(users)
+        for equipped in undominated(without_needless_estimates(timed), enough):
+            yield from self._timed(equipped, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
         """The cell with capacities that the simulator finds for so many replicas together."""
         assert spec.hardware is not None
+        equipped = Equipped(spec.service, spec.footprint, spec.hardware)
         found = {
-            name: self._rate(spec.service, spec.footprint, spec.hardware, spec.tier, users[name], replicas, confirm=True)
+            name: self._rate(equipped, spec.tier, users[name], replicas, confirm=True)
             for name in spec.cell.capacity
         }
         return spec.with_capacity(found, confirmed=replicas)
@@ -79,34 +89,47 @@ class Equipment:
         now, before = (self.samples.at(service, of, a) for a in (assumed, base))
         return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
 
-    def _timed(
-        self, service: Service, footprint: Footprint, users: Users, tiers: Chain
-    ) -> Iterator[CellSpec]:
+    def _equipped(self, service: Service, footprint: Footprint, users: Users) -> list[Equipped]:
         hardware = service_times(service, footprint, self.given.rules, self._context_tokens(users))
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
-            return
+            return []
         self._reference.setdefault(service.name, hardware)
-        together = self._together(service, footprint, hardware, users)
+        return [Equipped(service, footprint, hardware)]
+
+    def _enough_kv(self, users: Users) -> int:
+        """Tokens of KV beyond which more is of no use to a replica: all that it may decode together."""
+        longest = max(
+            d.prompt_tokens + d.output_tokens
+            for of in users.values()
+            for d in self.samples.of(of, self.bases[of.name])
+        )
+        return longest * max(MAX_BATCH.values())
+
+    def _timed(
+        self, equipped: Equipped, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+    ) -> Iterator[CellSpec]:
+        service, gpu = equipped.service, equipped.footprint.gpu.name
+        together = self._together(equipped, users)
         for tier in tiers.tiers:
             rates = {
-                name: self._rate(service, footprint, hardware, tier, of, together, confirm=False)
+                name: self._rate(equipped, tier, of, together, confirm=False)
                 for name, of in users.items()
+                if tier.rank <= loosest[name].rank
             }
             if not any(rates.values()):
-                self.dropped[f"{service.name}: too slow for its bounds on {footprint.gpu.name}"] += 1
+                self.dropped[f"{service.name}: too slow for its bounds on {gpu}"] += 1
                 continue
-            yield self._timed_cell(service, footprint, hardware, tier, rates, users)
+            yield self._timed_cell(equipped, tier, rates, users)
 
     def _timed_cell(
         self,
-        service: Service,
-        footprint: Footprint,
-        hardware: Hardware,
+        equipped: Equipped,
         tier: Tier,
         rates: Mapping[str, float],
         users: Users,
     ) -> CellSpec:
+        service, footprint, hardware = equipped.service, equipped.footprint, equipped.hardware
         shape = service.llm.shape if service.llm else None
         settings = (
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
@@ -120,9 +143,7 @@ class Equipment:
 
     def _rate(
         self,
-        service: Service,
-        footprint: Footprint,
-        hardware: Hardware,
+        equipped: Equipped,
         tier: Tier,
         of: RequestClass,
         replicas: int,
@@ -131,28 +152,32 @@ class Equipment:
     ) -> float:
         """Of one class alone, one replica among so many."""
         bound = Bound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
-        draws = self.samples.at(service, of, self.bases[of.name])
-        place = station("", service, footprint, hardware, self.given.rules.router, replicas)
+        draws = self.samples.at(equipped.service, of, self.bases[of.name])
+        place = equipped.station(self.given.rules.router, replicas)
         seed = self.given.rules.seed
         found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
-        return found / replicas * self._pairing(service, hardware)
+        return found / replicas * self._pairing(equipped)
 
-    def _pairing(self, service: Service, hardware: Hardware) -> float:
+    def _pairing(self, equipped: Equipped) -> float:
         """What a prefill-decode pair loses by never being matched to the moment's mix."""
-        tasks = service.tasks.strip("EG")
-        if hardware.measured or tasks not in ("P", "D"):
+        tasks = equipped.service.tasks.strip("EG")
+        if equipped.hardware.measured or tasks not in ("P", "D"):
             return 1.0
         rules = self.given.rules
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
-    def _together(self, service: Service, footprint: Footprint, hardware: Hardware, users: Users) -> int:
+    def _together(self, equipped: Equipped, users: Users) -> int:
         """Replicas that would serve all users of a service, without any bound."""
-        unbounded = Tier(float("inf"), float("inf"), 0)
-        replicas = 0.0
-        for of in users.values():
-            rate = self._rate(service, footprint, hardware, unbounded, of, 1, confirm=False)
-            replicas += of.rate / rate if rate else 0.0
-        return min(max(ceil(replicas / self.given.rules.max_utilisation), 1), MOST_TOGETHER)
+        busy = sum(
+            of.rate
+            * work.seconds(
+                equipped.hardware,
+                equipped.service.tasks,
+                self.samples.at(equipped.service, of, self.bases[of.name]),
+            )
+            for of in users.values()
+        )
+        return min(max(ceil(busy / self.given.rules.max_utilisation), 1), MOST_TOGETHER)
 
     def _context_tokens(self, users: Users) -> int:
         """Typical prompt of a service's users: their mean, by rate."""

@@ -14,11 +14,11 @@ from cornplug.planner.classes import RequestClass, request_classes
 from cornplug.planner.equipment import Equipment
 from cornplug.planner.inputs import Gpu, NodeClass, PlanInput
 from cornplug.planner.pool import Demand, Limits, Need, Nodes, Pool, Variant
-from cornplug.planner.pruning import prune
+from cornplug.planner.pruning import loosest, prune
 from cornplug.planner.resolve import resolve
 from cornplug.planner.samples import Samples
 from cornplug.planner.services import Service
-from cornplug.planner.tiers import Chain, chain
+from cornplug.planner.tiers import Chain, Tier, chain
 from cornplug.planner.variants import Way, ways
 
 GIB: Final = 1 << 30
@@ -79,13 +79,15 @@ def problem(given: PlanInput) -> Problem:
     specs = prune(
         spec
         for service, users in _users(found).items()
-        for spec in equipment.cells(service, users, chains[service.name])
+        for spec in equipment.cells(
+            service, users, chains[service.name], _loosest_tiers(service, found, chains)
+        )
     )
     pool = Pool(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(given, c) for c in classes.values()),
-        variants=tuple(_variant(w, chains, equipment) for w in found),
+        variants=loosest(_variant(w, chains, equipment) for w in found),
         levels=tuple(level.in_pool for level in levels),
         limits=_limits(given, found),
         objective=given.rules.objective,
@@ -110,6 +112,16 @@ def _chains(found: list[Way]) -> dict[str, Chain]:
         for p in way.promises:
             wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
     return {name: chain(pairs) for name, pairs in wanted.items()}
+
+
+def _loosest_tiers(service: Service, found: list[Way], chains: Mapping[str, Chain]) -> dict[str, Tier]:
+    """User of a service -> the loosest tier that one of its ways asks for there."""
+    asked = [(w.of.name, p) for w in found for p in w.promises if p.service.name == service.name]
+    loosest: dict[str, Tier] = {}
+    for name, p in asked:
+        tier = chains[service.name].at_most(p.seconds, p.tpot_s)
+        loosest[name] = max(tier, loosest.get(name, tier), key=lambda t: t.rank)
+    return loosest
 
 
 def _nodes(nodes: NodeClass, gpu: Gpu) -> Nodes:

@@ -1,7 +1,8 @@
-"""Cells that no plan needs: others of the same nodes carry as much on no more GPUs.
+"""Cells and variants that no plan needs, because others do as much and ask for no more.
 
-Exact for cost, stock and packing: in any plan a dominated replica can be replaced by the smaller
-cell's replicas on the same GPUs, because footprints divide each other.
+Pruning is exact for cost, stock and packing: in any plan a dominated replica can be replaced by
+the smaller cell's replicas on the same GPUs, because footprints divide each other. A variant whose stages ask for the same work within
+tighter bounds than another's can always be replaced by it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from cornplug.planner.cells import CellSpec
+from cornplug.planner.pool import Variant
 
 
 def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:
@@ -36,3 +38,26 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
         and one.cell.preference <= other.cell.preference
         and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
     )
+
+
+def loosest(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """Of variants that differ in their tiers only, those that no other is looser than throughout."""
+    groups: defaultdict[tuple[object, ...], list[Variant]] = defaultdict(list)
+    for v in variants:
+        services = tuple((n.service, n.work) for n in v.needs)
+        groups[v.demand, v.structure, services, v.levels].append(v)
+    return tuple(v for same in groups.values() for i, v in enumerate(same) if not _tighter(v, i, same))
+
+
+def _tighter(variant: Variant, place: int, same: list[Variant]) -> bool:
+    """Than another; of two equals the later one is."""
+    tiers = [n.tier for n in variant.needs]
+    for i, other in enumerate(same):
+        others = [n.tier for n in other.needs]
+        if (
+            i != place
+            and all(a <= b for a, b in zip(tiers, others, strict=True))
+            and (tiers != others or i < place)
+        ):
+            return True
+    return False

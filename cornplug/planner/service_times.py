@@ -27,7 +27,7 @@ def service_times(
         main,
         main.shape,
         footprint.gpu,
-        engine=footprint.engine,
+        engine=footprint.engine,  # type: ignore[arg-type]
         tp=footprint.tp,
         pp=footprint.pp,
         share=footprint.share,
