@@ -1,8 +1,8 @@
 """Cells and variants that no plan needs, because others do as much and ask for no more.
 
 Pruning is exact for cost, stock and packing: in any plan a dominated replica can be replaced by
-the smaller cell's replicas on the same GPUs, because footprints divide each other. A variant whose stages ask for the same work within
-tighter bounds than another's can always be replaced by it.
+the smaller cell's replicas on the same GPUs, because footprints divide each other. A variant
+whose stages ask for the same work within tighter bounds than another's can be replaced by it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,31 @@
+"""Pruning drops what is needless, and never changes what the best plan costs."""
+
+from __future__ import annotations
+
+from cornplug.planner.pool import Need, Variant
+from cornplug.planner.pruning import loosest
+
+
+def variant(name: str, *tiers: float, work: float = 1.0) -> Variant:
+    needs = tuple(Need(service, tier, work) for service, tier in zip("EP", tiers, strict=True))
+    return Variant(name, "chat/text", "E+PD", needs)
+
+
+def names(*variants: Variant) -> set[str]:
+    return {v.name for v in loosest(variants)}
+
+
+def test_a_variant_tighter_in_one_stage_only_goes() -> None:
+    assert names(variant("tight", 0.3, 0.5), variant("loose", 0.5, 0.5)) == {"loose"}
+
+
+def test_variants_that_trade_one_stage_for_the_other_stay() -> None:
+    assert names(variant("a", 0.3, 0.7), variant("b", 0.5, 0.5)) == {"a", "b"}
+
+
+def test_one_of_two_equal_variants_stays() -> None:
+    assert len(names(variant("a", 0.3, 0.7), variant("b", 0.3, 0.7))) == 1
+
+
+def test_less_work_within_tighter_bounds_stays() -> None:
+    assert names(variant("cached", 0.3, 0.5, work=0.4), variant("plain", 0.5, 0.5)) == {"cached", "plain"}
