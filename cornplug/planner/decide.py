@@ -64,7 +64,7 @@ def _confirmed(
     """A solution all of whose cells the simulator has confirmed, and the problem that it solves."""
     for i in range(CONFIRMATIONS):
         report("solve", i / CONFIRMATIONS)
-        solution = milp.solve(posed.pool, posed.given.solver, watch)
+        solution = milp.solve(posed.pool, posed.given.solver, watch, notes=posed.notes)
         doubtful = _doubtful(posed, solution)
         if not doubtful or not posed.given.rules.simulate or i == CONFIRMATIONS - 1:
             break

@@ -44,6 +44,8 @@ class Equipment:
     samples: Samples
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> cells that were left out for it."""
+    equipped: dict[str, list[Equipped]] = field(default_factory=dict)
+    """Service -> what could run it, fast enough or not."""
     _reference: dict[str, Hardware] = field(default_factory=dict)
 
     def cells(
@@ -65,7 +67,8 @@ class Equipment:
             elif footprint.workload == workloads[0]:
                 yield from self._untimed(service, footprint, profiles, users, tiers)
         enough = self._enough_kv(users)
-        for equipped in undominated(without_needless_estimates(timed), enough):
+        self.equipped[service.name] = undominated(without_needless_estimates(timed), enough)
+        for equipped in self.equipped[service.name]:
             yield from self._timed(equipped, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:

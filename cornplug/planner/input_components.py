@@ -171,13 +171,7 @@ class Component(Table):
         if not isinstance(given, dict) or not isinstance(given.get("shape"), dict):
             return given
         kind = _SHAPE_KINDS.get(str(given.get("kind")))
-        if kind is None:
-            return given
-        said = given["shape"].get("kind", kind)
-        if said != kind:
-            remedy = f'Write kind = "{kind}" there, or leave it out.'
-            raise wrong("shape", f"a shape of kind {said!r} on a component of kind {given['kind']!r}", remedy)
-        return {**given, "shape": {"kind": kind, **given["shape"]}}
+        return given if kind is None else {**given, "shape": {"kind": kind, **given["shape"]}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -188,7 +182,8 @@ class Component(Table):
     def _errors(self) -> Iterator[Exception]:
         wanted = _SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
-            yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", "Give its own.")
+            remedy = f"Write kind = {wanted!r} there, or leave it out."
+            yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", remedy)
         if self.tower_of is not None and self.kind != "encoder":
             yield wrong(
                 "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'

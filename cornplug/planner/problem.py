@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.planner import gpus, services
+from cornplug.planner import gpus, misfits, services
 from cornplug.planner.caches import Level, assumptions, cache_levels
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.classes import RequestClass, request_classes
@@ -43,6 +43,18 @@ class Problem:
     def dropped(self) -> Counter[str]:
         """Reason -> cells that were left out for it."""
         return self.equipment.dropped
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Request class that nothing in the pool can serve -> why not."""
+        return {name: self._note(name) for name in misfits.unserved(self.pool)}
+
+    def _note(self, name: str) -> str:
+        of, equipment = self.classes[name], self.equipment
+        ways = [w for w in self.ways.values() if w.of.name == name]
+        base = equipment.bases[name]
+        draws = {s.name: self.samples.at(s, of, base) for w in ways for s in w.path.stages}
+        return misfits.note(of, ways, equipment.equipped, equipment.dropped, draws)
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> Problem:
         """The same with other capacities of some cells; one that carries nothing goes."""

@@ -142,5 +142,7 @@ def _with_replacements(way: Path, known: tuple[Service, ...]) -> list[Path]:
         if "P" not in stage.tasks:
             continue
         others = [s for s in known if s != stage and s.can_replace(stage)]
+        if way.stages[-1].tasks == "G":
+            others = [s for s in others if s.generator is None]
         found += [Path(way.structure, (*way.stages[:i], s, *way.stages[i + 1 :])) for s in others]
     return found

@@ -56,7 +56,6 @@ def two_apps(**rules: Any) -> PlanInput:
         pool=[
             {"name": "l4", "gpu": "L4", "gpus": 4},
             {"name": "h100", "gpu": "H100", "gpus": 8},
-            {"name": "a100", "gpu": "A100-80", "gpus": 8},
         ],
         rules=rules,
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cornplug.errors import ConfigError, PlanInfeasible
 from cornplug.planner.decide import Decision, decide
 from cornplug.planner.inputs import PlanInput
+from cornplug.planner.plan import Plan
+from planner.inputs import two_apps
 
 
 def plan_input(**tables: Any) -> PlanInput:
@@ -77,3 +81,76 @@ def encoder_pool(hit_rate: float) -> PlanInput:
 )
 def test_cached_embeddings_save_encoders(hit_rate: float, gpus: int) -> None:
     assert replicas(decided(encoder_pool(hit_rate))).get(("vit/E", "A100-80"), 0) == gpus
+
+
+def test_a_bound_that_nothing_keeps_is_named_with_the_best_there_is() -> None:
+    given = two_apps(simulate=False)
+    slo = {"ttft_s": 0.02, "tpot_s": 0.05}
+    apps = [a.model_dump() | ({"slo": slo} if a.name == "chat" else {}) for a in given.applications]
+    with pytest.raises(PlanInfeasible, match=r"chat/text.*qwen/PD has 0\.02 s for TTFT \(p95\).*takes 0\.02"):
+        decided(PlanInput.model_validate(given.model_dump() | {"applications": apps}))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Decision:
+    return decided(two_apps(simulate=False))
+
+
+def test_every_class_is_routed_in_full(shared: Decision) -> None:
+    for o in shared.plan.outlook:
+        routes = [r for r in shared.plan.routes if (r.app, r.request) == (o.app, o.request)]
+        assert sum(r.rate for r in routes) == pytest.approx(o.rate)
+        for route in routes:
+            for stage in route.stages:
+                assert sum(stage.groups.values()) == pytest.approx(1)
+
+
+def test_no_group_has_more_than_its_online_share(shared: Decision) -> None:
+    load = dict.fromkeys((g.name for g in shared.plan.groups), 0.0)
+    groups = {g.name: g for g in shared.plan.groups}
+    for route in shared.plan.routes:
+        for stage in route.stages:
+            for name, weight in stage.groups.items():
+                g = groups[name]
+                load[name] += route.rate * weight / g.capacity[f"{route.app}/{route.request}"] / g.replicas
+    for name, g in groups.items():
+        assert load[name] <= 0.8 * 1.001
+        assert load[name] == pytest.approx(g.utilisation)
+
+
+def test_every_replica_has_its_own_gpus(shared: Decision) -> None:
+    taken: dict[tuple[str, int, int], float] = {}
+    nodes = {n.name: n for n in shared.plan.nodes}
+    for g in shared.plan.groups:
+        assert len(g.placement) == g.replicas
+        for node, first in g.placement:
+            assert node < nodes[g.nodes].count
+            for gpu in range(first, first + g.tp * g.pp):
+                key = (g.nodes, node, gpu)
+                taken[key] = taken.get(key, 0) + g.share
+    assert all(share <= 1 for share in taken.values())
+
+
+def test_one_replica_of_each_service_may_be_lost(shared: Decision) -> None:
+    for g in shared.plan.groups:
+        assert sum(other.replicas for other in shared.plan.groups if other.service == g.service) >= 2
+
+
+def test_engines_have_the_settings_that_become_flags(shared: Decision) -> None:
+    for g in shared.plan.groups:
+        if set(g.tasks) & set("PD"):
+            assert g.settings is not None
+            assert g.settings.kv_bytes == g.settings.kv_tokens * 2 * 28 * (4 // g.tp) * 128 * 2
+        assert (g.kv is not None) == (g.tasks.strip("EG") in ("P", "D"))
+
+
+def test_a_plan_is_read_back_as_it_was_written(shared: Decision, tmp_path: Path) -> None:
+    shared.plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == shared.plan
+
+
+def test_a_plan_that_was_edited_into_none_is_refused(shared: Decision, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
+    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*`cornplug plan` writes a new one"):
+        Plan.load(path)

@@ -1,0 +1,79 @@
+"""Which services applications share, and the ways of their requests through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cornplug.planner.inputs import PlanInput
+from cornplug.planner.services import paths
+
+COMPONENTS = [
+    {"name": "vit", "kind": "encoder", "fingerprint": "ab"},
+    {"name": "vit-again", "kind": "encoder", "fingerprint": "ab"},
+    {"name": "ears", "kind": "encoder"},
+    {"name": "llm", "kind": "llm"},
+    {"name": "voice", "kind": "generator"},
+]
+
+
+def app(name: str, *requests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "llm": "llm", "requests": list(requests)} | more
+
+
+def sees(encoder: str) -> dict[str, Any]:
+    return {"name": "one", "rate": 1, "media": [{"encoder": encoder, "tokens": 64}]}
+
+
+def ways(*apps: dict[str, Any]) -> dict[str, set[str]]:
+    """Request class -> "structure: service > service"."""
+    given = PlanInput.model_validate(
+        {"components": COMPONENTS, "applications": apps, "pool": [{"name": "n", "gpu": "L4"}]}
+    )
+    return {
+        name: {f"{way.structure}: {' > '.join(s.name for s in way.stages)}" for way in found}
+        for name, found in paths(given).items()
+    }
+
+
+def test_text_goes_whole_or_by_prefill_and_decode() -> None:
+    found = ways(app("chat", {"name": "one", "rate": 1}))
+    assert found == {"chat/one": {"monolith: llm/PD", "P+D: llm/P > llm/D"}}
+
+
+def test_pictures_have_all_four_structures() -> None:
+    assert ways(app("see", sees("vit")))["see/one"] == {
+        "monolith: llm+vit/EPD",
+        "E+PD: vit/E > llm/PD",
+        "P+D: llm+vit/EP > llm/D",
+        "E+P+D: vit/E > llm/P > llm/D",
+    }
+
+
+def test_text_may_use_the_engines_that_pictures_need() -> None:
+    found = ways(app("see", sees("vit")), app("chat", {"name": "one", "rate": 1}, structures=["monolith"]))
+    assert found["chat/one"] == {"monolith: llm/PD", "monolith: llm+vit/EPD"}
+
+
+def test_towers_with_one_fingerprint_are_one_service() -> None:
+    found = ways(app("a", sees("vit"), structures=["E+PD"]), app("b", sees("vit-again"), structures=["E+PD"]))
+    assert found["a/one"] == found["b/one"] == {"E+PD: vit/E > llm/PD"}
+
+
+def test_two_encoders_are_two_stages() -> None:
+    both = sees("vit") | {"media": [{"encoder": "vit", "tokens": 64}, {"encoder": "ears", "tokens": 9}]}
+    assert ways(app("hear", both, structures=["E+PD"]))["hear/one"] == {"E+PD: vit/E > ears/E > llm/PD"}
+
+
+def test_a_generator_goes_with_a_whole_model_or_apart() -> None:
+    speaks = {"name": "one", "rate": 1, "generates": {"generator": "voice"}}
+    assert ways(app("tts", speaks))["tts/one"] == {
+        "monolith: llm+voice/PDG",
+        "monolith+G: llm/PD > voice/G",
+        "P+D+G: llm/P > llm/D > voice/G",
+    }
+
+
+def test_apart_only_where_that_alone_is_listed() -> None:
+    speaks = {"name": "one", "rate": 1, "generates": {"generator": "voice"}}
+    found = ways(app("tts", speaks, structures=["+G"]))
+    assert found["tts/one"] == {"monolith+G: llm/PD > voice/G"}
