@@ -192,3 +192,11 @@ def decode_alone_s(station: Station, draw: Draw) -> float:
     steps = draw.output_tokens - 1
     context = steps * draw.prompt_tokens + steps * (steps - 1) / 2
     return steps * station.steps.decode(1) + station.steps.kv_token_s * context
+
+
+def alone_s(station: Station, draw: Draw) -> float:
+    """Seconds of a visit with nothing beside it."""
+    seconds = prefill_alone_s(station, draw) + decode_alone_s(station, draw)
+    if station.generate is not None and "G" in station.tasks:
+        seconds += station.generate(draw.units)
+    return seconds

@@ -1,0 +1,121 @@
+"""Whole plans simulated, and predicted station by station: the two agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner.demand import Draw
+from cornplug.planner.plan import Route, Stage
+from cornplug.planner.rehearsal import Class, Result, predict, rehearse
+from cornplug.planner.simulator import Station
+from cornplug.planner.times import Curve, StepTimes
+
+STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3), request_overhead_s=0.5)
+ONE = [Draw(100, 0, (200,), 3, 0.0)]
+STATIONS = {
+    "vit": Station("vit", 1, "E", encode=Curve((1.0,), (1e-3,)), max_patches=400),
+    "p": Station("p", 2, "P", steps=STEPS),
+    "d": Station("d", 2, "D", steps=STEPS),
+    "mono": Station("mono", 1, "EPD", steps=STEPS, encode=Curve((1.0,), (1e-3,))),
+}
+APART = [
+    Stage(tasks="E", groups={"vit": 1}),
+    Stage(tasks="P", groups={"p": 1}),
+    Stage(tasks="D", groups={"d": 1}),
+]
+TOGETHER = [Stage(tasks="EPD", groups={"mono": 1})]
+BOTH = pytest.mark.parametrize("how", [rehearse, predict])
+
+
+def route(stages: list[Stage], rate: float = 1.0, request: str = "a") -> Route:
+    return Route(app="chat", request=request, structure="x", rate=rate, stages=stages)
+
+
+def classes(rate: float, burst: float = 1.0, draws: list[Draw] = ONE, request: str = "a") -> dict[str, Class]:
+    return {f"chat/{request}": Class(f"chat/{request}", rate, burst, draws)}
+
+
+def transfer(before: str, after: str, draw: Draw) -> float:
+    return {"EP": 0.01, "PD": draw.prompt_tokens * 1e-3}[before + after]
+
+
+def run(how: object, routes: list[Route], given: dict[str, Class], requests: int = 400) -> dict[str, Result]:
+    assert callable(how)
+    answer: dict[str, Result] = how(STATIONS, routes, given, transfer, requests=requests, seed=0)
+    return answer
+
+
+@BOTH
+def test_alone_on_a_path_a_request_takes_its_stages_and_transfers(how: object) -> None:
+    got = run(how, [route(APART)], classes(1e-3))["chat/a"]
+    ttft = 0.5 + 0.2 + 0.01 + 0.02
+    assert got.ttft.p95 == pytest.approx(ttft)
+    assert got.tpot.p95 == pytest.approx((0.1 + 0.042) / 2)
+    assert got.e2e.mean == pytest.approx(ttft + 0.1 + 0.042, abs=1e-3)
+    assert got.finished == pytest.approx(1e-3, rel=0.15)
+
+
+@BOTH
+def test_requests_part_by_the_rates_of_routes_and_by_weights(how: object) -> None:
+    """3 of 4 requests take the monolith, whose TTFT lacks the 0.01 s between E and P."""
+    got = run(how, [route(APART, 5.0), route(TOGETHER, 15.0)], classes(1e-3), requests=4000)["chat/a"]
+    assert got.ttft.mean == pytest.approx(0.5 + 0.2 + 0.02 + 0.25 * 0.01, abs=5e-4)
+
+
+@BOTH
+def test_a_class_of_one_token_has_no_time_per_token(how: object) -> None:
+    got = run(how, [route(APART)], classes(1e-3, draws=[replace(ONE[0], output_tokens=1)]))["chat/a"]
+    assert got.tpot.p95 is None
+    assert got.e2e.p50 == pytest.approx(0.5 + 0.2 + 0.01 + 0.02 + 0.1)
+
+
+@BOTH
+def test_an_overload_finishes_what_its_slowest_station_can(how: object) -> None:
+    got = run(how, [route(APART)], classes(20.0), requests=2000)["chat/a"]
+    assert got.finished == pytest.approx(5.0, rel=0.03)
+    assert got.ttft.p95 is not None
+    assert got.ttft.p95 > 50
+
+
+@BOTH
+def test_classes_share_stations(how: object) -> None:
+    """Its neighbour's long prompts are what a short one waits for."""
+    short, long = [Draw(10, 0, (), 1, 0.0)], [Draw(20_000, 0, (), 1, 0.0)]
+    routes = [route([APART[1]]), route([APART[1]], request="b")]
+    alone = run(how, routes[:1], classes(1.0, draws=short))
+    both = run(how, routes, classes(1.0, draws=short) | classes(0.6, draws=long, request="b"))
+    assert alone["chat/a"].ttft.p95 == pytest.approx(0.511, rel=0.02)
+    assert both["chat/a"].ttft.p95 is not None
+    assert both["chat/a"].ttft.p95 > 1.0
+
+
+def test_a_seed_decides_and_the_prediction_does_not_share_it() -> None:
+    draws = [Draw(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)]
+    given = classes(2.0, 2.0, draws)
+    first, again = (run(rehearse, [route(APART)], given)["chat/a"] for _ in range(2))
+    assert first == again
+    assert run(predict, [route(APART)], given)["chat/a"].ttft.mean != first.ttft.mean
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("stages", "request_name", "message"),
+    [
+        ([Stage(tasks="P", groups={"q": 1})], "a", r'chat/a: no group "q"\. Known: vit, p, d, mono'),
+        (TOGETHER, "z", r"chat/z: no such request class\. Known: chat/a"),
+    ],
+)
+def test_what_a_route_names_must_be_there(
+    how: object, stages: list[Stage], request_name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(how, [route(stages, request=request_name)], classes(1.0))
+
+
+@BOTH
+def test_no_routes_no_results(how: object) -> None:
+    assert run(how, [], classes(1.0)) == {}
