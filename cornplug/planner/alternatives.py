@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
+from cornplug.planner.inputs import Engine, PlanInput
 from cornplug.planner.pool import Pool, Solution, Variant
 from cornplug.planner.what_if import Question
 
 MONOLITH = "monolith"
 
 
-def questions(pool: Pool, solution: Solution, engine_of: Mapping[str, str]) -> Iterator[Question]:
-    """`engine_of`: cell -> engine. Only what the plan uses is taken away."""
+def questions(pool: Pool, solution: Solution) -> Iterator[Question]:
+    """Only what the plan uses is taken away."""
     yield from _structures(pool, solution)
     yield from _gpus(pool, solution)
-    yield from _engines(pool, solution, engine_of)
     yield from _caches(pool, solution)
 
 
@@ -57,14 +57,6 @@ def _gpus(pool: Pool, solution: Solution) -> Iterator[Question]:
             yield Question(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
 
 
-def _engines(pool: Pool, solution: Solution, engine_of: Mapping[str, str]) -> Iterator[Question]:
-    known = set(engine_of.values()) & {"vllm", "sglang"}
-    used = {engine_of[name] for name, n in solution.replicas.items() if n} & known
-    for engine in sorted(used) if len(known) > 1 else ():
-        cells = tuple(c for c in pool.cells if engine_of[c.name] != engine)
-        yield Question(f"without {engine}", f"no replica of {engine}", replace(pool, cells=cells))
-
-
 def _caches(pool: Pool, solution: Solution) -> Iterator[Question]:
     chosen = [level for level in pool.levels if level.name in solution.levels]
     if not any(level.bytes for level in chosen):
@@ -89,3 +81,17 @@ def _without_structure(pool: Pool, name: str) -> Pool:
 def _on(pool: Pool, gpus: Collection[str]) -> Pool:
     nodes = {n.name for n in pool.nodes if n.gpu in gpus}
     return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))
+
+
+def without_engine(given: PlanInput, engine: Engine) -> PlanInput | None:
+    """The input without it; None where some model has no other engine.
+
+    Of a pool it cannot be asked: cells of the engine that is no better have been pruned.
+    """
+    components = []
+    for c in given.components:
+        engines = [e for e in c.engines if e != engine]
+        if c.kind == "llm" and not engines:
+            return None
+        components.append(c.model_copy(update={"engines": engines or c.engines}))
+    return given.model_copy(update={"components": components})

@@ -253,6 +253,8 @@ class Change(Table):
     min_dwell_s: NonNegative = 900.0
     start_s: NonNegative = 300.0
     """From a command to a serving replica: loading, graphs, warm-up."""
+    role_switch: bool = False
+    """SGLang's P and D replicas run with a transfer backend that can change their role (mooncake)."""
     role_switch_s: NonNegative = 30.0
     gain: Annotated[float, Field(ge=1)] = 1.2
     """A new plan is worth it when it saves this times its switching cost."""

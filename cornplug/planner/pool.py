@@ -118,6 +118,8 @@ class Running:
     """Dollars for one role switch."""
     horizon_hours: float = 24.0
     max_changes: int | None = None
+    free: frozenset[tuple[str, str]] = frozenset()
+    """Switches (from, to) that change no process, only what is promised of it."""
 
 
 @dataclass(frozen=True)

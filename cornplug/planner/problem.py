@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.planner import gpus, misfits, services
+from cornplug.planner import gpus, misfits, running, services
 from cornplug.planner.caches import Level, assumptions, cache_levels
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.classes import RequestClass, request_classes
 from cornplug.planner.equipment import Equipment
 from cornplug.planner.inputs import Gpu, NodeClass, PlanInput
+from cornplug.planner.plan import Plan
 from cornplug.planner.pool import Demand, Limits, Need, Nodes, Pool, Variant
 from cornplug.planner.pruning import loosest, prune
 from cornplug.planner.resolve import resolve
@@ -60,7 +62,8 @@ class Problem:
         """The same with other capacities of some cells; one that carries nothing goes."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
-        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()))
+        runs = running.limited_to(self.pool.running, cells)
+        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), running=runs)
         return replace(self, cells=cells, pool=pool)
 
 
@@ -88,13 +91,15 @@ def problem(given: PlanInput) -> Problem:
     ]
     equipment = Equipment(given, nodes, table, bases, samples)
     chains = _chains(found)
-    specs = prune(
+    every = [
         spec
         for service, users in _users(found).items()
         for spec in equipment.cells(
             service, users, chains[service.name], _loosest_tiers(service, found, chains)
         )
-    )
+    ]
+    old = None if given.change is None else Plan.load(given.change.plan)
+    specs = prune(every) if old is None else running.kept(every, prune(every), old)
     pool = Pool(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
@@ -105,6 +110,8 @@ def problem(given: PlanInput) -> Problem:
         objective=given.rules.objective,
     )
     cells = {spec.cell.name: spec for spec in specs}
+    if given.change is not None and old is not None:
+        pool, cells = running.take_over(pool, cells, given.change, old, time.time())
     by_variant = {w.name: w for w in found}
     return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
 

@@ -19,6 +19,7 @@ from cornplug.planner.model import Model
 from cornplug.planner.pool import Pool, Shortfall
 from cornplug.planner.solvers import Limits
 from cornplug.planner.solvers import solve as run_solver
+from cornplug.planner.switching import dear
 
 UNLIMITED = 10**6
 """Nodes of a class, where its stock is lifted."""
@@ -129,17 +130,18 @@ def _stock(pool: Pool) -> Lift:
 
 
 def _changes(pool: Pool) -> Lift:
-    assert pool.running is not None
-    allowed = pool.running.max_changes or 0
+    running = pool.running
+    assert running is not None
+    allowed = running.max_changes or 0
 
     def excess(model: Model) -> Any:
-        return lpSum(model.a.values()) + lpSum(model.m.values())
+        return lpSum(model.a.values()) + lpSum(dear(model, running))
 
     def tell(model: Model) -> Iterator[Shortfall]:
-        needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *model.m.values()]))
+        needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *dear(model, running)]))
         yield Shortfall("change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}.")
 
-    return Lift(replace(pool, running=replace(pool.running, max_changes=None)), excess, tell)
+    return Lift(replace(pool, running=replace(running, max_changes=None)), excess, tell)
 
 
 def _spare(pool: Pool) -> Lift:

@@ -20,7 +20,7 @@ def cost(model: Model) -> Any:
     if running is None:
         return 0.0
     starts = lpSum(running.start_cost.get(name, 0.0) * a for name, a in model.a.items())
-    return starts + running.switch_cost * lpSum(model.m.values())
+    return starts + running.switch_cost * lpSum(dear(model, running))
 
 
 def constrain(model: Model, running: Running) -> None:
@@ -34,7 +34,7 @@ def variables(model: Model, running: Running) -> None:
         now = running.replicas.get(cell.name, 0)
         model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
         model.d[cell.name] = model.count(f"d_{i}", now)
-        for other in cell.switches_with if now else ():
+        for other in (o for o in cell.switches_with if now and o in model.cells):
             model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
 
 
@@ -49,12 +49,19 @@ def balance(model: Model, running: Running) -> None:
 def dwell(model: Model, running: Running) -> None:
     """Replicas that have not run for the minimum dwell stay what they are."""
     for name, young in running.young.items():
-        went = lpSum(m for (source, _), m in model.m.items() if source == name)
+        went = lpSum(
+            m for (source, to), m in model.m.items() if source == name and (source, to) not in running.free
+        )
         old = running.replicas.get(name, 0) - young
         model.add(f"dwell[{name}]", model.d[name] + went <= old)
 
 
 def change_budget(model: Model, running: Running) -> None:
     if running.max_changes is not None:
-        changes = lpSum(model.a.values()) + lpSum(model.m.values())
+        changes = lpSum(model.a.values()) + lpSum(dear(model, running))
         model.add("change_budget", changes <= running.max_changes)
+
+
+def dear(model: Model, running: Running) -> list[Any]:
+    """Role switches; a switch that changes no process counts for nothing."""
+    return [m for pair, m in model.m.items() if pair not in running.free]

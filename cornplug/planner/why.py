@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import alternatives, bindings, monolith, slo_curve, wording
 from cornplug.planner.decide import Decision, decide
-from cornplug.planner.inputs import PlanInput, Solver
+from cornplug.planner.inputs import Engine, PlanInput, Solver
 from cornplug.planner.plan import Alternative, Binding, CurvePoint, Why
 from cornplug.planner.pool import Pool
-from cornplug.planner.what_if import Answer, Clock, ask
+from cornplug.planner.problem import problem
+from cornplug.planner.what_if import Answer, Clock, Question, ask
 
 BUDGET_S: Final = 10.0
 _ONE_S: Final = 2.0
@@ -85,9 +87,9 @@ def explain(
 
 
 def _alternatives(asked: _Asked) -> list[Alternative]:
-    engine_of = {name: spec.footprint.engine for name, spec in asked.decision.problem.cells.items()}
     found = []
-    for question in alternatives.questions(asked.decision.pool, asked.decision.solution, engine_of):
+    in_pool = alternatives.questions(asked.decision.pool, asked.decision.solution)
+    for question in chain(in_pool, _engines(asked)):
         answer = asked.ask(question.name, question.pool)
         if answer is not None:
             cost = answer.value if asked.costs else None
@@ -96,6 +98,15 @@ def _alternatives(asked: _Asked) -> list[Alternative]:
                 Alternative(name=question.name, text=question.text, cost_per_hour=cost, why_not=why_not)
             )
     return sorted(found, key=lambda a: (a.cost_per_hour is None, a.cost_per_hour or 0.0))
+
+
+def _engines(asked: _Asked) -> Iterator[Question]:
+    used = {g.engine for g in asked.decision.plan.groups}
+    engines: tuple[Engine, ...] = ("sglang", "vllm")
+    for engine in engines if asked.clock.left > 0 else ():
+        if engine in used and (given := alternatives.without_engine(asked.decision.problem.given, engine)):
+            pool = problem(given).pool
+            yield Question(f"without {engine}", f"no replica of {engine} (closed forms only)", pool)
 
 
 def _against(asked: _Asked, answer: Answer) -> str:

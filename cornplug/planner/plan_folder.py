@@ -1,0 +1,65 @@
+"""The folder that a plan is written into: a later run replaces what an earlier one wrote, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner import emit, report
+from cornplug.planner.plan import Plan
+from cornplug.planner.transfer import Transfer
+
+WRITTEN: Final = ".cornplug-plan.json"
+"""Names of the files that a run wrote."""
+
+
+def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
+    """plan.json, report.html and the launch scripts; and why there are no scripts, if there are none.
+
+    ConfigError: a file of that name is there that no earlier run wrote.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Beside their place, so that moving them is one step each and a failure leaves the old plan whole.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
+        new = Path(made)
+        plan.save(new / "plan.json")
+        (new / "report.html").write_text(report.html(plan), encoding="utf-8")
+        without = ""
+        try:
+            emit.write(plan, new, transfer=transfer)
+        except ConfigError as e:
+            without = str(e)
+        return _replace(folder, new), without
+
+
+def _replace(folder: Path, new: Path) -> list[Path]:
+    before = _written(folder)
+    names = sorted(path.name for path in new.iterdir())
+    for name in names:
+        if (folder / name).exists() and name not in before:
+            raise ConfigError(
+                f"-o {folder}", f"{name} is there and no earlier plan wrote it", "Name another folder."
+            )
+    (folder / WRITTEN).write_text(json.dumps(sorted({*before, *names})) + "\n", encoding="utf-8")
+    for name in names:
+        os.replace(new / name, folder / name)
+    for name in before - set(names):
+        (folder / name).unlink(missing_ok=True)
+    (folder / WRITTEN).write_text(json.dumps(names) + "\n", encoding="utf-8")
+    return [folder / name for name in names]
+
+
+def _written(folder: Path) -> set[str]:
+    path = folder / WRITTEN
+    if not path.exists():
+        return set()
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Name another folder.") from e
+    # A name with a path in it is none of ours, whoever wrote it there.
+    return {name for name in names if Path(name).name == name}

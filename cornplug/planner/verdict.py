@@ -1,0 +1,117 @@
+"""Is a new plan worth the change? Only when the running one cannot carry the load, or is clearly dearer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cornplug.planner import changes, wording
+from cornplug.planner.changes import Step
+from cornplug.planner.decide import Decision
+from cornplug.planner.draw_up import group_name
+from cornplug.planner.inputs import Change
+from cornplug.planner.plan import Group, Plan
+
+
+@dataclass(frozen=True)
+class Verdict:
+    act: bool
+    reason: str
+    steps: tuple[Step, ...]
+    saves_per_hour: float
+    """Negative where the load has grown."""
+    switching_cost: float
+    """Dollars, once."""
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """What two windows must agree on: which steps, of what; not how many replicas each."""
+        return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
+
+
+def judge(old: Plan, decision: Decision, change: Change) -> Verdict:
+    """`decision`: of the observed load, with `old` as what runs now."""
+    switched = _switched(decision)
+    steps = tuple(changes.between(old, decision.plan, switched))
+    saves = old.cost_per_hour - decision.plan.cost_per_hour
+    cost = _switching_cost(decision)
+    over = overloaded(old, decision)
+    if over:
+        name, load = max(over.items(), key=lambda item: item[1])
+        limit = wording.percent(decision.pool.limits.max_utilisation)
+        reason = f"{name} would be filled to {wording.percent(load)}; {limit} is allowed"
+        return Verdict(bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost)
+    horizon = change.horizon_hours
+    noise = decision.solution.gap * old.cost_per_hour + 1e-6
+    gain = f"{_dollars(saves * horizon)} in {horizon:g} h"
+    if not any(s.replicas or s.kind == "nodes" for s in steps) or saves <= noise:
+        return Verdict(False, "nothing worth changing: the running plan carries the load", steps, saves, cost)
+    if saves * horizon <= change.gain * cost:
+        against = f"{change.gain:g} × the {_dollars(cost)} that the change costs"
+        return Verdict(
+            False, f"nothing worth changing: it would save {gain}, under {against}", steps, saves, cost
+        )
+    return Verdict(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
+
+
+def overloaded(old: Plan, decision: Decision) -> dict[str, float]:
+    """Group -> its utilisation under the old routes and the new rates and capacities, where too high.
+
+    Infinite where its cell can no longer keep a class's bounds at all.
+    """
+    loads = {g.name: _load(g, old, decision) for g in old.groups}
+    limit = decision.pool.limits.max_utilisation
+    return {name: load for name, load in loads.items() if load > limit + 1e-6}
+
+
+def _load(g: Group, old: Plan, decision: Decision) -> float:
+    """Its planned utilisation, scaled by what the observed rates and capacities make of it."""
+    rates = {d.name: d.rate for d in decision.pool.demands}
+    capacity = _capacity(g, decision)
+    planned: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
+    for r in old.routes:
+        name = f"{r.app}/{r.request}"
+        totals[name] += r.rate
+        planned[name] += r.rate * max((s.groups.get(g.name, 0.0) for s in r.stages), default=0.0)
+    before = after = 0.0
+    for name, rate in planned.items():
+        if rate <= 0 or name not in g.capacity or name not in rates:
+            continue
+        before += rate / g.capacity[name]
+        if not capacity.get(name):
+            return float("inf")
+        after += rate * rates[name] / totals[name] / capacity[name]
+    return g.utilisation * after / before if before else 0.0
+
+
+def _capacity(g: Group, decision: Decision) -> Mapping[str, float]:
+    """Of one replica, by the new lengths and hit rates; the old one where the pool has no such cell."""
+    for cell in decision.pool.cells:
+        if group_name(cell.name) == g.name:
+            return cell.capacity
+    return g.capacity
+
+
+def _switched(decision: Decision) -> dict[tuple[str, str], int]:
+    """Role switches by group; another tier of the same processes is none."""
+    running = decision.pool.running
+    free = running.free if running else frozenset()
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for (one, other), n in decision.solution.switched.items():
+        if n and (one, other) not in free:
+            found[group_name(one), group_name(other)] += n
+    return dict(found)
+
+
+def _switching_cost(decision: Decision) -> float:
+    running = decision.pool.running
+    if running is None:
+        return 0.0
+    starts = sum(n * running.start_cost.get(name, 0.0) for name, n in decision.solution.started.items())
+    return starts + running.switch_cost * sum(_switched(decision).values())
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.2f}"
