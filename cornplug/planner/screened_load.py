@@ -148,6 +148,8 @@ class Replica:
             self._beside(self._packed, self._shared, balance.decoding, token_s),
             fill,
         )
+        if rate * service.mean() >= 1:
+            return None
         lifetimes = self._steps / balance.pace
         decoding_s = self._token_s(balance.decoding + self._spread * balance.decoding**0.5)
         if not balance.iterations:
@@ -215,8 +217,13 @@ class Replica:
     def _fill(self, rate: float, alone_s: float, packed_s: float) -> float | None:
         """How full iterations are with what waits; None: overloaded even with full ones.
 
-        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration.
+        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. What
+        j requests share of it each pays a j-th of, so that 1 - 1 / j of what can be saved is.
         """
+        most = self._largest / self._mean_size
+        saved = 1 - 1 / most
+        if saved <= 0:
+            return 0.0 if rate * alone_s < 1 else None
         fill = 1.0
         for _ in range(_ROUNDS):
             busy = rate * _between(alone_s, packed_s, fill)
@@ -225,7 +232,8 @@ class Replica:
                     return None
                 fill = (fill + 1) / 2
                 continue
-            now = min(busy * busy / (1 - busy) * self._mean_size / self._largest, 1.0)
+            together = min(1 + busy * busy / (1 - busy), most)
+            now = (1 - 1 / together) / saved
             if abs(now - fill) < 2e-3:
                 break
             fill = (fill + now) / 2
@@ -260,8 +268,10 @@ class Replica:
 
     def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
         """A request's own time: alone or with what shares its iterations, then the pipeline's rest."""
-        whole = float(service.mean()) * self._largest / self._mean_size
-        own: Floats = service + fill * np.maximum(whole - service, 0.0) / 2 + token_s / 2 + self._overhead_s
+        together = 1 / (1 - fill * (1 - self._mean_size / self._largest))
+        # All that share an iteration leave at its end: half of the others' parts later than in turn.
+        others_s = (together - 1) / 2 * float(service.mean())
+        own: Floats = service + others_s + token_s / 2 + self._overhead_s
         steps = self._station.steps
         if steps is not None and steps.pipeline > 1:
             chunk = self._station.chunk_tokens
