@@ -23,7 +23,9 @@ SIMULATIONS: Final = 8
 CLOSE: Final = 1.03
 """Ratio of the rates between which the search ends."""
 MOST_JOBS: Final = 4000
-_JOBS: Final = {"mean": 800, "p50": 800, "p95": 1500, "p99": 3000}
+_JOBS: Final = {"mean": 1000, "p50": 1000, "p95": 1500, "p99": 3000}
+_MORE_WHERE_NOTHING_DECODES: Final = 2
+"""Queues of prompts and pictures remember longer than batches that decode, and cost less to simulate."""
 _HEAD: Final = 0.2
 """Of the jobs: they find the station emptier than it will be, and are not counted."""
 
@@ -99,7 +101,8 @@ class _Trial:
         if needed > MOST_JOBS:
             replicas = max(int(replicas * MOST_JOBS / needed), 1)
         scale = station.replicas / replicas
-        count = int(min(max(_JOBS[bound.percentile], needed / scale, 25 * replicas), MOST_JOBS))
+        least = _JOBS[bound.percentile] * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
+        count = int(min(max(least, needed / scale, 25 * replicas), MOST_JOBS))
         return cls(
             replace(station, replicas=replicas),
             scale,

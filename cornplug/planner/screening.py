@@ -26,7 +26,7 @@ SAMPLE: Final = 80
 """Draws that the closed forms look at, evenly out of all by size: more change less than they err."""
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
 """Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too
-short where requests are counted (`docs/planner.md`; measured at 25 to 30 servers)."""
+short where requests are counted (simulated at 25 to 30 servers of Splitwise's prompts)."""
 
 
 def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float = 1.0) -> float:
