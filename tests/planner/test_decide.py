@@ -154,3 +154,15 @@ def test_a_plan_that_was_edited_into_none_is_refused(shared: Decision, tmp_path:
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
     with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*`cornplug plan` writes a new one"):
         Plan.load(path)
+
+
+def test_a_rehearsed_plan_keeps_its_bounds_and_says_what_it_predicted() -> None:
+    decision = decided(two_apps())
+    assert decision.misses == ()
+    for o in decision.plan.outlook:
+        assert o.simulated_ttft is not None
+        assert o.simulated_ttft.p95 is not None
+        assert o.ttft.p95 is not None
+        assert o.slo_ttft_s is not None
+        assert o.simulated_ttft.p95 <= o.slo_ttft_s * 1.02
+        assert o.ttft.p95 == pytest.approx(o.simulated_ttft.p95, rel=0.3)

@@ -1,0 +1,149 @@
+"""A drawn-up plan is rehearsed: predicted times, simulated times, and who misses a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.planner import caches, rehearsal
+from cornplug.planner.classes import RequestClass
+from cornplug.planner.demand import Draw
+from cornplug.planner.draw_up import group_name
+from cornplug.planner.inputs import LLMShape
+from cornplug.planner.plan import Outlook, Plan, Route, Times
+from cornplug.planner.pool import Solution
+from cornplug.planner.problem import Problem, nic_bytes_s
+from cornplug.planner.simulator import Station
+from cornplug.planner.variants import EMBEDDING_EDGE_S
+
+REQUESTS: Final = 4000
+"""Of one class in a rehearsal: a 99th percentile then rests on 40 of them."""
+NOISE: Final = 0.02
+"""Of a percentile of so many requests: a miss by less is none."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A bound that a class does not keep in simulation."""
+
+    of: str
+    what: str
+    """ttft, tpot or e2e."""
+    bound_s: float
+    simulated_s: float
+
+    @property
+    def times(self) -> float:
+        return self.simulated_s / self.bound_s
+
+
+@dataclass(frozen=True)
+class Trial:
+    plan: Plan
+    misses: tuple[Miss, ...]
+
+
+def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
+    """The plan with its outlook's times, predicted and simulated.
+
+    Classes that visit a service of which only a throughput is known have none.
+    """
+    stations = _stations(problem, solution)
+    routes = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
+    whole = _whole_classes(plan, routes)
+    routes = [r for r in routes if _name(r) in whole]
+    if not routes:
+        return Trial(plan, ())
+    rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in whole}
+    classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
+    seed = problem.given.rules.seed + 1
+    delays = _delays(problem)
+    predicted = rehearsal.predict(stations, routes, classes, delays, requests=REQUESTS, seed=seed)
+    simulated = rehearsal.rehearse(stations, routes, classes, delays, requests=REQUESTS, seed=seed + 1)
+    outlook = [_with_times(o, predicted, simulated) for o in plan.outlook]
+    misses = [m for o in outlook for m in _misses(o)]
+    return Trial(plan.model_copy(update={"outlook": outlook}), tuple(misses))
+
+
+def _name(route: Route) -> str:
+    return f"{route.app}/{route.request}"
+
+
+def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
+    """Group -> station, of the groups whose times are known."""
+    return {
+        group_name(cell): problem.cells[cell].station(replicas)
+        for cell, replicas in solution.replicas.items()
+        if replicas and problem.cells[cell].timed
+    }
+
+
+def _whole_classes(plan: Plan, timed: list[Route]) -> set[str]:
+    """Classes all of whose routes are timed."""
+    return {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
+
+
+def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> rehearsal.Class:
+    assumed = next(
+        w.assumed
+        for name, w in problem.ways.items()
+        if w.of.name == of.name and w.assumed.names <= solution.levels
+    )
+    draws = problem.samples.of(of, assumed)
+    return rehearsal.Class(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
+
+
+def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
+    """Seconds between two stages: an embedding's fetch, or the KV's way."""
+    table = problem.equipment.gpus
+    slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
+    per_token = max(
+        (caches.kv_bytes_per_token(c) for c in problem.given.components if c.kind == "llm"), default=0
+    )
+
+    hidden = max(
+        (c.shape.hidden for c in problem.given.components if isinstance(c.shape, LLMShape)), default=0
+    )
+
+    def seconds(before: str, after: str, draw: Draw) -> float:
+        if before == "E":
+            # A token is made of one patch or more.
+            moved = sum(draw.patches) * hidden * caches.ELEMENT_BYTES
+            return EMBEDDING_EDGE_S + moved / slowest if draw.patches else 0.0
+        return draw.prompt_tokens * per_token / slowest if after == "D" else 0.0
+
+    return seconds
+
+
+def _with_times(
+    outlook: Outlook, predicted: Mapping[str, rehearsal.Result], simulated: Mapping[str, rehearsal.Result]
+) -> Outlook:
+    name = f"{outlook.app}/{outlook.request}"
+    if name not in predicted:
+        return outlook
+    before, after = predicted[name], simulated[name]
+    return outlook.model_copy(
+        update={
+            "ttft": before.ttft,
+            "tpot": before.tpot,
+            "e2e": before.e2e,
+            "simulated_ttft": after.ttft,
+            "simulated_tpot": after.tpot,
+            "simulated_e2e": after.e2e,
+        }
+    )
+
+
+def _misses(outlook: Outlook) -> list[Miss]:
+    bounds: list[tuple[str, float | None, Times | None]] = [
+        ("ttft", outlook.slo_ttft_s, outlook.simulated_ttft),
+        ("tpot", outlook.slo_tpot_s, outlook.simulated_tpot),
+        ("e2e", outlook.slo_e2e_s, outlook.simulated_e2e),
+    ]
+    found = []
+    for what, bound, times in bounds:
+        value = getattr(times, outlook.slo_percentile) if times else None
+        if bound is not None and value is not None and value > bound * (1 + NOISE):
+            found.append(Miss(f"{outlook.app}/{outlook.request}", what, bound, value))
+    return found
