@@ -55,10 +55,11 @@ def node_classes(given: PlanInput) -> tuple[NodeClass, ...]:
     Raises ConfigError: a GPU, shape or price that is not known, a shape that is another machine.
     """
     gpus, prices = gpu_table(given), price_table(given)
-    return tuple(_priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
+    return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
 
 
-def _priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Price]) -> NodeClass:
+def priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Price]) -> NodeClass:
+    """The `i`-th class of the pool. Raises InputError as `node_classes`."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
@@ -114,7 +115,9 @@ def _known_prices() -> tuple[Price, ...]:
 
 def _prices(content: bytes, name: str) -> tuple[Price, ...]:
     try:
-        rows = tomllib.loads(content.decode()).get("prices", [])
+        rows = tomllib.loads(content.decode()).get("prices")
+        if not isinstance(rows, list):
+            raise ConfigError(name, "no [[prices]] in it", _PRICE_TABLES)
         return tuple(Price.model_validate(row) for row in rows)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(name, f"no TOML: {e}", _PRICE_TABLES) from e

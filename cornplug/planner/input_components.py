@@ -171,7 +171,13 @@ class Component(Table):
         if not isinstance(given, dict) or not isinstance(given.get("shape"), dict):
             return given
         kind = _SHAPE_KINDS.get(str(given.get("kind")))
-        return given if kind is None else {**given, "shape": {"kind": kind, **given["shape"]}}
+        if kind is None:
+            return given
+        said = given["shape"].get("kind", kind)
+        if said != kind:
+            remedy = f'Write kind = "{kind}" there, or leave it out.'
+            raise wrong("shape", f"a shape of kind {said!r} on a component of kind {given['kind']!r}", remedy)
+        return {**given, "shape": {"kind": kind, **given["shape"]}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -182,8 +188,7 @@ class Component(Table):
     def _errors(self) -> Iterator[Exception]:
         wanted = _SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
-            remedy = f"Write kind = {wanted!r} there, or leave it out."
-            yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", remedy)
+            yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", "Give its own.")
         if self.tower_of is not None and self.kind != "encoder":
             yield wrong(
                 "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'

@@ -17,10 +17,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Kind = Literal["encoder", "llm", "generator"]
@@ -88,7 +88,7 @@ def _length_kind(given: Any) -> str:
 
 
 Length = Annotated[
-    Annotated[int, Field(ge=0), Tag("number")]
+    Annotated[int, Field(ge=0, strict=True), Tag("number")]
     | Annotated[LogNormal, Tag("log-normal")]
     | Annotated[Histogram, Tag("histogram")],
     Discriminator(_length_kind),

@@ -125,7 +125,7 @@ class Generation(Table):
 class Request(Table):
     name: Name
     rate: Positive
-    peak: Annotated[float, Field(ge=1)] = 1.0
+    peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """Planned for: rate x peak."""
     burst: Positive = 1.0
     """Squared coefficient of variation of the times between arrivals; 1: Poisson."""
@@ -196,7 +196,7 @@ class NodeClass(Table):
     """For the whole node; None: the price table's, by `shape`."""
     shape: str | None = None
     """An instance shape of the price table: p5.48xlarge."""
-    stock: Annotated[int, Field(ge=0)] = 64
+    stock: Annotated[int, Field(ge=0, strict=True)] = 64
     dram_gib: NonNegative = 512.0
     nic_gb_s: Positive | None = None
     host: str | None = None
@@ -256,7 +256,7 @@ class Change(Table):
     role_switch: bool = False
     """SGLang's P and D replicas run with a transfer backend that can change their role (mooncake)."""
     role_switch_s: NonNegative = 30.0
-    gain: Annotated[float, Field(ge=1)] = 1.2
+    gain: Annotated[float, Field(ge=1, strict=True)] = 1.2
     """A new plan is worth it when it saves this times its switching cost."""
 
 

@@ -10,10 +10,11 @@ In a plan's input:  profiles = [{ kind = "table", gpu = "H100", file = "llm.csv"
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,7 +23,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Shown
 
 from cornplug.errors import ConfigError
-from cornplug.planner import measure_encoder, measure_engine, measure_server, provenance, tables, wording
+from cornplug.planner import (
+    measure_encoder,
+    measure_engine,
+    measure_server,
+    provenance,
+    shapes,
+    tables,
+    wording,
+)
+from cornplug.planner.inputs import Component, TowerShape
 from cornplug.planner.measure_points import Grid
 
 READY_S = 900.0
@@ -76,11 +86,19 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row]
             edges=args.edges,
             batches=args.batches,
             repeats=args.repeats,
-            patches_per_token=args.patches_per_token,
+            patches_per_token=args.patches_per_token or _patches_per_token(args.model),
             progress=report,
             **_cell(args),
         )
         return rows, f"the encoder service, as its HTTP clients wait, median of {args.repeats}"
+
+
+def _patches_per_token(model: str) -> int:
+    """Raises ConfigError for a model whose tower's size is not known here."""
+    tower = Component(name="tower", kind="encoder", model=model)
+    shape = shapes.shape_of(tower, {tower.name: tower})
+    assert isinstance(shape, TowerShape)
+    return shape.patches_per_token
 
 
 def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
@@ -90,44 +108,41 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 @contextmanager
 def _engine(args: argparse.Namespace, grid: Grid, report: Report) -> Iterator[str]:
     """An engine of ours; its address."""
-    port, on_cpu = measure_server.free_port(), not measure_server.has_gpu()
-    line = measure_server.engine_command(
-        args.engine,
-        args.model,
-        grid,
-        port=port,
-        tp=args.tp,
-        pp=args.pp,
-        on_cpu=on_cpu,
-        python=args.python,
-    )
+    cores, port = _cores(args), measure_server.free_port()
+    shape = {"tp": args.tp, "pp": args.pp, "on_cpu": bool(cores), "python": args.python}
+    line = measure_server.engine_command(args.engine, args.model, grid, port=port, **shape)
     report("starting the engine", 0.0)
-    env = measure_server.engine_env(args.engine, on_cpu=on_cpu)
-    with _log(args) as log:
-        url = f"http://127.0.0.1:{port}"
-        with measure_server.running(
-            [*line, *args.flags], env=env, health=f"{url}/health", log=log, ready_s=READY_S
-        ):
-            yield url
+    env = measure_server.engine_env(args.engine, cores)
+    with _log(args) as log, _served([*line, *args.flags], env, port, log, cores) as url:
+        yield url
 
 
 @contextmanager
 def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
     """An encoder service of ours; its address."""
-    port = measure_server.free_port()
+    cores, port = _cores(args), measure_server.free_port()
     report("starting the encoder service", 0.0)
     with _log(args) as log:
         line = measure_server.encoder_command(
-            args.model,
-            port=port,
-            socket_path=log.with_suffix(".sock"),
-            on_cpu=not measure_server.has_gpu(),
+            args.model, port=port, socket_path=log.with_suffix(".sock"), on_cpu=bool(cores)
         )
-        url = f"http://127.0.0.1:{port}"
-        with measure_server.running(
-            [*line, *args.flags], env={}, health=f"{url}/health", log=log, ready_s=READY_S
-        ):
+        with _served([*line, *args.flags], {}, port, log, cores) as url:
             yield url
+
+
+@contextmanager
+def _served(
+    line: Sequence[str], env: Mapping[str, str], port: int, log: Path, cores: Sequence[int]
+) -> Iterator[str]:
+    url = f"http://127.0.0.1:{port}"
+    with measure_server.running(line, env=env, health=f"{url}/health", log=log, ready_s=READY_S, cores=cores):
+        yield url
+
+
+def _cores(args: argparse.Namespace) -> Sequence[int]:
+    """On a machine without a GPU a device is a core, and a component has as many as it has ranks."""
+    mine = sorted(os.sched_getaffinity(0))
+    return [] if measure_server.has_gpu() else mine[: args.tp * args.pp]
 
 
 @contextmanager
@@ -197,7 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the pictures, in pixels")
     encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="pictures sent at once")
     encoder.add_argument(
-        "--patches-per-token", type=int, default=1, help="of the tower for one token of the LLM; Qwen2-VL: 4"
+        "--patches-per-token",
+        type=int,
+        help="of the tower, for a token of the LLM; default: as in config.json",
     )
     for kind in (llm, encoder):
         kind.add_argument("--model", help="folder or hub id")

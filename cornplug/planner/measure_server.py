@@ -57,9 +57,15 @@ def engine_command(
     ]
 
 
-def engine_env(engine: Engine, *, on_cpu: bool) -> dict[str, str]:
-    """What the engine's environment needs besides this process's own."""
-    return {**_QUIET, **(_CPU[engine] if on_cpu else {})}
+def engine_env(engine: Engine, cores: Sequence[int]) -> dict[str, str]:
+    """What the engine's environment needs besides this process's own.
+
+    Args:
+        cores: where its threads compute, one a rank; empty: on GPUs.
+    """
+    bind = "|".join(map(str, cores))
+    on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": bind, "SGLANG_CPU_OMP_THREADS_BIND": bind, **_CPU[engine]}
+    return {**_QUIET, **(on_cpu if cores else {})}
 
 
 def encoder_command(model: str, *, port: int, socket_path: Path, on_cpu: bool) -> list[str]:
@@ -73,20 +79,28 @@ def encoder_command(model: str, *, port: int, socket_path: Path, on_cpu: bool) -
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], *, env: Mapping[str, str], health: str, log: Path, ready_s: float
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    health: str,
+    log: Path,
+    ready_s: float,
+    cores: Sequence[int] = (),
 ) -> Iterator[None]:
     """Run a server for the block.
 
     Args:
+        cores: all that it starts is kept to these; empty: anywhere.
         health: answers 200 once the server is ready.
         log: for what it prints.
         ready_s: longest wait for that.
 
     Raises CornplugError with the end of its log when it ends early or is not ready in time.
     """
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command,
+            [*pinned, *command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from cornplug.planner.emit import Command, commands
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import active, hicache_settings
+from cornplug.testing.checkpoints import qwen2_vl
 
 
 def _plans() -> ModuleType:
@@ -156,9 +157,37 @@ def test_a_replica_over_two_nodes_is_two_commands() -> None:
     assert second.health is None
 
 
-def test_a_line_of_a_core_resolves() -> None:
-    """With a checkpoint on this machine SGLang's own checks run to their end."""
+def test_a_line_of_a_core() -> None:
     (command,) = engines(Case(engine="sglang", gpu="cpu-core", tp=2))
     made = record(command)
     assert (made.device, made.attention_backend) == ("cpu", "torch_native")
     assert command.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(qwen2_vl(tmp_path_factory.mktemp("models") / "vl"))
+
+
+RESOLVED = [
+    *(Case(s, "sglang", w) for s in plans.STRUCTURES for w in plans.WORKLOADS),
+    Case(engine="sglang", caches=True, classes=True),
+    Case("E+P+D", "sglang", caches=True, classes=True),
+    Case(engine="sglang", speculative="mtp"),
+    Case(engine="sglang", share=0.5, replicas=2),
+]
+
+
+@pytest.mark.parametrize("case", RESOLVED, ids=lambda case: case.id)
+def test_lines_pass_sglangs_checks_of_one_flag_against_another(
+    case: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a model of 4096 positions, and this machine's device: without a GPU the kernels are others."""
+    # Compiling takes half a minute, and what is here tested does not need it.
+    monkeypatch.setattr(hicache_settings, "compile_hash", lambda: None)
+    for command in engines(case):
+        words = list(command.argv[3:])
+        for flag, value in (("--model-path", checkpoint), ("--context-length", "4096")):
+            words[words.index(flag) + 1] = value
+        made = prepare_server_args([*words, "--device", "cpu", "--attention-backend", "torch_native"])
+        made.resolve_once()

@@ -1,0 +1,114 @@
+"""A plan's file: what a good one gives, and the exact words about bad ones (`bad_inputs/`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner import toml_source
+from cornplug.planner.inputs import LLMShape, LogNormal, TowerShape
+
+HERE = Path(__file__).parent
+GOOD = (HERE / "good_input.toml").read_text()
+BAD = sorted((HERE / "bad_inputs").glob("*.toml"))
+
+
+def _read(folder: Path, text: str) -> str:
+    """What is said of it; "" where it is good."""
+    path = folder / "plan.toml"
+    path.write_bytes(text.encode())
+    try:
+        toml_source.read(path)
+    except ConfigError as e:
+        return str(e).replace(f"{folder}/", "")
+    return ""
+
+
+def test_a_good_file() -> None:
+    given = toml_source.read(HERE / "good_input.toml")
+    assert isinstance(given.component["vit"].shape, TowerShape)
+    assert isinstance(given.component["llm7"].shape, LLMShape)
+    photo = given.applications[0].requests[0]
+    assert photo.prompt == LogNormal(mean=300, cv=1.0)
+    assert photo.media[0].tokens == 256
+    assert given.pool[0].gpus == 8
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda path: path.stem)
+def test_every_error_is_told_with_its_line_and_a_remedy(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bad.parent)
+    with pytest.raises(ConfigError) as raised:
+        toml_source.read(Path(bad.name))
+    assert f"{raised.value}\n" == bad.with_suffix(".txt").read_text()
+
+
+def test_the_field_is_the_first_errors() -> None:
+    with pytest.raises(ConfigError) as raised:
+        toml_source.read(HERE / "bad_inputs" / "unknown_names.toml")
+    assert raised.value.field.endswith("unknown_names.toml:6 components[0].tower_of")
+    assert raised.value.remedy.startswith("Did you mean 'llm7'?")
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    (folder / "t.csv").write_text("at_s,prompt_tokens,output_tokens\n0,10,20\n")
+    text = GOOD.replace("prompt = { mean = 300, cv = 1.0 }\noutput = 200", 'trace = "t.csv"')
+    (folder / "plan.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    given = toml_source.read(Path("plans/plan.toml"))
+    assert given.applications[0].requests[0].trace == Path("plans/t.csv")
+
+
+def test_a_bad_line_of_a_trace_is_told_with_both_places(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("at_s,prompt_tokens,output_tokens\n0,ten,20\n")
+    text = GOOD.replace("prompt = { mean = 300, cv = 1.0 }\noutput = 200", 'trace = "t.csv"')
+    said = "plan.toml:29 applications[0].requests[0].trace: t.csv:2 prompt_tokens: 'ten' is not a number of"
+    assert _read(tmp_path, text).startswith(said)
+
+
+def test_offline_work_needs_no_slo(tmp_path: Path) -> None:
+    slo = "slo = { ttft_s = 1.0, tpot_s = 0.05 }"
+    assert _read(tmp_path, GOOD.replace(slo, 'workload = "offline"')) == ""
+    assert _read(tmp_path, GOOD.replace(slo, "").replace("rate = 4.0", f"rate = 4.0\n{slo}")) == ""
+
+
+def test_windows_line_ends(tmp_path: Path) -> None:
+    assert _read(tmp_path, GOOD.replace("\n", "\r\n")) == ""
+    bad = GOOD.replace("rate = 4.0", "rat = 4.0").replace("\n", "\r\n")
+    assert "plan.toml:28 applications[0].requests[0].rat: " in _read(tmp_path, bad)
+
+
+def test_a_checkpoint_in_place_of_a_shape(tmp_path: Path) -> None:
+    head, tail = GOOD.split("[components.shape]")
+    text = f'{head}checkpoint = "m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
+    said = "plan.toml:13 components[1].checkpoint: no config.json in m. Name a checkpoint's folder, or give"
+    assert _read(tmp_path, text).startswith(said)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("[]")
+    said = "plan.toml:13 components[1].checkpoint: m/config.json is no JSON object: "
+    assert _read(tmp_path, text).startswith(said)
+    config = {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    assert _read(tmp_path, text) == (
+        "plan.toml:9 components[1].quantisations: ['none'] for a checkpoint whose weights are awq. "
+        'Write quantisations = ["awq"].'
+    )
+    assert _read(tmp_path, text.replace("checkpoint", 'quantisations = ["awq"]\ncheckpoint')) == ""
+
+
+def test_throughputs_need_no_size(tmp_path: Path) -> None:
+    head, tail = GOOD.split("[components.shape]")
+    profile = 'profiles = [{ kind = "throughput", gpu = "H100", requests_per_s = { "chat/photo" = 2 } }]'
+    assert _read(tmp_path, f"{head}{profile}\n\n[[applications]]{tail.split('[[applications]]')[1]}") == ""
+
+
+def test_no_file_and_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
+        toml_source.read(tmp_path / "absent.toml")
+    (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="no UTF-8 text"):
+        toml_source.read(tmp_path / "plan.toml")
