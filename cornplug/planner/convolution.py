@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner import arrivals
-from cornplug.planner.replicas import alone_s
+from cornplug.planner.replicas import alone_s, off_device_s
 from cornplug.planner.simulator import Job, Station, Visit, simulate
 from cornplug.planner.traffic import Stop, Traffic, Way, horizon
 
@@ -129,7 +129,7 @@ def _alone(
     """Records of each class (its place in `all_traffic`) that comes to the station."""
     if station.steps is not None:
         # A path has it once, whichever station it is at.
-        station = replace(station, steps=replace(station.steps, request_overhead_s=0.0))
+        station = replace(station, steps=replace(station.steps, request_overhead_s=0.0, pipeline=1))
     kinds = np.concatenate([np.full(len(at), kind) for kind, at in feeds.items()])
     draws = np.concatenate(
         [arrivals.evenly(len(all_traffic[kind].of.draws), len(at), rng) for kind, at in feeds.items()]
@@ -205,6 +205,9 @@ class _Tour:
             for stop in way.stops
             for at in stop.stations
         }
+        self._off_device = {
+            at: np.array([off_device_s(stations[at], draw) for draw in t.of.draws]) for at in self._alone
+        }
         self.now = np.zeros(n)
         self.first = np.full(n, np.nan)
         self.tpot = np.full(n, np.nan)
@@ -221,8 +224,7 @@ class _Tour:
         delay, stage = stop.delays_s[draws], records.stage[near]
         station = self._stations[place]
         if "P" in station.tasks:
-            assert station.steps is not None
-            self.now[rows] += station.steps.request_overhead_s
+            self.now[rows] += self._off_device[place][draws]
             self.first[rows] = self.now[rows] + delay + records.ttft[near]
         if "D" in station.tasks and "P" in station.tasks:
             self.tpot[rows] = records.tpot[near]

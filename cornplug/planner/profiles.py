@@ -14,7 +14,6 @@ from cornplug.errors import ConfigError
 from cornplug.planner import memory, roofline, shapes, tables
 from cornplug.planner.inputs import (
     Component,
-    Engine,
     GeneratorShape,
     Gpu,
     LLMShape,
@@ -35,7 +34,7 @@ class Place:
     """The part of a cell that its times depend on."""
 
     gpu: Gpu
-    engine: Engine
+    engine: str
     tp: int
     pp: int
     share: float
@@ -50,7 +49,7 @@ def hardware(
     shape: Shape | None,
     gpu: Gpu,
     *,
-    engine: Engine,
+    engine: str,
     tp: int,
     pp: int,
     share: float,
@@ -66,6 +65,7 @@ def hardware(
 
     Args:
         component: the LLM of a role with P or D, else the encoder or generator itself.
+        engine: "vllm" or "sglang"; of a tower or generator apart, whatever serves it.
         shape: of `component`; None where only a throughput or a table is known.
         tower, generator: what runs in the same engine as the LLM.
         context_tokens: typical prompt, for the attention of a roofline; None: an iteration's own.
@@ -144,7 +144,7 @@ def _llm(
         kv_tokens = memory.kv_tokens(
             llm,
             place.gpu,
-            engine=place.engine,
+            engine="sglang" if place.engine == "sglang" else "vllm",
             tp=place.tp,
             pp=place.pp,
             share=place.share,

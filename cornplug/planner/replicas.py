@@ -174,6 +174,17 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
     return total + station.encode(batch)
 
 
+def off_device_s(station: Station, draw: Draw) -> float:
+    """Added once where it prefills, and no replica is busy with it.
+
+    The engine's API and network, and a pipeline's later stages for the prompt's last tokens.
+    """
+    if station.steps is None or "P" not in station.tasks:
+        return 0.0
+    last = min(draw.computed_tokens, station.chunk_tokens)
+    return station.steps.request_overhead_s + station.steps.drain_s(last)
+
+
 def prefill_alone_s(station: Station, draw: Draw) -> float:
     """Seconds to encode and prefill one request with nothing beside it."""
     seconds = batches_s(station, draw.patches) if "E" in station.tasks else 0.0

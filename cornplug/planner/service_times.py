@@ -27,7 +27,7 @@ def service_times(
         main,
         main.shape,
         footprint.gpu,
-        engine=footprint.engine,  # type: ignore[arg-type]
+        engine=footprint.engine,
         tp=footprint.tp,
         pp=footprint.pp,
         share=footprint.share,

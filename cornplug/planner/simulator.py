@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.dispatch import Dispatch
-from cornplug.planner.replicas import Agenda, Log
+from cornplug.planner.replicas import Agenda, Log, off_device_s
 from cornplug.planner.stations import Job, Outcome, Station, Visit
 
 __all__ = ["Job", "Outcome", "Station", "Visit", "simulate"]
@@ -26,7 +26,7 @@ __all__ = ["Job", "Outcome", "Station", "Visit", "simulate"]
 def simulate(stations: Sequence[Station], jobs: Sequence[Job], *, seed: int = 0) -> Outcome:
     """Run all jobs (sorted by `at_s`) to their end.
 
-    An overloaded station ends, too: its requests wait long. `request_overhead_s` of the first
+    An overloaded station ends, too: its requests wait long. `off_device_s` of the first
     station that prefills is added to a job's TTFT and end-to-end time, once.
 
     Raises:
@@ -115,7 +115,7 @@ def _overhead(job: Job, stations: Sequence[Station]) -> float:
     for visit in job.visits:
         station = stations[visit.station]
         if station.steps is not None and "P" in station.tasks:
-            return station.steps.request_overhead_s
+            return off_device_s(station, job.draw)
     return 0.0
 
 

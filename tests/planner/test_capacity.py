@@ -178,3 +178,14 @@ def test_looser_bounds_and_more_replicas_never_screen_lower(
     assert screened(station, 1.5 * seconds, 1.5 * tpot_s) >= 0.97 * tight
     assert screened(replace(station, replicas=replicas + 1), seconds, tpot_s) >= 0.97 * tight
     assert screened(station) >= 0.97 * tight or percentile == "mean"
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_a_pipeline_of_two_answers_as_its_queue_does(confirm: bool) -> None:
+    # A prompt takes 1 s on one stage after the other; the queue is that of one stage, 0.5 s.
+    steps = StepTimes(Curve.line(0.0, 0.5 / 1024), Curve.line(0.02, 0.0), pipeline=2)
+    station = Station("p", 1, "P", steps=steps, chunk_tokens=1024)
+    bound = Bound("mean", queueing.ttft_pipeline(1.0, 1.2))
+    assert capacity(station, [Draw(1024, 0, (), 1, 0.0)], bound, confirm=confirm) == pytest.approx(
+        1.2, rel=0.06
+    )
