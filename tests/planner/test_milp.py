@@ -1,0 +1,203 @@
+"""What the model decides, one rule at a time, where the right answer can be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cornplug.planner.milp import solve
+from cornplug.planner.pool import (
+    CacheLevel,
+    Cell,
+    Demand,
+    Limits,
+    Need,
+    Nodes,
+    Pool,
+    Progress,
+    Running,
+    Variant,
+)
+from planner.pools import EXACT, NO_RESERVE, one_service
+
+
+def two_tiers(tight: float, loose: float) -> Pool:
+    """A tight cell that carries less than a loose one, and a demand for each tier."""
+    return Pool(
+        nodes=(Nodes("n", "g", 1, 1.0, 50),),
+        cells=(
+            Cell("tight", "s", "n", 1, 0.2, {"fast": 1.0, "slow": 1.0}),
+            Cell("loose", "s", "n", 1, 1.0, {"fast": 2.0, "slow": 2.0}),
+        ),
+        demands=(Demand("fast", tight), Demand("slow", loose)),
+        variants=(
+            Variant("fast", "fast", "monolith", (Need("s", 0.2),)),
+            Variant("slow", "slow", "monolith", (Need("s", 1.0),)),
+        ),
+        limits=NO_RESERVE,
+    )
+
+
+def test_urgent_work_stays_on_tight_cells_and_loose_work_fills_their_rest() -> None:
+    plan = solve(two_tiers(1.5, 2.5), EXACT)
+    assert plan.replicas == {"tight": 2, "loose": 1}
+    carried = {(flow.demand, flow.cell): flow.rate for flow in plan.flows}
+    assert carried["fast", "tight"] == pytest.approx(1.5)
+    assert carried["slow", "tight"] + carried["slow", "loose"] == pytest.approx(2.5)
+    assert ("fast", "loose") not in carried
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.1, 6), st.floats(0.1, 6))
+def test_flows_add_up_to_the_work_and_keep_their_tiers(tight: float, loose: float) -> None:
+    pool = two_tiers(tight, loose)
+    plan = solve(pool, EXACT)
+    for u in pool.demands:
+        assert sum(f.rate for f in plan.flows if f.demand == u.name) == pytest.approx(u.rate, abs=1e-5)
+    tier = {c.name: c.tier for c in pool.cells}
+    assert all(tier[f.cell] <= f.tier for f in plan.flows)
+
+
+def test_work_that_can_wait_may_use_what_is_kept_free_for_peaks() -> None:
+    pool = one_service(
+        {"g": {"on": 1.0, "off": 1.0}}, {"g": 1.0}, {"on": 0.8, "off": 0.15}, limits=Limits(0.95, 0.8)
+    )
+    waits = tuple(replace(u, online=u.name == "on") for u in pool.demands)
+    assert solve(replace(pool, demands=waits), EXACT).nodes == {"g": 1}
+    assert solve(pool, EXACT).nodes == {"g": 2}, "both online: 0.95 of one replica is too full"
+
+
+@pytest.mark.parametrize(("rate", "alone", "spared"), [(0.7, 1, 2), (2.3, 3, 4), (7.5, 10, 10)])
+def test_a_service_survives_the_loss_of_a_replica(rate: float, alone: int, spared: int) -> None:
+    """With ten replicas, what is kept for peaks (0.8 of 10 <= 0.95 of 9) already is the spare one."""
+    pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": rate}, limits=Limits(0.95, 0.8))
+    assert solve(pool, EXACT).replicas == {"s@g": alone}
+    spare = replace(pool, limits=replace(pool.limits, spare=frozenset({"s"})))
+    assert solve(spare, EXACT).replicas == {"s@g": spared}
+
+
+def test_a_cache_is_bought_when_it_saves_more_than_it_takes() -> None:
+    def pool(dram: float) -> Pool:
+        plain = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 4.0})
+        ways = tuple(
+            Variant(name, "u", "E+PD", (Need("s", 1.0, work),), levels=frozenset({name}))
+            for name, work in (("none", 1.0), ("large", 0.5))
+        )
+        nodes = tuple(replace(n, dram=dram) for n in plain.nodes)
+        levels = (CacheLevel("none", "c", 0), CacheLevel("large", "c", 10))
+        return replace(plain, nodes=nodes, variants=ways, levels=levels)
+
+    assert (solve(pool(5), EXACT).levels, solve(pool(5), EXACT).nodes) == ({"large"}, {"g": 2})
+    assert solve(pool(3), EXACT).nodes == {"g": 4}, "10 bytes need four such nodes, which need no cache"
+
+
+def test_a_slow_network_forbids_the_split() -> None:
+    cells = {"mono": 1.0, "P": 4.0, "D": 4.0}
+    pool = Pool(
+        nodes=(Nodes("n", "g", 1, 1.0, 50, nic=2.0),),
+        cells=tuple(Cell(name, name, "n", 1, 1.0, {"u": rate}) for name, rate in cells.items()),
+        demands=(Demand("u", 4.0),),
+        variants=(
+            Variant("mono", "u", "monolith", (Need("mono", 1.0),)),
+            Variant("apart", "u", "P+D", (Need("P", 1.0), Need("D", 1.0)), network=0.7),
+        ),
+        limits=NO_RESERVE,
+    )
+    assert solve(pool, EXACT).replicas == {"P": 1, "D": 1}
+    slow = replace(pool, nodes=(replace(pool.nodes[0], nic=0.5),))
+    assert solve(slow, EXACT).nodes == {"n": 4}, "0.35 bytes/s a node: at most half goes apart"
+
+
+def test_a_tie_goes_to_the_preferred_cell_and_never_to_a_dearer_plan() -> None:
+    pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 3.0})
+    one = pool.cells[0]
+    worse = replace(one, name="a-worse", preference=0.03)
+    assert solve(replace(pool, cells=(worse, one)), EXACT).replicas == {one.name: 3}
+    stronger = replace(worse, capacity={"u": 1.5})
+    assert solve(replace(pool, cells=(stronger, one)), EXACT).replicas == {"a-worse": 2}
+
+
+def test_the_least_served_comes_first_where_that_is_asked_for() -> None:
+    pool = one_service({"g": {"easy": 4.0, "hard": 1.0}}, {"g": 1.0}, {"easy": 4.0, "hard": 4.0}, stock=2)
+    most = solve(replace(pool, objective="goodput"), EXACT)
+    fair = solve(replace(pool, objective="max-min"), EXACT)
+    assert most.served == pytest.approx({"easy": 4.0, "hard": 1.0}, abs=1e-4)
+    assert fair.objective == pytest.approx(0.4)
+    assert fair.served == pytest.approx({"easy": 1.6, "hard": 1.6}, abs=1e-4)
+
+
+# Re-planning ----------------------------------------------------------------------------------
+
+
+def prefill_decode(rate: float, running: Running) -> Pool:
+    cells = (
+        Cell("P", "P", "n", 1, 1.0, {"u": 2.0}, switches_with=("D",)),
+        Cell("D", "D", "n", 1, 1.0, {"u": 1.0}, switches_with=("P",)),
+    )
+    return Pool(
+        nodes=(Nodes("n", "g", 1, 1.0, 20),),
+        cells=cells,
+        demands=(Demand("u", rate),),
+        variants=(Variant("u", "u", "P+D", (Need("P", 1.0), Need("D", 1.0))),),
+        limits=NO_RESERVE,
+        running=running,
+    )
+
+
+COSTS = {"P": 0.5, "D": 0.5}
+
+
+def test_roles_switch_before_anything_restarts() -> None:
+    running = Running({"P": 3, "D": 3}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
+    plan = solve(prefill_decode(4.0, running), EXACT)
+    assert plan.replicas == {"P": 2, "D": 4}
+    assert (plan.switched, plan.started) == ({("P", "D"): 1}, {})
+    assert plan.objective == pytest.approx(10 * 6 + 0.01)
+
+
+def test_a_short_horizon_keeps_what_runs() -> None:
+    """Another GPU type would be cheaper by 0.1 an hour: after 10 hours that pays a start of 0.5."""
+
+    def plan(hours: float) -> dict[str, int]:
+        running = Running({"s@old": 1}, start_cost={"s@new": 0.5}, horizon_hours=hours)
+        pool = one_service({"old": {"u": 1.0}, "new": {"u": 1.0}}, {"old": 1.0, "new": 0.9}, {"u": 1.0})
+        return dict(solve(replace(pool, running=running), EXACT).replicas)
+
+    assert plan(4) == {"s@old": 1}
+    assert plan(10) == {"s@new": 1}
+
+
+def test_young_replicas_stay_and_the_budget_holds() -> None:
+    running = Running({"P": 4, "D": 4}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
+    young = replace(running, young={"P": 4})
+    assert solve(prefill_decode(2.0, running), EXACT).replicas == {"P": 1, "D": 2}
+    assert solve(prefill_decode(2.0, young), EXACT).replicas == {"P": 4, "D": 2}
+    grown = prefill_decode(6.0, replace(running, max_changes=2))
+    plan = solve(grown, EXACT)
+    assert sum(plan.started.values()) + sum(plan.switched.values()) == 2
+
+
+# Solvers --------------------------------------------------------------------------------------
+
+
+def test_progress_is_told_and_the_proof_is_reported() -> None:
+    seen: list[Progress] = []
+    pool = one_service({"a": {"u": 0.37}, "b": {"u": 2.0}}, {"a": 1.01, "b": 3.67}, {"u": 4.3})
+    plan = solve(pool, EXACT, seen.append)
+    assert seen
+    assert [p.seconds for p in seen] == sorted(p.seconds for p in seen)
+    assert (plan.status, plan.solver) == ("optimal", "HiGHS")
+    assert plan.bound == pytest.approx(plan.objective)
+    assert plan.first_s is not None
+    assert plan.seconds >= plan.first_s
+
+
+def test_slacks_name_what_binds() -> None:
+    pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.0}, stock=3)
+    slack = solve(pool, EXACT).slack
+    assert slack["stock[a]"] == pytest.approx(1)
+    assert slack["capacity[s@a]"] == pytest.approx(0)
+    assert slack["packing[a]"] == pytest.approx(0)

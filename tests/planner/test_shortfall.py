@@ -1,0 +1,129 @@
+"""What an impossible plan is told: the constraint by name, what it allows and what is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
+from cornplug.planner import milp, solvers
+from cornplug.planner.milp import solve
+from cornplug.planner.pool import CacheLevel, Cell, Limits, Need, Pool, Running, Variant
+from planner.pools import EXACT, one_service
+
+POOL = one_service({"g": {"u": 1.0}}, {"g": 2.0}, {"u": 6.3}, stock=4)
+
+
+def told(pool: Pool, **more: dict[str, str]) -> str:
+    with pytest.raises(PlanInfeasible) as error:
+        solve(pool, EXACT, **more)
+    return str(error.value)
+
+
+def test_too_small_a_stock_names_the_class_and_the_number_needed() -> None:
+    message = told(POOL)
+    assert "stock[g]: 4 nodes, 7 needed. Raise the stock of g to 7." in message
+    assert "demand[u]: 4 requests/s served, 6.3 needed" in message
+
+
+def test_the_cheapest_stock_is_asked_for() -> None:
+    pool = one_service({"old": {"u": 1.0}, "new": {"u": 2.0}}, {"old": 1.0, "new": 5.0}, {"u": 6.0}, stock=2)
+    message = told(replace(pool, nodes=tuple(replace(n, stock=1) for n in pool.nodes)))
+    assert "stock[old]: 1 nodes, 4 needed" in message
+    assert "stock[new]" not in message
+
+
+def test_what_is_asked_for_there_is_enough() -> None:
+    """The remedy named really is one."""
+    assert solve(replace(POOL, nodes=(replace(POOL.nodes[0], stock=7),)), EXACT).nodes == {"g": 7}
+
+
+def test_a_change_budget_that_is_too_small() -> None:
+    running = Running({"s@g": 1}, start_cost={"s@g": 1.0}, max_changes=2)
+    message = told(replace(POOL, nodes=(replace(POOL.nodes[0], stock=10),), running=running))
+    assert "change_budget: 2 changes, 6 needed. Raise max_changes to 6." in message
+    assert "stock" not in message
+
+
+def test_spare_replicas_that_do_not_fit() -> None:
+    pool = one_service(
+        {"g": {"u": 1.0}}, {"g": 2.0}, {"u": 0.7}, stock=1, limits=Limits(spare=frozenset("s"))
+    )
+    message = told(pool)
+    assert "stock[g]: 1 nodes, 2 needed" in message
+    assert "spare[s]" in message
+    assert "n_plus_one" in message
+
+
+def test_a_network_that_is_too_slow() -> None:
+    slow = replace(POOL, nodes=(replace(POOL.nodes[0], stock=7, nic=1.0),))
+    ways = (replace(slow.variants[0], network=2.0),)
+    message = told(replace(slow, variants=ways))
+    assert "network: 4.9 bytes/s, 12.6 needed" in message
+
+
+def test_caches_that_no_node_holds() -> None:
+    pool = replace(
+        POOL,
+        nodes=(replace(POOL.nodes[0], stock=7, dram=1.0),),
+        levels=(CacheLevel("only", "c", 100.0),),
+    )
+    assert "memory[caches]: 7 bytes, 100 needed" in told(pool)
+
+
+def test_a_tier_that_no_cell_keeps() -> None:
+    strict = replace(POOL, variants=(Variant("u", "u", "monolith", (Need("s", 0.05),)),))
+    message = told(strict)
+    assert "demand[u]: s within 0.05 s is asked for, and its fastest cell, s@g, keeps 1 s" in message
+    assert "no profile" in told(strict, notes={"u": "no profile fits the GPU"})
+
+
+def test_a_service_without_cells_and_a_demand_without_ways() -> None:
+    assert "t has no cell" in told(replace(POOL, variants=(Variant("u", "u", "E+PD", (Need("t", 1.0),)),)))
+    assert "no way through the services" in told(replace(POOL, variants=()))
+    deaf = (replace(POOL.cells[0], capacity={}),)
+    assert "none of the 1 cells of s carries it" in told(replace(POOL, cells=deaf))
+
+
+def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine is slow enough to have HiGHS find nothing here, so that the solver is stopped at once."""
+    monkeypatch.setattr(milp, "run_solver", lambda *_, **__: solvers.Run("none", "HiGHS", 0.1))
+    with pytest.raises(PlanUnfinished, match="none was proven impossible"):
+        solve(POOL, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("pool", "field"),
+    [
+        (replace(POOL, cells=(replace(POOL.cells[0], gpus=0.3),)), r"cells\[s@g\]\.gpus"),
+        (replace(POOL, cells=(replace(POOL.cells[0], gpus=0),)), r"cells\[s@g\]\.gpus"),
+        (replace(POOL, cells=(replace(POOL.cells[0], capacity={"u": 0.0}),)), r"capacity\[u\]"),
+        (replace(POOL, cells=(replace(POOL.cells[0], nodes="x"),)), r"cells\[s@g\]\.nodes"),
+        (replace(POOL, cells=POOL.cells * 2), r"cells\[s@g\]"),
+        (replace(POOL, cells=(replace(POOL.cells[0], preference=0.5),)), r"preference"),
+        (replace(POOL, nodes=(replace(POOL.nodes[0], price=float("nan")),)), r"nodes\[g\]\.price"),
+        (replace(POOL, nodes=(replace(POOL.nodes[0], stock=-1),)), r"nodes\[g\]\.stock"),
+        (replace(POOL, demands=(replace(POOL.demands[0], rate=-1.0),)), r"demands\[u\]\.rate"),
+        (replace(POOL, variants=(replace(POOL.variants[0], demand="x"),)), r"variants\[u\]\.demand"),
+        (replace(POOL, variants=(replace(POOL.variants[0], levels=frozenset("l")),)), r"levels"),
+        (replace(POOL, running=Running({"x": 1})), r"running\.replicas\[x\]"),
+        (replace(POOL, running=Running({"s@g": 1}, young={"s@g": 2})), r"running\.replicas\[s@g\]"),
+    ],
+)  # fmt: skip
+def test_pools_that_mean_nothing_are_refused(pool: Pool, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        solve(pool, EXACT)
+
+
+def test_replicas_over_several_nodes_are_counted_in_whole_nodes() -> None:
+    wide = replace(POOL, nodes=(replace(POOL.nodes[0], gpus=8),))
+    cell = Cell("s@wide", "s", "g", 16, 1.0, {"u": 7.0})
+    assert solve(replace(wide, cells=(cell,)), EXACT).nodes == {"g": 2}
+    with pytest.raises(ConfigError, match="12 GPUs do not divide"):
+        solve(replace(wide, cells=(replace(cell, gpus=12),)), EXACT)
+
+
+def test_an_unknown_solver_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"solver\.name"):
+        solvers.solve(milp.build(POOL).problem, "gurobi", solvers.Limits(0.0, 1.0))
