@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from cornplug.planner.inputs import Component, Gpu, NodeClass, Quantisation, Rules, Workload
+from cornplug.planner.inputs import Component, Gpu, LLMShape, NodeClass, Quantisation, Rules, Workload
 from cornplug.planner.services import Service
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
@@ -89,7 +89,11 @@ def footprints(
 
 def _tensor_parallel(service: Service) -> list[int]:
     main: Component = service.components[0]
-    return [1] if service.tasks == "E" else main.tp
+    if service.tasks == "E":
+        return [1]
+    # Both engines refuse to start where heads cannot be dealt out evenly.
+    heads = main.shape.heads if isinstance(main.shape, LLMShape) else 0
+    return [tp for tp in main.tp if heads % tp == 0]
 
 
 def _reason_against(f: Footprint, rules: Rules) -> str | None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner import gpus, shapes, traces
+from cornplug.planner import gpus, shapes, tables, traces
 from cornplug.planner.input_error import InputError, Place, nearest
 from cornplug.planner.inputs import (
     Application,
@@ -100,9 +100,7 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
             yield _at((*place, "checkpoint"), e)
         return
     if checkpoint is None:
-        # A throughput says all, and a table of times all that an encoder's or generator's are.
-        enough = (Throughput,) if component.kind == "llm" else (Throughput, Measured)
-        if not all(isinstance(p, enough) for p in component.profiles):
+        if not all(_says_all(p, component.kind) for p in component.profiles):
             yield InputError(
                 (*place, "shape"),
                 f"the size of {component.name!r} is not known, which its profile needs",
@@ -110,6 +108,13 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
             )
         return
     yield from _quantised(place, component, checkpoint.config)
+
+
+def _says_all(profile: Profile, kind: Kind) -> bool:
+    """Whether nothing else is asked of the model: of an LLM's times, how much KV cache there is."""
+    if isinstance(profile, Measured) and kind == "llm":
+        return profile.kv_tokens is not None or profile.file is not None
+    return isinstance(profile, (Throughput, Measured))
 
 
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
@@ -143,8 +148,11 @@ def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[Input
 
 def _curves(place: Place, profile: Measured) -> Iterator[InputError]:
     given = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
-    if profile.file is not None and not profile.file.is_file():
-        yield InputError((*place, "file"), f"no file {profile.file}", "Make it with: cornplug profile")
+    if profile.file is not None:
+        try:
+            tables.read(profile.file)
+        except ConfigError as e:
+            yield _at((*place, "file"), e)
     if profile.file is None and not given:
         yield InputError(place, "no times", "Give file, or points such as prefill_tokens and prefill_s.")
     for x, y in given:

@@ -1,0 +1,29 @@
+"""Where a service may run at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from cornplug.planner.footprints import footprints
+from cornplug.planner.gpus import gpu_table, node_classes
+from cornplug.planner.inputs import PlanInput
+from cornplug.planner.services import Service
+
+SHAPE = {"layers": 28, "hidden": 3584, "kv_heads": 4, "head_dim": 128, "parameters": 7.6e9}
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(28, {1, 2, 4}), (32, {1, 2, 4, 8}), (None, {1, 2, 4, 8})])
+def test_heads_are_dealt_out_evenly(heads: int | None, tp: set[int]) -> None:
+    llm = {"name": "llm", "kind": "llm", "shape": {**SHAPE, "heads": heads} if heads else None}
+    given = PlanInput.model_validate(
+        {
+            "components": [llm],
+            "applications": [{"name": "a", "llm": "llm", "requests": [{"name": "r", "rate": 1}]}],
+            "pool": [{"name": "h", "gpu": "H100"}],
+        }
+    )
+    service = Service("PD", given.components[0])
+    found = footprints(service, node_classes(given), gpu_table(given), given.rules, ("online",), Counter())
+    assert {f.tp for f in found} == tp
