@@ -34,7 +34,17 @@ class Dispatch:
             return self._replicas[int(self._rng.integers(len(self._replicas)))]
         if self.station.router == "join_shortest_queue":
             return min(self._replicas, key=lambda replica: replica.outstanding)
-        return min(self._replicas, key=lambda replica: replica.load(now))
+        return self._least_work(now)
+
+    def _least_work(self, now: float) -> Replica:
+        best, least = self._replicas[0], float("inf")
+        for replica in self._replicas:
+            load = replica.load(now)
+            if load < least:
+                best, least = replica, load
+                if not load:
+                    break
+        return best
 
 
 def _replica(station: Station, agenda: Agenda, log: Log) -> Replica:

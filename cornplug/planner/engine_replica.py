@@ -30,6 +30,7 @@ class EngineReplica:
         self._station, self._steps = station, station.steps
         self._agenda, self._log = agenda, log
         self._prefills, self._decodes = "P" in station.tasks, "D" in station.tasks
+        self._weighs = station.router == "least_work" and station.replicas > 1
         self._decode_s: dict[int, float] = {}
         self._waiting: deque[tuple[int, Draw]] = deque()
         self._partial: tuple[int, Draw, int] | None = None
@@ -168,11 +169,15 @@ class EngineReplica:
 
     def _decode_run_s(self, iterations: int) -> float:
         b = len(self._running)
-        seconds = self._decode_s.get(b)
-        if seconds is None:
-            seconds = self._decode_s[b] = self._steps.decode(b)
+        seconds = self._decode_step_s(b)
         context = iterations * self._context + b * iterations * (iterations - 1) / 2
         return iterations * seconds + self._steps.kv_token_s * context
+
+    def _decode_step_s(self, requests: int) -> float:
+        seconds = self._decode_s.get(requests)
+        if seconds is None:
+            seconds = self._decode_s[requests] = self._steps.decode(requests)
+        return seconds
 
     def _cut_short(self, now: float) -> None:
         """End a run of decode iterations with the one that is under way."""
@@ -234,10 +239,10 @@ class EngineReplica:
     # Estimates for the router ---------------------------------------------------------------
 
     def _prefill_work_s(self, draw: Draw) -> float:
-        return prefill_alone_s(self._station, draw) if self._prefills else 0.0
+        return prefill_alone_s(self._station, draw) if self._weighs and self._prefills else 0.0
 
     def _decode_work_s(self, draw: Draw) -> float:
-        if not self._decodes:
+        if not self._weighs or not self._decodes:
             return 0.0
         batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(draw)), 1)
-        return (draw.output_tokens - 1) * self._steps.decode(batch) / batch
+        return (draw.output_tokens - 1) * self._decode_step_s(batch) / batch
