@@ -53,6 +53,7 @@ def check_mmc(servers: int, load: float, n: int, seed: int, tolerance: float = 0
     assert (wait > median).mean() == pytest.approx(
         wait_exceeds(servers, rate, 1.0, median), rel=2 * tolerance
     )
+    return got
 
 
 @pytest.mark.parametrize(("servers", "load", "n"), [(3, 0.6, 40_000), (8, 0.7, 30_000)])
