@@ -64,7 +64,8 @@ def pools_of(plan: Plan, route: Route) -> list[tuple[Pool, float]]:
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
         kinds = {engine[name] for name in serving.groups}
-        one = kinds.pop() if len(kinds) == 1 else "vllm"
+        # Both routers take any OpenAI server; one that is neither's, or of both kinds, gets vLLM's.
+        one = "sglang" if kinds == {"sglang"} else "vllm"
         return [(Pool(one, tuple(sorted(serving.groups))), 1.0)]
     if not prefill or not decode:
         return []

@@ -1,0 +1,159 @@
+"""What a plan becomes: which processes, where, with what beside them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cornplug.config import load
+from cornplug.encoder_service.flags import parser as encoder_parser
+from cornplug.errors import ConfigError
+from cornplug.planner.emit import Command, commands, write
+from cornplug.planner.plan import Plan, Stage
+from cornplug.store.daemon import _parser as store_parser
+
+from .plans import Case, matrix, plan
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "planner" / "commands.json"
+
+
+def only(kind: str, found: list[Command]) -> list[Command]:
+    return [command for command in found if command.kind == kind]
+
+
+def test_golden() -> None:
+    """Whole plans as command lines: what a change of ours changes of them is seen here."""
+    cases = {
+        "E+PD on vLLM, caches and classes": Case("E+PD", caches=True, classes=True, replicas=2),
+        "E+P+D on SGLang, two hosts": Case("E+P+D", "sglang", hosts=2),
+        "P+D on vLLM": Case("P+D", gpu="H100", mla=True),
+        "monolith on cores": Case(gpu="cpu-core", caches=True),
+    }
+    made = {
+        name: [
+            {
+                "kind": c.kind, "host": c.host, "cores": list(c.cores), "env": dict(c.env),
+                "line": " ".join(c.argv), "remarks": list(c.remarks),
+            }
+            for c in commands(plan(case))
+        ]
+        for name, case in cases.items()
+    }  # fmt: skip
+    assert made == json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("case", matrix(), ids=lambda case: case.id)
+def test_nothing_collides_on_a_host(case: Case) -> None:
+    found = commands(plan(case))
+    ports = Counter((c.host, c.port) for c in found if c.port is not None)
+    assert max(ports.values()) == 1
+    side = Counter(
+        (c.host, c.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+        for c in found
+        if "VLLM_NIXL_SIDE_CHANNEL_PORT" in c.env
+    )
+    assert not side or max(side.values()) == 1
+    sockets = Counter((c.host, c.socket) for c in found if c.socket)
+    assert not sockets or max(sockets.values()) == 1
+
+
+def test_a_gpu_is_given_once() -> None:
+    devices: Counter[str] = Counter()
+    for command in commands(plan(Case("E+P+D", tp=2, replicas=2))):
+        devices.update(command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if command.env else [])
+    devices.pop("", None)
+    # Two encoders, and two pairs of two ranks each; the second node's GPUs begin at 0 again.
+    assert sum(devices.values()) == 2 + 4 + 4
+
+
+def test_there_is_a_store_where_something_is_shared_and_nowhere_else() -> None:
+    assert only("store", commands(plan(Case()))) == []
+    (store,) = only("store", commands(plan(Case(caches=True))))
+    args = store_parser(load().store).parse_args(list(store.argv[2:]))
+    assert args.size == "20GiB"
+    (beside,) = only("store", commands(plan(Case("E+PD"))))
+    assert beside.argv[-1] == "1GiB"
+    apart = commands(plan(Case("E+PD", hosts=2)))
+    assert only("store", apart) == []
+    assert "--no-store" in only("encoder", apart)[0].argv
+
+
+def test_an_encoders_replicas_on_a_host_are_one_service() -> None:
+    (encoder,) = only("encoder", commands(plan(Case("E+PD", replicas=3, caches=True))))
+    args = encoder_parser("").parse_args(list(encoder.argv[2:]))
+    assert (args.replicas, args.port, args.model) == (3, 8750, ["Qwen/Qwen2-VL-7B-Instruct"])
+    assert str(args.socket) == "${RUN_DIR}/encoder-8750.sock"
+    assert encoder.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    (half,) = only("encoder", commands(plan(Case("E+PD", share=0.5, replicas=2))))
+    assert "--replicas" not in half.argv
+    assert "share a device" in half.remarks[0]
+
+
+def test_vllm_far_from_its_encoder_says_how_it_is_fed() -> None:
+    (engine,) = only("engine", commands(plan(Case("E+PD", hosts=2))))
+    assert "--enable-mm-embeds" in engine.argv
+    assert "http://${HOST_1}:8750" in engine.remarks[0]
+
+
+def test_several_models_of_an_encoder_are_told_apart_by_sglang() -> None:
+    made = plan(Case("E+PD", "sglang"))
+    encoder, engine = made.groups
+    more = encoder.model_copy(update={"encoder_models": ["/models/Other-VL", "/models/Mine"]})
+    mine = engine.model_copy(update={"model": "/models/Mine"})
+    (command,) = only("engine", commands(made.model_copy(update={"groups": [more, mine]})))
+    assert "http://${HOST_1}:8750/sglang/Mine" in command.argv
+
+
+def test_lmcache_hands_over_through_a_server_of_its_own() -> None:
+    found = commands(plan(Case("P+D")), transfer="lmcache")
+    (server,) = [c for c in found if c.group == "kv-server"]
+    # 2 x 28 layers x 8192 tokens x 4 heads x 128 x 2 bytes = 448 MiB, so 512 for each of the two.
+    assert server.argv[server.argv.index("--l1-size-gb") + 1] == "1"
+
+
+def test_a_generator_of_another_server_is_left_to_its_owner() -> None:
+    made = plan(Case())
+    group = made.groups[0].model_copy(
+        update={"name": "tts/G", "tasks": "G", "engine": "external", "settings": None, "model": "org/tts"}
+    )
+    stages = [Stage(tasks="G", groups={"tts/G": 1.0})]
+    route = made.routes[0].model_copy(update={"stages": stages})
+    (command,) = commands(made.model_copy(update={"groups": [group], "routes": [route]}))
+    assert (command.kind, command.argv) == ("external", ())
+    assert "org/tts" in command.remarks[0]
+
+
+def test_named_hosts_are_used_as_they_are() -> None:
+    made = plan(Case(caches=True))
+    named = made.model_copy(update={"nodes": [made.nodes[0].model_copy(update={"hosts": ["gpu-7"]})]})
+    assert {command.host for command in commands(named)} == {"gpu-7"}
+
+
+def test_the_classes_of_service_are_a_file_that_cornplug_reads(tmp_path: Path) -> None:
+    write(plan(Case(classes=True)), tmp_path)
+    classes = load(environ={"CORNPLUG_CONFIG": str(tmp_path / "qos.toml")}).qos.classes
+    assert (classes["premium"].share, classes["premium"].deadline_s) == (0.5, 2.0)
+    assert classes["premium"].apps == ("chat",)
+    assert (classes["nightly"].priority, classes["nightly"].deadline_s) == (-1, None)
+
+
+def broken(**changes: object) -> Plan:
+    made = plan(Case())
+    return made.model_copy(update={"groups": [made.groups[0].model_copy(update=changes)]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"placement": []}, "placement"),
+        ({"placement": [[7, 0]]}, "placement"),
+        ({"nodes": "elsewhere"}, "nodes"),
+        ({"settings": None}, "settings"),
+    ],
+)
+def test_what_is_missing_is_named(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        commands(broken(**changes))

@@ -1,0 +1,147 @@
+"""Routers' lines against the flags of vllm-router 0.1.17 and sglang-router 0.3.2.
+
+The two are not installed beside the engines. `router_flags.json` was read from their wheels' own
+`RouterArgs.add_cli_args`, whose `from_cli_args` and `_validate_router_args` took all of these lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.planner.addresses import sites
+from cornplug.planner.emit import Command, commands, files
+from cornplug.planner.plan import Plan, Route, Stage
+from cornplug.planner.routers import routers
+
+from .plans import Case, matrix, plan
+
+FLAGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "planner" / "router_flags.json").read_text()
+)
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(name, exit_on_error=False, allow_abbrev=False)
+    for flag, how in FLAGS[name].items():
+        if how.get("switch"):
+            made.add_argument(flag, action="store_true")
+            continue
+        given: dict[str, Any] = {key: how[key] for key in ("nargs", "choices") if key in how}
+        types = {"int": int, "float": float}
+        made.add_argument(
+            flag,
+            type=types.get(how.get("type", ""), str),
+            action="append" if how.get("repeats") else "store",
+            **given,
+        )
+    return made
+
+
+PARSERS = {name: parser(name) for name in FLAGS}
+
+
+def parsed(command: Command) -> argparse.Namespace:
+    if command.argv[0] == "vllm-router":
+        return PARSERS["vllm_router 0.1.17"].parse_args(list(command.argv[1:]))
+    assert command.argv[:3] == ("python", "-m", "sglang_router.launch_router")
+    return PARSERS["sglang_router 0.3.2"].parse_args(list(command.argv[3:]))
+
+
+def of(made: Plan) -> list[Command]:
+    return [c for c in commands(made) if c.kind == "router"]
+
+
+@pytest.mark.parametrize("case", matrix(), ids=lambda case: case.id)
+def test_every_line_is_taken(case: Case) -> None:
+    for command in of(plan(case)):
+        parsed(command)
+
+
+def test_one_server_needs_no_router() -> None:
+    assert of(plan(Case())) == []
+    assert json.loads(files(plan(Case()))["routes.json"]) == {
+        "chat/short": [{"weight": 1.0, "url": "http://${HOST_1}:8000"}]
+    }
+
+
+def test_replicas_stand_behind_one_address() -> None:
+    made = plan(Case(replicas=3))
+    (command,) = of(made)
+    assert parsed(command).worker_urls == [f"http://${{HOST_1}}:{port}" for port in (8000, 8001, 8002)]
+    assert json.loads(files(made)["routes.json"]) == {
+        "chat/short": [{"weight": 1.0, "url": "http://${HOST_1}:30000"}]
+    }
+
+
+def test_prefix_caches_are_routed_to() -> None:
+    assert parsed(of(plan(Case(replicas=2)))[0]).policy == "power_of_two"
+    assert parsed(of(plan(Case(replicas=2, caches=True)))[0]).policy == "cache_aware"
+
+
+@pytest.mark.parametrize(("engine", "bootstrap"), [("vllm", []), ("sglang", ["8998"])])
+def test_a_pair_is_given_with_its_roles(engine: Any, bootstrap: list[str]) -> None:
+    (command,) = of(plan(Case("P+D", engine)))
+    args = parsed(command)
+    assert args.prefill == [["http://${HOST_1}:8000", *bootstrap]]
+    assert args.decode == [["http://${HOST_1}:8001"]]
+    # 3 requests a second and 0.5 s: two may wait; 128 run.
+    assert (args.max_concurrent_requests, args.queue_size, args.queue_timeout_secs) == (128, 2, 1)
+
+
+def test_offline_work_waits_as_long_as_it_likes() -> None:
+    (command,) = of(plan(Case("P+D", workload="offline")))
+    assert parsed(command).queue_size is None
+
+
+def test_a_class_of_two_routes_has_two_addresses_by_weight() -> None:
+    whole, pair = plan(Case()), plan(Case("P+D", "sglang"))
+    both = whole.model_copy(
+        update={
+            "groups": [*whole.groups, *pair.groups],
+            "routes": [
+                whole.routes[0].model_copy(update={"rate": 1.5}),
+                pair.routes[0].model_copy(update={"rate": 0.5}),
+            ],
+        }
+    )
+    entries = json.loads(files(both)["routes.json"])["chat/short"]
+    assert entries == [
+        {"weight": 0.75, "url": "http://${HOST_1}:8000"},
+        {"weight": 0.25, "url": "http://${HOST_1}:30000"},
+    ]
+
+
+def test_a_pair_of_two_engines_is_two_pairs() -> None:
+    """KV of one engine is not handed to the other."""
+    one, two = plan(Case("P+D")), plan(Case("P+D", "sglang"))
+    groups = [
+        group.model_copy(update={"name": f"{group.engine}-{group.tasks}"})
+        for group in (*one.groups, *two.groups)
+    ]
+    mixed = one.model_copy(
+        update={
+            "groups": groups,
+            "routes": [
+                Route(
+                    app="chat",
+                    request="short",
+                    structure="P+D",
+                    rate=2.0,
+                    stages=[
+                        Stage(tasks="EP", groups={"vllm-EP": 0.75, "sglang-EP": 0.25}),
+                        Stage(tasks="D", groups={"vllm-D": 0.75, "sglang-D": 0.25}),
+                    ],
+                )
+            ],
+        }
+    )
+    made = routers(mixed, sites(mixed), transfer="nixl")
+    assert {router.pool.engine for router in made} == {"vllm", "sglang"}
+    for router in made:
+        assert all(name.startswith(router.pool.engine) for name in router.pool.groups)
+    assert [e["weight"] for e in json.loads(files(mixed)["routes.json"])["chat/short"]] == [0.75, 0.25]
