@@ -12,6 +12,7 @@ from cornplug.planner.input_types import (
     Engine,
     InputPath,
     Kind,
+    Model,
     Name,
     NonNegative,
     Positive,
@@ -141,7 +142,7 @@ _CHAIN: Final = (
 class Component(Table):
     name: Name
     kind: Kind
-    model: str | None = None
+    model: Model | None = None
     """What stands on the command line: a hub id or a folder. None: `checkpoint`."""
     checkpoint: InputPath | None = None
     """A folder with config.json; shape, and fingerprint where the weights are there, come from it."""
@@ -157,7 +158,7 @@ class Component(Table):
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     speculative: Literal["none", "mtp", "eagle3"] = "none"
-    speculative_model: str | None = None
+    speculative_model: Model | None = None
     acceptance: Share = 0.0
     """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
     max_model_len: Count | None = None

@@ -43,7 +43,13 @@ def _from_its_file(path: Path, info: ValidationInfo) -> Path:
     return path if folder is None else folder / path
 
 
+def _model_from_its_file(model: str, info: ValidationInfo) -> str:
+    return str(_from_its_file(Path(model), info)) if model.startswith(("./", "../")) else model
+
+
 InputPath = Annotated[Path, AfterValidator(_from_its_file)]
+Model = Annotated[str, AfterValidator(_model_from_its_file)]
+"""A hub id, or a folder: ./NAME is beside the file that says it."""
 
 
 class Table(BaseModel):

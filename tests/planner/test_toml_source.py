@@ -57,9 +57,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir()
     (folder / "t.csv").write_text("at_s,prompt_tokens,output_tokens\n0,10,20\n")
     text = GOOD.replace("prompt = { mean = 300, cv = 1.0 }\noutput = 200", 'trace = "t.csv"')
+    text = text.replace('kind = "llm"', 'kind = "llm"\nmodel = "./tiny"')
+    text = text.replace('kind = "encoder"', 'kind = "encoder"\nmodel = "someone/tiny"')
     (folder / "plan.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
     given = toml_source.read(Path("plans/plan.toml"))
+    assert [c.model for c in given.components] == ["someone/tiny", "plans/tiny"]
     assert given.applications[0].requests[0].trace == Path("plans/t.csv")
 
 
