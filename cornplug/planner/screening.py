@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -33,7 +34,7 @@ def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float =
     """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
     if not fits(station, draws):
         return 0.0
-    replica = Replica(station, _sample(draws), _sigmas(bound))
+    replica = Replica(station, _sample(tuple(draws)), _sigmas(bound))
 
     def meets(rate: float) -> bool:
         state = replica.at(rate / station.replicas)
@@ -44,11 +45,13 @@ def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float =
     return _largest(meets, 0.02 / replica.alone_s * station.replicas)
 
 
-def _sample(draws: Sequence[Draw]) -> Sequence[Draw]:
+# A class is asked about at hundreds of cells.
+@lru_cache(maxsize=256)
+def _sample(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
     if len(draws) <= SAMPLE:
         return draws
     ordered = sorted(draws, key=lambda d: (d.computed_tokens + sum(d.patches), d.output_tokens))
-    return [ordered[int((i + 0.5) * len(draws) / SAMPLE)] for i in range(SAMPLE)]
+    return tuple(ordered[int((i + 0.5) * len(draws) / SAMPLE)] for i in range(SAMPLE))
 
 
 def _meets(station: Station, state: State, bound: Bound, rate: float, burst: float) -> bool:

@@ -38,11 +38,14 @@ class Curve:
         return cls(tuple(map(float, x)), tuple(map(float, y)))
 
     def __call__(self, x: float) -> float:
-        if len(self.x) == 1:
-            return self.y[0] * x / self.x[0]
-        i = min(max(bisect_left(self.x, x), 1), len(self.x) - 1)
-        x0, x1, y0, y1 = self.x[i - 1], self.x[i], self.y[i - 1], self.y[i]
-        return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
+        xs, ys = self.x, self.y
+        if len(xs) == 1:
+            return ys[0] * x / xs[0]
+        # Between 1 and the last point: beyond either end the outermost segment goes on.
+        i = bisect_left(xs, x, 1, len(xs) - 1)
+        x0, y0 = xs[i - 1], ys[i - 1]
+        y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
+        return y if y > 0.0 else 0.0
 
     def scaled(self, factor: float) -> Curve:
         return Curve(self.x, tuple(v * factor for v in self.y))
