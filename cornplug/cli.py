@@ -24,6 +24,8 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
     "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
+    "plan": Command("cornplug.planner.commands:main", "plan what to run where, from SLOs and prices"),
+    "replan": Command("cornplug.planner.replan:main", "compare the observed load with a plan"),
     "profile": Command("cornplug.planner.measure:main", "measure a component on this machine, for plans"),
     "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),
     "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
@@ -40,6 +42,8 @@ EXTRAS: Mapping[str, str] = {
     "zmq": "encoder",
     "multipart": "encoder",
     "python_multipart": "encoder",
+    "pulp": "planner",
+    "highspy": "planner",
     "vllm": "vllm",
     "sglang": "sglang",
 }

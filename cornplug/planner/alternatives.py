@@ -12,6 +12,11 @@ from cornplug.planner.what_if import Question
 MONOLITH = "monolith"
 
 
+def is_monolith(structure: str) -> bool:
+    """A generator apart leaves the language model's engine whole."""
+    return structure.removesuffix("+G") == MONOLITH
+
+
 def questions(pool: Pool, solution: Solution) -> Iterator[Question]:
     """Only what the plan uses is taken away."""
     yield from _structures(pool, solution)
@@ -21,13 +26,13 @@ def questions(pool: Pool, solution: Solution) -> Iterator[Question]:
 
 def monoliths(pool: Pool) -> Pool:
     """All of a request in one engine, for every class."""
-    return _variants(pool, lambda v: v.structure == MONOLITH)
+    return _variants(pool, lambda v: is_monolith(v.structure))
 
 
 def divided(pool: Pool) -> Pool:
     """No monolith for classes that could do without one."""
-    able = {v.demand for v in pool.variants if v.structure != MONOLITH}
-    return _variants(pool, lambda v: v.structure != MONOLITH or v.demand not in able)
+    able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
+    return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
 
 
 def structures(pool: Pool, solution: Solution) -> set[str]:
@@ -36,8 +41,8 @@ def structures(pool: Pool, solution: Solution) -> set[str]:
 
 
 def _structures(pool: Pool, solution: Solution) -> Iterator[Question]:
-    used = structures(pool, solution) - {MONOLITH}
-    if used and any(v.structure == MONOLITH for v in pool.variants):
+    used = {s for s in structures(pool, solution) if not is_monolith(s)}
+    if used and any(is_monolith(v.structure) for v in pool.variants):
         yield Question("monolith everywhere", "every request in one engine", monoliths(pool))
     for name in sorted(used) if len(used) > 1 else ():
         yield Question(f"without {name}", f"no request as {name}", _without_structure(pool, name))

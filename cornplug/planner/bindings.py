@@ -89,4 +89,6 @@ def _demand(pool: Pool) -> Iterator[Lifted]:
 
 
 def _least(solution: Solution, prefix: str) -> float:
-    return min((s for name, s in solution.slack.items() if name.startswith(prefix)), default=0.0)
+    """Of the rows of cells in use: those of the others are 0 <= 0."""
+    rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
+    return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

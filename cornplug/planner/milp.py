@@ -124,7 +124,7 @@ def flow(model: Model) -> None:
                 for c in model.cells_of[service]
                 if c.tier <= tier and (u, c.name) in model.f
             )
-            within = "" if tier == inf else f",{tier:g}s"
+            within = "" if tier == inf else f",{tier:.12g}s"
             model.add(f"flow[{u},{service}{within}]", done == asked if tier == tiers[-1] else done >= asked)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cornplug.planner import checks, wording
-from cornplug.planner.plan import Plan, Route, Why
+from cornplug.planner.plan import Plan, Why
 
 _STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
 
@@ -32,7 +32,7 @@ def _head(plan: Plan) -> Text:
 
 def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     yield "What runs", _groups(plan)
-    yield "Where requests go", _routes(plan.routes)
+    yield "Where requests go", _routes(plan)
     yield "What users will see", _outlook(plan)
     if plan.caches:
         yield "Caches", _caches(plan)
@@ -67,11 +67,15 @@ def _groups(plan: Plan) -> Table:
     return table
 
 
-def _routes(routes: list[Route]) -> Table:
+def _routes(plan: Plan) -> Table:
+    services = {g.name: f"{g.service} on {g.nodes}" for g in plan.groups}
     table = _table("requests", "rate", "structure", "through", right=frozenset({"rate"}))
-    for r in routes:
+    for r in plan.routes:
         through = " → ".join(
-            f"{stage.tasks}: " + ", ".join(f"{g} {w:.0%}" for g, w in stage.groups.items())
+            ", ".join(
+                services.get(g, g) + (f" {wording.percent(w)}" if len(stage.groups) > 1 else "")
+                for g, w in stage.groups.items()
+            )
             for stage in r.stages
         )
         table.add_row(Text(f"{r.app}/{r.request}"), wording.rate(r.rate), Text(r.structure), Text(through))

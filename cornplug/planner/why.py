@@ -74,11 +74,12 @@ def explain(
     settings = given.solver.model_copy(update={"gap": max(given.solver.gap, _GAP)})
     asked = _Asked(decision, Clock(budget_s / 2), settings)
     report("reasons", 0.0)
+    sentence = _monolith(asked)
+    report("reasons", 0.2)
     others = _alternatives(asked)
-    report("reasons", 0.3)
+    report("reasons", 0.35)
     binding = _bindings(asked)
     report("reasons", 0.5)
-    sentence = _monolith(asked)
     clock = Clock(budget_s / 2 + asked.clock.left)
     curve = _curve(given, asked, clock, report)
     report("reasons", 1.0)
@@ -148,12 +149,13 @@ def _monolith(asked: _Asked) -> str:
     if not asked.costs:
         return ""
     used = alternatives.structures(pool, asked.decision.solution)
+    whole = all(alternatives.is_monolith(s) for s in used)
     single = asked.ask("monolith", alternatives.monoliths(pool))
     if single is None:
         return ""
-    if alternatives.divided(pool).variants == pool.variants and used == {alternatives.MONOLITH}:
+    if alternatives.divided(pool).variants == pool.variants and whole:
         return "Nothing but monoliths was to be planned."
-    if used == {alternatives.MONOLITH}:
+    if whole:
         other = asked.ask("divided", alternatives.divided(pool))
         head = monolith.it_wins(asked.value, other)
     else:
@@ -206,5 +208,5 @@ def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
         )
     if asked.skipped:
         yield f"No time was left to ask for: {', '.join(dict.fromkeys(asked.skipped))}."
-    for reason, n in decision.problem.dropped.most_common(5):
+    for reason, n in decision.problem.dropped.most_common(3):
         yield f"Left out, {wording.count(n, 'cell')}: {reason}."

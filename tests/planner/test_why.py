@@ -125,7 +125,7 @@ def test_no_time_is_said_and_not_filled_in() -> None:
     found = why.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []
     assert found.binding == []
-    assert any("No time was left to ask for: monolith everywhere" in note for note in found.notes)
+    assert any("No time was left to ask for: monolith, monolith everywhere" in note for note in found.notes)
 
 
 def test_scaling_bounds_scales_all_of_them_and_nothing_else() -> None:

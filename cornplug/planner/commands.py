@@ -1,0 +1,120 @@
+"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and launch scripts."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+from typing import Final, get_args
+
+from rich.console import Console
+from rich.text import Text
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner import plan_folder, progress_line, summary, toml_source, why
+from cornplug.planner.decide import decide
+from cornplug.planner.inputs import PlanInput
+from cornplug.planner.plan import Plan
+from cornplug.planner.transfer import Transfer
+
+INFEASIBLE: Final = 1
+"""Exit status; 2 is a wrong input's, as everywhere in cornplug."""
+
+
+def main(argv: list[str]) -> int:
+    """Plan, print and write. ConfigError for a wrong input, with the line and what to write instead."""
+    args = _parser().parse_args(argv)
+    given, digest = read(args.input)
+    given = overridden(given, args)
+    errors = Console(stderr=True)
+    try:
+        plan = planned(given, digest, errors, quiet=args.quiet or args.json, reasons_s=args.why)
+    except (PlanInfeasible, PlanUnfinished) as e:
+        return refused("plan", e)
+    folder = args.output or Path(f"{args.input.stem}-plan")
+    paths, without = plan_folder.write(plan, folder, transfer=args.transfer)
+    if args.json:
+        print(plan.model_dump_json(indent=1))
+    elif not args.quiet:
+        console = Console()
+        summary.show(plan, console)
+        console.print(Text(f"\nWritten: {', '.join(str(p) for p in paths)}", style="dim"))
+    if without:
+        errors.print(Text(f"No launch scripts: {without}", style="yellow"))
+    return 0
+
+
+def read(path: Path) -> tuple[PlanInput, str]:
+    """The input and its digest."""
+    given = toml_source.read(path)
+    return given, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def planned(given: PlanInput, digest: str, console: Console, *, quiet: bool, reasons_s: float) -> Plan:
+    """The plan with its reasons, progress shown on `console`."""
+    with progress_line.shown(console, quiet=quiet) as line:
+        decision = decide(given, digest=digest, progress=line.phase, watch=line.watch)
+        if not reasons_s:
+            return decision.plan
+        found = why.explain(given, decision, budget_s=reasons_s, progress=line.phase)
+        return decision.plan.model_copy(update={"why": found})
+
+
+def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
+    """There is no plan, and why."""
+    print(f"cornplug {command}: {error}", file=sys.stderr)
+    return INFEASIBLE
+
+
+def overridden(given: PlanInput, args: argparse.Namespace) -> PlanInput:
+    """What the command line says in place of the file."""
+    rules: dict[str, object] = {} if args.objective is None else {"objective": args.objective}
+    rules |= {"simulate": False} if args.no_simulate else {}
+    solver: dict[str, object] = {} if args.time_limit is None else {"time_limit_s": args.time_limit}
+    solver |= {} if args.gap is None else {"gap": args.gap}
+    return given.model_copy(
+        update={
+            "rules": given.rules.model_copy(update=rules),
+            "solver": given.solver.model_copy(update=solver),
+        }
+    )
+
+
+def positive(text: str) -> float:
+    """A number over 0, for argparse."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not over 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text == "0" else positive(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cornplug plan",
+        description="Plan what to run where, from component graphs, SLOs and prices.",
+        epilog="Exit status: 0 a plan was made; 1 there is none, with what is lacking; 2 the input is wrong.",
+    )
+    parser.add_argument("input", type=Path, metavar="plan.toml")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-plan")
+    parser.add_argument("--objective", choices=("cost", "goodput", "max-min"), help="in place of the file's")
+    parser.add_argument("--time-limit", type=positive, metavar="S", help="for the solver, seconds")
+    parser.add_argument("--gap", type=positive, metavar="SHARE", help="to the best possible: 0.01 is 1 %%")
+    parser.add_argument("--no-simulate", action="store_true", help="closed forms only: faster, no rehearsal")
+    parser.add_argument(
+        "--why",
+        type=_seconds,
+        default=why.BUDGET_S,
+        metavar="S",
+        help="seconds for reasons, alternatives and the cost curve; 0: none of them (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--transfer", choices=get_args(Transfer), default="nixl", help="of KV, prefill to decode"
+    )
+    parser.add_argument("--quiet", action="store_true", help="write the files, print nothing")
+    parser.add_argument("--json", action="store_true", help="print plan.json in place of the summary")
+    return parser

@@ -1,0 +1,154 @@
+"""`cornplug plan`, as a shell sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from cornplug import cli
+from cornplug.planner import plan_folder, progress_line
+from cornplug.planner.plan import Plan
+from cornplug.planner.pool import Progress
+
+from .sample_plan import plan
+
+INPUT = """
+name = "small"
+
+[[components]]
+name = "llm7"
+kind = "llm"
+model = "org/llm7"
+tp = [1]
+profiles = [
+  {kind = "throughput", gpu = "A10G", requests_per_s = 2.0},
+  {kind = "throughput", gpu = "A100-80", requests_per_s = 10.0},
+]
+
+[[applications]]
+name = "chat"
+llm = "llm7"
+slo = {ttft_s = 0.5}
+structures = ["monolith"]
+requests = [{name = "short", rate = RATE, prompt = 400, output = 60}]
+
+[[pool]]
+name = "a10g"
+gpu = "A10G"
+gpus = 1
+price_per_hour = 1.01
+stock = 8
+
+[[pool]]
+name = "a100"
+gpu = "A100-80"
+gpus = 1
+price_per_hour = 3.67
+stock = 8
+
+[rules]
+n_plus_one = false
+"""
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    return written(tmp_path, 7.5)
+
+
+def written(folder: Path, rate: float) -> Path:
+    path = folder / "small.toml"
+    path.write_text(INPUT.replace("RATE", str(rate)))
+    return path
+
+
+def test_a_plan_is_printed_and_written(
+    given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    assert cli.main(["plan", str(given), "-o", str(folder), "--why", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "small  $3.67/h: 1 × a100" in out
+    saved = Plan.load(folder / "plan.json")
+    assert saved.cost_per_hour == pytest.approx(3.67)
+    assert saved.input_digest == hashlib.sha256(given.read_bytes()).hexdigest()
+    assert [a.name for a in saved.why.alternatives][-1] == "without A100-80"
+    assert "$3.67/h" in (folder / "report.html").read_text()
+
+
+def test_json_is_the_plan_and_nothing_else(
+    given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(given), "-o", str(tmp_path / "out"), "--json", "--why", "0"]) == 0
+    assert Plan.model_validate(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "out/plan.json")
+
+
+def test_what_the_command_line_says_goes_before_the_file(
+    given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--objective", "goodput", "--time-limit", "5", "--gap", "0.2", "--no-simulate", "--why", "0"]
+    assert cli.main(["plan", str(given), "-o", str(tmp_path / "out"), "--quiet", *options]) == 0
+    assert capsys.readouterr().out == ""
+    assert Plan.load(tmp_path / "out/plan.json").objective == "goodput"
+
+
+def test_no_plan_is_1_and_says_what_is_lacking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = written(tmp_path, 200)
+    assert cli.main(["plan", str(given), "-o", str(tmp_path / "out")]) == 1
+    assert "cornplug plan: no plan: stock[a10" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_input_is_2_and_names_the_line(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given.write_text(given.read_text().replace('llm = "llm7"', 'llm = "llm8"'))
+    assert cli.main(["plan", str(given)]) == 2
+    assert "small.toml:16 applications[0].llm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--gap", "0"], ["--time-limit", "-1"], ["--why", "x"]])
+def test_options_have_limits(given: Path, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", str(given), *wrong])
+    assert exit_.value.code == 2
+
+
+def test_a_second_plan_replaces_what_the_first_wrote_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    first, _ = plan_folder.write(plan(), tmp_path)
+    (tmp_path / "launch-gone.sh").write_text("of the first plan")
+    record = tmp_path / plan_folder.WRITTEN
+    record.write_text(json.dumps([*json.loads(record.read_text()), "launch-gone.sh"]))
+    second, _ = plan_folder.write(plan(name="again"), tmp_path)
+    assert not (tmp_path / "launch-gone.sh").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert Plan.load(tmp_path / "plan.json").name == "again"
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in second} | {
+        "notes.txt",
+        plan_folder.WRITTEN,
+    }
+    assert len(first) >= 2
+
+
+def test_a_file_that_is_not_ours_is_left(tmp_path: Path) -> None:
+    from cornplug.errors import ConfigError
+
+    (tmp_path / "report.html").write_text("somebody's")
+    with pytest.raises(ConfigError, match=r"report\.html is there"):
+        plan_folder.write(plan(), tmp_path)
+    assert (tmp_path / "report.html").read_text() == "somebody's"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (Progress(1, None, None), "solving: no plan yet, no bound yet"),
+        (Progress(1, 58.24, 57.9), "solving: 58.24 found, bound 57.9, gap 0.58 %"),
+        (Progress(1, 0.0, None), "solving: 0 found, no bound yet"),
+    ],
+)
+def test_the_line_tells_incumbent_bound_and_gap(at: Progress, said: str) -> None:
+    assert progress_line.found(at) == said

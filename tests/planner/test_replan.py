@@ -1,0 +1,148 @@
+"""`cornplug replan`, as an operator's timer runs it: quiet until two windows agree on a change."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cornplug import cli
+from cornplug.planner import replan_state
+from cornplug.planner.plan import Plan
+from cornplug.planner.replan import CHANGE, aged
+
+from .metrics_text import VLLM
+from .sample_plan import group, plan
+from .test_commands import written
+
+
+class Site:
+    """A plan that runs, and an engine whose metrics land in a file."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.given = written(folder, 7.5)
+        assert cli.main(["plan", str(self.given), "-o", str(folder / "plan"), "--quiet", "--why", "0"]) == 0
+        self.engine, self.at_s = VLLM(), 1000
+        self.file = folder / "metrics"
+        self.replan()  # the first snapshot
+
+    def replan(self, *options: str, requests: int = 0) -> tuple[int, str]:
+        """A minute passes with so many requests; exit status and what was printed."""
+        self.engine.serve(requests, 400, 60)
+        self.at_s += 60
+        self.file.write_text(self.engine.text)
+        os.utime(self.file, (self.at_s, self.at_s))
+        plan_file = self.folder / "plan/plan.json"
+        self._capsys.readouterr()
+        status = cli.main(
+            ["replan", str(self.given), "--plan", str(plan_file), "--metrics", str(self.file), *options]
+        )
+        return status, self._capsys.readouterr().out
+
+
+@pytest.fixture
+def site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Site:
+    return Site(tmp_path, capsys)
+
+
+AS_PLANNED = 450
+"""7.5 requests/s."""
+
+
+def test_the_load_that_was_planned_for_is_one_quiet_line(site: Site) -> None:
+    for _ in range(3):
+        assert site.replan(requests=AS_PLANNED) == (
+            0,
+            "Nothing worth changing: the running plan carries the load.\n",
+        )
+
+
+def test_doubled_load_acts_when_two_windows_agree(site: Site) -> None:
+    status, said = site.replan(requests=2 * AS_PLANNED)
+    assert status == 0
+    assert said.startswith("This window asks for a change")
+    assert said.endswith("Waiting for the next one to agree.\n")
+    status, said = site.replan("-o", str(site.folder / "next"), requests=2 * AS_PLANNED)
+    assert status == CHANGE
+    assert said == GOLDEN
+    new = Plan.load(site.folder / "next/plan.json")
+    assert new.cost_per_hour == pytest.approx(7.34)
+    assert all(g.since is not None for g in new.groups)
+
+
+GOLDEN = """\
+Change: llm7-PD-a100-sglang-tp1-online would be filled to 150 %; 95 % is allowed.
+  chat/short: rate 7.5 → 15
+1. take 1 × a100
+2. start 1 × llm7/PD (sglang TP1) on A100-80 (a100)
+Cost: $3.67/h → $7.34/h
+"""
+
+
+def test_one_odd_window_does_not_act(site: Site) -> None:
+    assert site.replan(requests=3 * AS_PLANNED)[0] == 0
+    assert site.replan(requests=AS_PLANNED)[0] == 0
+    status, said = site.replan(requests=3 * AS_PLANNED)
+    assert (status, said[:11]) == (0, "This window")
+
+
+def test_two_windows_that_want_different_things_do_not_act(site: Site) -> None:
+    assert site.replan(requests=3 * AS_PLANNED)[0] == 0
+    status, said = site.replan(requests=AS_PLANNED // 5)
+    assert (status, said[:11]) == (0, "This window")
+
+
+def test_json_tells_all_of_it(site: Site) -> None:
+    site.replan(requests=2 * AS_PLANNED)
+    status, said = site.replan("--json", requests=2 * AS_PLANNED)
+    told = json.loads(said)
+    assert (status, told["act"], told["waiting"]) == (CHANGE, True, False)
+    assert told["observed"] == [
+        {"demand": "chat/short", "what": "rate", "planned": 7.5, "observed": pytest.approx(15)}
+    ]
+    assert [s["kind"] for s in told["steps"]] == ["nodes", "start"]
+    assert told["saves_per_hour"] == pytest.approx(-3.67)
+
+
+def test_a_load_that_no_plan_carries_is_1(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = site.replan(requests=40 * AS_PLANNED)
+    assert status == 1
+
+
+def test_another_plan_begins_anew(site: Site) -> None:
+    site.replan(requests=2 * AS_PLANNED)
+    path = site.folder / "plan/plan.json"
+    Plan.load(path).model_copy(update={"name": "other"}).save(path)
+    assert site.replan(requests=2 * AS_PLANNED) == (
+        0,
+        "First snapshot kept: run again when the metrics' files are newer.\n",
+    )
+
+
+def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
+    state = site.folder / "plan/plan-state.json"
+    before = replan_state.State.model_validate_json(state.read_bytes())
+    site.at_s -= 60
+    status, said = site.replan()
+    assert (status, said[:14]) == (0, "First snapshot")
+    assert (
+        replan_state.State.model_validate_json(state.read_bytes()).snapshots.keys() == before.snapshots.keys()
+    )
+
+
+def test_wrong_arguments_name_the_remedy(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["replan", str(site.given), "--plan", str(site.folder / "plan/plan.json")]
+    assert cli.main([*base, "--metrics", f"chta={site.file}"]) == 2
+    assert "no such group or class" in capsys.readouterr().err
+    (site.folder / "state").write_text("{")
+    assert cli.main([*base, "--metrics", str(site.file), "--state", str(site.folder / "state")]) == 2
+    assert "Remove it, or name another" in capsys.readouterr().err
+
+
+def test_replicas_that_stay_keep_their_age() -> None:
+    old = plan(groups=[group("a", "PD", replicas=2, since=100.0), group("b", "P", replicas=1, since=100.0)])
+    new = plan(groups=[group("a", "PD", replicas=1), group("b", "P", replicas=2), group("c", "D")])
+    assert [g.since for g in aged(old, new, 500.0).groups] == [100.0, 500.0, 500.0]
