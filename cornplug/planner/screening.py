@@ -20,7 +20,8 @@ import numpy as np
 from cornplug.planner.bounds import Bound
 from cornplug.planner.demand import Draw
 from cornplug.planner.queueing import erlang_c
-from cornplug.planner.screened_load import Replica, State
+from cornplug.planner.screened_load import Replica
+from cornplug.planner.screened_state import State
 from cornplug.planner.stations import Station
 
 SAMPLE: Final = 80
