@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner import queueing
+from cornplug.planner import queueing, traces
 
 # Splitwise's code trace on H100 machines at 70 requests/s: mean prompt time and its spread.
 SERVICE_S, SERVICE_CV2 = 0.313, 1.13
@@ -33,6 +34,14 @@ def test_splitwises_prompt_machines_by_square_root_staffing() -> None:
 
 
 def test_splitwises_token_machines_by_memory() -> None:
+    # planner.md's mean of 152,866 tokens and standard deviation of 24,556, from Azure's trace.
+    trace = traces.read(Path(__file__).parent / "cases" / "splitwise_code.csv", "csv")
+    held = (trace.prompt_tokens + trace.output_tokens).astype(float)
+    seconds = trace.output_tokens * 0.03574
+    by_time = held * seconds / seconds.mean()
+    mean, variance = queueing.kv_demand(70, by_time.mean(), (held * by_time).mean(), seconds.mean())
+    assert mean == pytest.approx(152_866, rel=0.01)
+    assert math.sqrt(variance) == pytest.approx(24_556, rel=0.01)
     kv_tokens = (8 * 85_899_345_920 - 329e9) / 4_014_080
     assert kv_tokens == pytest.approx(89_235, abs=1)
     assert [queueing.kv_replicas(152_866, 24_556**2, kv_tokens, s) for s in (0, 1, 2, 3)] == [2, 2, 3, 3]
