@@ -26,6 +26,9 @@ _NCCL_BYTES: Final = 370_000_000
 _GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
 _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
 """A vocabulary of 150,000 in 16 and in 32 bits."""
+_SGLANG_MOST_GRAPHS: Final = 512
+_SGLANG_BESIDE_TOWERS: Final = 0.95
+"""For a tower of CLIP-L's size. SGLang asks 1 % more or less for each tenth that it is larger or smaller."""
 _CPU_BYTES: Final = 500_000_000
 """A Python process with torch and its scratch memory, where no graphs are kept."""
 
@@ -49,16 +52,49 @@ def kv_tokens(
 
     `share` of each GPU is this replica's. `extra_bytes`: of one rank, for towers in the same engine.
     """
-    memory = gpu.memory_gib * GIB * share
     spent = weights_bytes(shape, quantisation, tp=tp, pp=pp) + extra_bytes
+    whole = gpu.memory_gib * GIB
+    free = whole * engine_share(
+        gpu,
+        engine=engine,
+        ranks=tp * pp,
+        share=share,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+        towers=extra_bytes > 0,
+        utilisation=utilisation,
+    )
     if gpu.generation == "cpu":
-        free = memory - _CPU_BYTES * share
-    elif engine == "sglang":
-        free = memory - _sglang_reserved(gpu, share, tp * pp, chunk_tokens, max_batch)
-    else:
-        free = memory * utilisation - _vllm_step(shape, tp, pp, chunk_tokens, max_batch)
+        free = whole * share - _CPU_BYTES * share
+    elif engine == "vllm":
+        free -= _vllm_step(shape, tp, pp, chunk_tokens, max_batch)
     tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, element_bytes=element_bytes)
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
+
+
+def engine_share(
+    gpu: Gpu,
+    *,
+    engine: str,
+    ranks: int,
+    share: float,
+    chunk_tokens: int,
+    max_batch: int,
+    towers: bool = False,
+    utilisation: float = UTILISATION,
+) -> float:
+    """What an engine is told to take of a GPU, for its flags: of vLLM all that it uses
+    (--gpu-memory-utilization), of SGLang weights and cache (--mem-fraction-static).
+
+    SGLang's is what it would choose itself (0.5.23, `memory_hook.py`), for a GPU as large as the part.
+    """
+    if engine != "sglang" or gpu.generation == "cpu":
+        return utilisation * share
+    mib = 512 + 1.5 * max(chunk_tokens, 2048) + ranks / 8 * 1024 + 2 * min(max_batch, _SGLANG_MOST_GRAPHS)
+    if gpu.memory_gib * share > 60:
+        mib = max(mib, 10240)
+    left = max(share - mib / 1024 / gpu.memory_gib, 0.0)
+    return left * (_SGLANG_BESIDE_TOWERS if towers else 1.0)
 
 
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
@@ -70,14 +106,3 @@ def _vllm_step(shape: LLMShape, tp: int, pp: int, chunk_tokens: int, max_batch: 
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
     ranks = _NCCL_BYTES if tp * pp > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)
-
-
-def _sglang_reserved(gpu: Gpu, share: float, ranks: int, chunk_tokens: int, max_batch: int) -> float:
-    """What --mem-fraction-static leaves by default, in bytes (SGLang 0.5.23, server arguments).
-
-    Of a part of a GPU it is set by hand, so that the floor of large GPUs does not count.
-    """
-    mib = 512 + 1.5 * max(chunk_tokens, 2048) + ranks / 8 * 1024 + 2 * max_batch
-    if gpu.memory_gib > 60 and share == 1:
-        mib = max(mib, 10240)
-    return mib * 2**20

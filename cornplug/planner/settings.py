@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner import roofline, shapes
+from cornplug.planner import memory, roofline, shapes
 from cornplug.planner.demand import Draw
 from cornplug.planner.footprints import Footprint
 from cornplug.planner.inputs import LLMShape, Workload
@@ -13,8 +13,6 @@ from cornplug.planner.plan import EngineSettings, KVGeometry
 from cornplug.planner.services import Service
 from cornplug.planner.times import Hardware
 
-MEMORY_SHARE: Final = 0.92
-"""Of a replica's part of a GPU: vLLM's default of --gpu-memory-utilization."""
 PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
 ELEMENT_BYTES: Final = 2
 
@@ -33,7 +31,15 @@ def engine_settings(
         chunk_tokens=footprint.chunk_tokens,
         kv_tokens=hardware.kv_tokens,
         kv_bytes=hardware.kv_tokens * kv_rank_bytes,
-        memory_share=footprint.share * MEMORY_SHARE,
+        memory_share=memory.engine_share(
+            footprint.gpu,
+            engine=footprint.engine,
+            ranks=footprint.tp * footprint.pp,
+            share=footprint.share,
+            chunk_tokens=footprint.chunk_tokens,
+            max_batch=footprint.max_batch,
+            towers="E" in service.tasks,
+        ),
         weights_bytes=shapes.weights_bytes(shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],

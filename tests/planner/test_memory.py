@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornplug.planner.inputs import Gpu, LLMShape
-from cornplug.planner.memory import kv_tokens
+from cornplug.planner.memory import engine_share, kv_tokens
 
 A40 = Gpu(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
 H100 = Gpu(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")
@@ -41,7 +41,9 @@ def test_a_7b_on_an_h100_leaves_most_of_it_to_the_cache(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_what_takes_room_from_the_cache(engine: str) -> None:
     before = _tokens(engine=engine, share=0.5)
-    assert _tokens(engine=engine, share=0.5, extra_bytes=57_344_000) == pytest.approx(before - 1000, abs=16)
+    tower = _tokens(engine=engine, share=0.5, extra_bytes=1)
+    larger = _tokens(engine=engine, share=0.5, extra_bytes=57_344_001)
+    assert before >= tower == pytest.approx(larger + 1000, abs=16)
     assert _tokens(engine=engine, share=0.5, chunk_tokens=16384) < before
     assert _tokens(engine=engine, share=0.5, max_batch=1024) < before
     assert _tokens(engine=engine, share=0.25) < before < _tokens(engine=engine)
@@ -60,6 +62,21 @@ def test_sglang_keeps_ten_gib_of_a_large_gpu() -> None:
     small_steps = {"engine": "sglang", "chunk_tokens": 2048, "max_batch": 8}
     left = 80 * 2**30 - 15.2e9 - 10 * 2**30
     assert _tokens(**small_steps) == pytest.approx(left / 57344, rel=1e-3)
+
+
+def test_an_engine_is_told_to_take_what_was_counted_with() -> None:
+    l4 = Gpu(name="L4", memory_gib=24, bandwidth_gb_s=300, bf16_tflops=121)
+    cell = {"ranks": 1, "chunk_tokens": 4096, "max_batch": 256}
+    assert engine_share(l4, engine="vllm", share=0.5, **cell) == pytest.approx(0.46)
+    # 24 GiB less 512 + 6144 + 128 + 512 MiB: 0.92 would leave too little for a chunk.
+    assert engine_share(l4, engine="sglang", share=1.0, **cell) == pytest.approx(1 - 7296 / 1024 / 24)
+    assert engine_share(l4, engine="sglang", share=0.25, **cell) == 0
+    assert engine_share(H100, engine="sglang", share=1.0, **cell) == pytest.approx(1 - 10 / 80)
+    with_tower = engine_share(H100, engine="sglang", share=1.0, towers=True, **cell)
+    assert with_tower == pytest.approx(0.95 * (1 - 10 / 80))
+    assert _tokens(engine="sglang", chunk_tokens=4096, extra_bytes=1) * 57344 == pytest.approx(
+        with_tower * 80 * 2**30 - 15.23e9, rel=1e-3
+    )
 
 
 def test_cores_of_a_cpu() -> None:
