@@ -31,9 +31,10 @@ _HEAD: Final = """\
 # {what} of the plan {name}, made by `cornplug plan`. Ends what it started when it is stopped.
 set -euo pipefail
 
-PLAN_DIR=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 RUN_DIR=${{RUN_DIR:-${{XDG_RUNTIME_DIR:-/tmp}}/cornplug-$(id -u)}}
 """
+
+_PLAN_DIR: Final = 'PLAN_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
 
 _FUNCTIONS: Final = """\
 mkdir -p "$RUN_DIR"
@@ -139,7 +140,7 @@ def quoted(word: str) -> str:
 def line(command: Command) -> str:
     """One command, as `start` takes it."""
     words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
-    words = words if command.env else []
+    words = [" \\\n    ".join(words), "\\\n   "] if command.env else []
     if command.cores:
         words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
     variable, _ = _PROGRAMS[command.argv[0]]
@@ -168,16 +169,11 @@ def _script(plan: Plan, what: str, here: Sequence[Command]) -> str:
 
 def _variables(plan: Plan, used: Sequence[Command]) -> list[str]:
     programs = {_PROGRAMS[c.argv[0]] for c in used}
-    named = sorted(
-        {
-            name
-            for c in used
-            for text in (*c.argv, *c.env.values(), c.health or "")
-            for name in _hosts_in(text)
-        }
-    )
+    texts = [text for c in used for text in (*c.argv, *c.env.values(), c.health or "")]
+    named = sorted({name for text in texts for name in _hosts_in(text)})
     one = sum(nodes.count for nodes in plan.nodes) == 1
-    lines = [f"{variable}=${{{variable}:-{program}}}" for variable, program in sorted(programs)]
+    lines = [_PLAN_DIR] if any("${PLAN_DIR}" in text for text in texts) else []
+    lines += [f"{variable}=${{{variable}:-{program}}}" for variable, program in sorted(programs)]
     for name in named:
         given = ":-127.0.0.1" if one else f":?address of host {name.removeprefix('HOST_')} of the plan"
         lines.append(f"{name}=${{{name}{given}}}")
