@@ -96,8 +96,9 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
     try:
         checkpoint = shapes.checkpoint_of(component, given.component)
     except ConfigError as e:
-        if component.checkpoint is not None:  # otherwise it is told of where it is named
-            yield _at((*place, "checkpoint"), e)
+        key = e.field.removeprefix(f"components[{component.name}].")
+        if key != e.field:  # otherwise it is told of at the LLM whose tower this is
+            yield _at((*place, key), e)
         return
     if checkpoint is None:
         if not all(_says_all(p, component.kind) for p in component.profiles):
@@ -185,7 +186,7 @@ def _structures(place: Place, application: Application) -> Iterator[InputError]:
     wanted = set(application.structures or ())
     place = (*place, "structures")
     if application.structures == []:
-        yield InputError(place, "empty", "Leave it out to allow all.")
+        yield InputError(place, "empty, so nothing may be planned for it", "Leave it out to allow all.")
     if "+G" in wanted and not any(r.generates for r in application.requests):
         yield InputError(place, '"+G", and no request has generates', 'Leave "+G" out, or add generates.')
     ways = wanted - {"+G"}

@@ -17,8 +17,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-Positive = Annotated[float, Field(gt=0, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -75,10 +75,9 @@ def checkpoint_of(component: Component, components: Mapping[str, Component]) -> 
     for one in (component, components.get(component.tower_of or "")):
         if one is None:
             continue
-        if one.checkpoint is not None:
-            return _opened(one, str(one.checkpoint))
-        if one.model is not None and (found := _cached(one.model)) is not None:
-            return found
+        for key, model in (("checkpoint", one.checkpoint), ("model", one.model)):
+            if model is not None and (found := _opened(one, key, str(model))) is not None:
+                return found
     return None
 
 
@@ -140,20 +139,11 @@ def _beyond(checkpoint: Checkpoint, name: str) -> bool:
     return name.startswith("model.layers.") and bool(found and layers and int(found[1]) >= layers)
 
 
-def _opened(component: Component, folder: str) -> Checkpoint:
-    try:
-        return Checkpoint.open(folder)
-    except CheckpointError as e:
-        raise ConfigError(
-            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or give shape."
-        ) from e
-
-
-def _cached(model: str) -> Checkpoint | None:
-    """A hub id's checkpoint where it is in the local cache; a plan may name models that are not."""
+def _opened(component: Component, key: str, model: str) -> Checkpoint | None:
+    """None for a hub id that is not in the local cache: a plan may name models that are not here."""
     try:
         return Checkpoint.open(model)
     except CheckpointError as e:
-        if e.reason == "not_found":
+        if key == "model" and e.reason == "not_found":
             return None
-        raise
+        raise ConfigError(f"components[{component.name}].{key}", str(e).rstrip("."), "Or give shape.") from e

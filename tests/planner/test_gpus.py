@@ -79,10 +79,11 @@ def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
             {"name": "c", "gpu": "H100", "gpus": 8, "shape": "p5.48xlarge", "price_per_hour": 14.64},
             {"name": "d", "gpu": "L4", "gpus": 1},
             {"name": "e", "gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.1, "shape": "our-box"},
+            {"name": "f", "gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.2},
         ]
     )
     filled = node_classes(given)
-    assert [n.price_per_hour for n in filled] == [55.04, 23.60, 14.64, 0.8048, 0.1]
+    assert [n.price_per_hour for n in filled] == [55.04, 23.60, 14.64, 0.8048, 0.1, 0.2]
     assert filled[0].shape == "p5.48xlarge"
 
 
@@ -117,5 +118,9 @@ def test_a_price_table_of_ones_own(tmp_path: Path) -> None:
         ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Its"
     ):
         node_classes(_given(prices=own))
+    for content, problem in (("prices = 3", r"no \[\[prices\]\] in it"), ("[[", "no TOML")):
+        own.write_text(content)
+        with pytest.raises(ConfigError, match=problem):
+            node_classes(_given(prices=own))
     with pytest.raises(ConfigError, match="cannot be read"):
         node_classes(_given(prices=tmp_path / "absent.toml"))

@@ -103,6 +103,31 @@ def test_a_checkpoint_in_place_of_a_shape(tmp_path: Path) -> None:
     assert _read(tmp_path, text.replace("checkpoint", 'quantisations = ["awq"]\ncheckpoint')) == ""
 
 
+def test_a_broken_checkpoint_is_told_of_once_where_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("[]")
+    head, tail = GOOD.split("[components.shape]")
+    text = f'{head}model = "./m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("shape = "))
+    said = _read(tmp_path, text)
+    assert said.startswith("plan.toml:12 components[1].model: m/config.json is no JSON object: ")
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("", "components[1].shape: the size of 'llm7' is not known, which its profile needs"),
+        (", kv_tokens = 9", ""),
+    ],
+)
+def test_a_table_of_times_needs_a_size_or_its_cache_in_tokens(tmp_path: Path, more: str, said: str) -> None:
+    head, tail = GOOD.split("[components.shape]")
+    table = f'kind = "table", gpu = "H100", decode_requests = [1], decode_s = [0.01]{more}'
+    text = f"{head}profiles = [{{ {table} }}]\n\n[[applications]]" + tail.split("[[applications]]")[1]
+    assert (said in _read(tmp_path, text)) if said else (_read(tmp_path, text) == "")
+
+
 def test_throughputs_need_no_size(tmp_path: Path) -> None:
     head, tail = GOOD.split("[components.shape]")
     profile = 'profiles = [{ kind = "throughput", gpu = "H100", requests_per_s = { "chat/photo" = 2 } }]'
