@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from cornplug.checkpoint import Checkpoint, Part
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.families import FAMILIES
@@ -47,6 +49,10 @@ def shape_of(
         raise ConfigError(
             f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or give shape."
         ) from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        problem = f"no model can be as config.json says: {first['loc'][-1]}: {first['msg']}"
+        raise ConfigError(f"components[{component.name}].checkpoint", problem, "Or give shape.") from e
 
 
 def fingerprint_of(component: Component, components: Mapping[str, Component]) -> str | None:
