@@ -38,6 +38,7 @@ from cornplug.planner.workload import Difference
 
 CHANGE: Final = 3
 """Exit status: a change is advised."""
+AS_PLANNED: Final = Verdict(False, "the load is what the running plan was made for", (), 0.0, 0.0)
 _WINDOW_S: Final = 60.0
 _STALE: Final = 10
 """Windows: an older snapshot is of another time of the day."""
@@ -58,10 +59,13 @@ def main(argv: list[str]) -> int:
         replan_state.save(state_path, known, after, ())
         print("First snapshot kept: run again when the metrics' files are newer.")
         return 0
-    windows = _windows(sources, before, after)
-    seen, differences = workload.updated(_running(given, args.plan), old, windows)
+    seen, differences = workload.updated(_running(given, args.plan), old, _windows(sources, before, after))
+    planned_for = _digest(digest, differences)
+    if planned_for == old.input_digest:
+        replan_state.save(state_path, known, after, ())
+        return _say(args, old, old, differences, AS_PLANNED, agreed=False)
     try:
-        decision = _decided(seen, digest, quiet=args.json)
+        decision = _decided(seen, planned_for, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
         replan_state.save(state_path, known, after, ())
         return commands.refused("replan", e)
@@ -69,10 +73,20 @@ def main(argv: list[str]) -> int:
     verdict = judge(old, decision, seen.change)
     agreed = verdict.act and verdict.signature == tuple(state.wanted)
     replan_state.save(state_path, known, after, verdict.signature)
-    _say(args, old, decision, differences, verdict, agreed=agreed)
     if agreed and args.output is not None:
         plan_folder.write(aged(old, decision.plan, time.time()), args.output)
-    return CHANGE if agreed else 0
+    return _say(args, old, decision.plan, differences, verdict, agreed=agreed)
+
+
+def _digest(of_file: str, differences: Sequence[Difference]) -> str:
+    """Of what a plan was made for: the file's own, or with the figures that were observed instead.
+
+    To two digits: the same plan is not made again for a load that is a little different.
+    """
+    if not differences:
+        return of_file
+    seen = [f"{d.demand} {d.what} {d.observed:.2g}" for d in differences]
+    return hashlib.sha256("\n".join([of_file, *seen]).encode()).hexdigest()
 
 
 def aged(old: Plan, new: Plan, now: float) -> Plan:
@@ -147,17 +161,17 @@ def _decided(given: PlanInput, digest: str, *, quiet: bool) -> Decision:
 def _say(
     args: argparse.Namespace,
     old: Plan,
-    decision: Decision,
+    new: Plan,
     differences: Sequence[Difference],
     verdict: Verdict,
     *,
     agreed: bool,
-) -> None:
+) -> int:
     if args.json:
         print(json.dumps(as_json(differences, verdict, agreed=agreed), indent=1))
-        return
-    for line in lines(old, decision.plan, differences, verdict, agreed=agreed):
-        print(line)
+    else:
+        print("\n".join(lines(old, new, differences, verdict, agreed=agreed)))
+    return CHANGE if agreed else 0
 
 
 def lines(

@@ -17,17 +17,20 @@ from cornplug.planner.inputs import Change
 from cornplug.planner.plan import Group, Plan
 from cornplug.planner.pool import Nodes, Pool, Running
 
-Identity = tuple[str, str, str, int, int, float, str]
-"""What makes a process another one: service, engine, nodes, TP, PP, share, quantisation."""
+Identity = tuple[str, str, str, int, int, float, str, int]
+"""What makes a process another one: service, engine, nodes, TP, PP, share, quantisation, and its
+tokens of one iteration, which are a flag of its command line (0 where nothing is planned of them)."""
 
 
 def of_group(g: Group) -> Identity:
-    return g.service, g.engine, g.nodes, g.tp, g.pp, g.share, g.quantisation
+    chunk = 0 if g.settings is None else g.settings.chunk_tokens
+    return g.service, g.engine, g.nodes, g.tp, g.pp, g.share, g.quantisation, chunk
 
 
 def of_cell(spec: CellSpec) -> Identity:
     f = spec.footprint
-    return spec.service.name, f.engine, f.nodes.name, f.tp, f.pp, f.share, f.quantisation
+    chunk = 0 if spec.settings is None else spec.settings.chunk_tokens
+    return spec.service.name, f.engine, f.nodes.name, f.tp, f.pp, f.share, f.quantisation, chunk
 
 
 def kept(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:

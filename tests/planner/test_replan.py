@@ -61,8 +61,30 @@ def test_the_load_that_was_planned_for_is_one_quiet_line(site: Site) -> None:
     for _ in range(3):
         assert site.replan(requests=AS_PLANNED) == (
             0,
-            "Nothing worth changing: the running plan carries the load.\n",
+            "The load is what the running plan was made for.\n",
         )
+
+
+def test_a_load_within_the_reserve_is_another_quiet_line(site: Site) -> None:
+    assert site.replan(requests=AS_PLANNED * 9 // 8) == (
+        0,
+        "Nothing worth changing: the running plan carries the load.\n",
+    )
+
+
+def test_a_plan_that_was_made_for_the_observed_load_is_quiet_at_it(site: Site) -> None:
+    """And is not when the load that the file tells of comes back."""
+    site.replan(requests=2 * AS_PLANNED)
+    assert site.replan("-o", str(site.folder / "plan"), requests=2 * AS_PLANNED)[0] == CHANGE
+    path = site.folder / "plan/plan.json"
+    new = Plan.load(path)
+    # An hour later: younger replicas would stay whatever the load is.
+    new.model_copy(update={"groups": [g.model_copy(update={"since": 0.0}) for g in new.groups]}).save(path)
+    site.replan()  # the first snapshot under the new plan
+    for _ in range(2):
+        said = site.replan(requests=2 * AS_PLANNED)
+        assert said == (0, "The load is what the running plan was made for.\n")
+    assert "asks for a change (saves " in site.replan(requests=AS_PLANNED)[1]
 
 
 def test_doubled_load_acts_when_two_windows_agree(site: Site) -> None:
