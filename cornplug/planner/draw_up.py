@@ -123,9 +123,11 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
 
 
 def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
-    """Of a language model, for buffers, pages and the choice of an attention backend."""
+    """Of engines that hand KV over."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape) or not users:
+        return None
+    if spec.service.tasks.strip("EG") not in ("P", "D"):
         return None
     bases = problem.equipment.bases
     return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
@@ -161,7 +163,6 @@ def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
         served=min(
             of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))
         ),
-        priority=PRIORITY[of.app.workload],
         slo_percentile=slo.percentile,
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,
@@ -188,25 +189,17 @@ def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
     load: dict[str, float] = {}
     urgency: dict[str, int] = {}
     deadline: dict[str, float] = {}
-    apps: dict[str, set[str]] = {}
     for route in ways:
         of = problem.classes[f"{route.app}/{route.request}"]
         if not any(stage.tasks == "E" for stage in route.stages):
             continue
         load[of.app.qos] = load.get(of.app.qos, 0.0) + route.rate
-        apps.setdefault(of.app.qos, set()).add(of.app.name)
         urgency[of.app.qos] = max(urgency.get(of.app.qos, 0), PRIORITY[of.app.workload])
         if of.slo.ttft_s is not None:
             deadline[of.app.qos] = min(deadline.get(of.app.qos, of.slo.ttft_s), of.slo.ttft_s)
     total = sum(load.values())
     return [
-        Reservation(
-            qos=qos,
-            share=rate / total,
-            priority=urgency[qos],
-            deadline_s=deadline.get(qos),
-            apps=sorted(apps[qos]),
-        )
+        Reservation(qos=qos, share=rate / total, priority=urgency[qos], deadline_s=deadline.get(qos))
         for qos, rate in load.items()
     ]
 

@@ -21,13 +21,15 @@ from cornplug.planner.samples import Samples
 from cornplug.planner.service_times import service_times
 from cornplug.planner.services import Service
 from cornplug.planner.settings import engine_settings
-from cornplug.planner.tiers import Chain, Tier
+from cornplug.planner.tiers import MOST, Chain, Tier
 from cornplug.planner.times import Hardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
 """Of a cell's price, against the engine that a workload class does not favour: less than any
 measured difference."""
+NEEDLESSLY_TIGHT: Final = 0.001
+"""Of a cell's price, for each tier that it is tighter than the loosest there can be."""
 MOST_TOGETHER: Final = 32
 """Replicas behind one router for which a capacity is asked: more gain next to nothing."""
 
@@ -139,6 +141,8 @@ class Equipment:
         )
         # What was measured on one engine says which is better; only an estimate needs a prior.
         preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
+        # Of two promises that cost the same the looser one is enough.
+        preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
         cell = make_cell(service, footprint, tier, rates, preference, timed=True)
         return CellSpec(
             cell, service, footprint, tier, hardware.source, hardware, settings, self.given.rules.router

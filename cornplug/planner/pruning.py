@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Final
 
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.pool import Variant
+
+TIGHTNESS: Final = 0.005
+"""Of preferences: what tiers make of it, which is a tie-break among cells that are all needed."""
 
 
 def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:
@@ -35,7 +39,7 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
     return (
         copies >= 1
         and one.cell.tier <= other.cell.tier
-        and one.cell.preference <= other.cell.preference
+        and one.cell.preference <= other.cell.preference + TIGHTNESS
         and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
     )
 

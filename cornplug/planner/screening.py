@@ -24,7 +24,7 @@ from cornplug.planner.screened_load import Replica
 from cornplug.planner.screened_state import State
 from cornplug.planner.stations import Station
 
-SAMPLE: Final = 400
+SAMPLE: Final = 80
 """Draws that the closed forms look at, evenly out of all by size: more change less than they err."""
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
 """Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too

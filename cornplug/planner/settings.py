@@ -45,9 +45,6 @@ def engine_settings(
         speculative_tokens=roofline.DRAFTS[speculates][0],
         speculative_model=llm.speculative_model if speculates != "none" else None,
         priority=PRIORITY[footprint.workload],
-        prefill_tokens_s=None
-        if hardware.steps is None
-        else footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens),
     )
 
 

@@ -15,6 +15,8 @@ from typing import Final
 MOST: Final = 4
 """Tiers of one service. More cost solver time and save little: integrality grows with each."""
 UNBOUNDED: Final = 1e6
+APART: Final = 1e-5
+"""Relative: tiers with equal seconds differ by it, so that names with six digits do, too."""
 
 
 @dataclass(frozen=True, order=True)
@@ -23,11 +25,9 @@ class Tier:
     """The stage's percentile stays under it; inf: no bound."""
     tpot_s: float
     rank: int
-
-    @property
-    def value(self) -> float:
-        """As the pool orders tiers: the seconds, told apart by a hair where they are equal."""
-        return (UNBOUNDED if isinf(self.seconds) else self.seconds) * (1 + 1e-9 * self.rank)
+    value: float
+    """As the pool orders the tiers of one service: seconds, or seconds a token where only they
+    are bounded."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,12 @@ def chain(wanted: Iterable[tuple[float, float]]) -> Chain:
     while len(groups) > MOST:
         i = min(range(len(groups) - 1), key=lambda i: _distance(groups[i][0], groups[i + 1][0]))
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
+    by_token = all(isinf(group[0][0]) for group in groups)
     tiers = []
     for rank, group in enumerate(groups):
-        looser = [tpot for g in groups[rank:] for _, tpot in g]
-        tiers.append(Tier(group[0][0], min(looser), rank))
+        seconds, tpot_s = group[0][0], min(tpot for g in groups[rank:] for _, tpot in g)
+        ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED)
+        tiers.append(Tier(seconds, tpot_s, rank, ordered_by * (1 + APART * rank)))
     return Chain(tuple(tiers))
 
 

@@ -22,9 +22,9 @@ from cornplug.planner.services import Path, Service
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
 """Parts of the time to first token that the encoders may take."""
-FIRST_PARTS: Final = (0.2, 0.4)
+FIRST_PARTS: Final = (0.15, 0.4)
 """Parts of the time to the end that the first token may take, where only the end is bounded."""
-GENERATOR_PARTS: Final = (0.5, 0.8)
+GENERATOR_PARTS: Final = (0.25, 0.5, 0.75)
 EMBEDDING_EDGE_S: Final = 0.010
 """Fetching an embedding from another process: lookup, notification, copy."""
 
