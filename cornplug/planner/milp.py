@@ -25,7 +25,7 @@ from typing import Any
 from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
-from cornplug.planner import pool_checks, shortfall, switching
+from cornplug.planner import pool_checks, search, shortfall, switching
 from cornplug.planner.inputs import Solver
 from cornplug.planner.model import Model
 from cornplug.planner.pool import Cell, Pool, Progress, Solution
@@ -269,7 +269,12 @@ def solve(
     model = build(pool)
     shortfall.refuse_unserved(model, notes or {})
     wanted = goals(model)
-    first, values = _minimise(model, wanted[0], settings, _seconds(wanted, 0, settings, began), progress)
+    seconds = _seconds(wanted, 0, settings, began)
+    if pool.objective == "cost":
+        money = wanted[0].expression
+        first, values = search.least_cost(model, money, settings, seconds, progress, build)
+    else:
+        first, values = _minimise(model, wanted[0], settings, seconds, progress)
     if first.status == "infeasible":
         raise shortfall.explain(pool, settings, build)
     if values is None:

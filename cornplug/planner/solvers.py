@@ -153,4 +153,18 @@ def _cbc_bound(log: str, objective: float, *, proven: bool) -> float:
 
 
 def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "feasible"]:
-    return "optimal" if objective - bound <= max(gap * abs(objective), 0.0) + 1e-6 else "feasible"
+    return "optimal" if reached(objective, bound, gap) else "feasible"
+
+
+def reached(objective: float, bound: float, gap: float) -> bool:
+    """The plan is proven: none is better by more than the gap."""
+    return isfinite(objective) and objective - bound <= gap * abs(objective) + 1e-6
+
+
+def relax(problem: Any, name: str) -> None:
+    """Solve without integrality: afterwards each row's `pi` is its shadow price."""
+    highs_here = name != "cbc" and importlib.util.find_spec("highspy") is not None
+    cbc_path = pulp.PULP_CBC_CMD.pulp_cbc_path
+    problem.solve(
+        pulp.HiGHS(mip=False, msg=False) if highs_here else pulp.COIN_CMD(path=cbc_path, mip=False, msg=False)
+    )

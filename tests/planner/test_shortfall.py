@@ -87,8 +87,8 @@ def test_a_service_without_cells_and_a_demand_without_ways() -> None:
 
 
 def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No machine is slow enough to have HiGHS find nothing here, so that the solver is stopped at once."""
-    monkeypatch.setattr(milp, "run_solver", lambda *_, **__: solvers.Run("none", "HiGHS", 0.1))
+    """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
+    monkeypatch.setattr(solvers, "highs", lambda *_, **__: solvers.Run("none", "HiGHS", 0.1))
     with pytest.raises(PlanUnfinished, match="none was proven impossible"):
         solve(POOL, EXACT)
 

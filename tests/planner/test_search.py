@@ -1,0 +1,76 @@
+"""Bounds of groups hold, and what the search finds is what the solver would have found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cornplug.planner import milp, search
+from cornplug.planner.groups import alone, groups
+from cornplug.planner.inputs import Solver
+from cornplug.planner.pool import Cell, Demand, Need, Nodes, Pool, Progress, Variant
+from planner.pools import EXACT
+
+APPS = 5
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    """Applications with their own LLM, one tower for all: five groups and one."""
+    services = {"vit/E": 3.1} | {
+        f"llm{a}/{role}": 1.3 + 0.2 * a for a in range(APPS) for role in ("PD", "P", "D")
+    }
+    cells = [
+        Cell(f"{s}@{n}", s, n, gpus, 1.0, {f"a{a}/u": round(rate * factor * gpus, 3) for a in range(APPS)})
+        for s, rate in services.items()
+        for n, gpus, factor in (("small", 1, 1.0), ("large", 2, 1.35 if s.endswith("D") else 1.1))
+    ]
+    variants = []
+    for a in range(APPS):
+        tower = Need("vit/E", 1.0, 0.5)
+        variants.append(Variant(f"{a}m", f"a{a}/u", "E+PD", (tower, Need(f"llm{a}/PD", 1.0))))
+        apart = (tower, Need(f"llm{a}/P", 1.0, 0.6), Need(f"llm{a}/D", 1.0, 0.5))
+        variants.append(Variant(f"{a}s", f"a{a}/u", "E+P+D", apart))
+    return Pool(
+        nodes=(Nodes("small", "L4", 4, 3.0, 40), Nodes("large", "H100", 8, 8.9, 40)),
+        cells=tuple(cells),
+        demands=tuple(Demand(f"a{a}/u", 1.7 + 0.9 * a) for a in range(APPS)),
+        variants=tuple(variants),
+    )
+
+
+def test_services_that_stand_in_for_one_another_form_a_group(pool: Pool) -> None:
+    parts = {frozenset(part) for part in groups(pool)}
+    llms = {frozenset({f"llm{a}/PD", f"llm{a}/P", f"llm{a}/D"}) for a in range(APPS)}
+    assert parts == {frozenset({"vit/E"}), *llms}
+
+
+def test_no_plan_costs_less_than_its_groups_alone(pool: Pool) -> None:
+    """Each group's GPUs, at the price of a GPU, in a plan that is proven to be the cheapest."""
+    plan = milp.solve(pool, EXACT)
+    gpu = {n.name: n.price / n.gpus for n in pool.nodes}
+    total = 0.0
+    for part in groups(pool):
+        cells = [c for c in pool.cells if c.service in part]
+        spent = sum(gpu[c.nodes] * c.gpus * plan.replicas.get(c.name, 0) for c in cells)
+        by_gpu = tuple(Nodes(n.name, n.gpu, 1, gpu[n.name], n.stock * n.gpus) for n in pool.nodes)
+        least = milp.solve(replace(alone(pool, part), nodes=by_gpu), EXACT).objective
+        assert least <= spent + 1e-6
+        total += least
+    assert total <= plan.objective + 1e-6
+
+
+def test_the_search_keeps_the_optimum(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hardly a moment for the solver alone, every later step has its turn."""
+    seen: list[Progress] = []
+    monkeypatch.setattr(search, "QUICK", 0.0)
+    quick = milp.solve(pool, Solver(gap=0, time_limit_s=4), seen.append)
+    exact = milp.solve(pool, EXACT)
+    assert quick.objective == pytest.approx(exact.objective)
+    assert quick.bound <= exact.objective + 1e-6
+    costs = [p.incumbent for p in seen if p.incumbent is not None]
+    bounds = [p.bound for p in seen if p.bound is not None]
+    assert costs == sorted(costs, reverse=True)
+    assert bounds == sorted(bounds)
+    assert max(bounds) <= min(costs) + 1e-6
