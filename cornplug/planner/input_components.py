@@ -135,7 +135,7 @@ Profile = Annotated[Throughput | Measured | Roofline, Field(discriminator="kind"
 
 _SHAPE_KINDS: Final = {"encoder": "tower", "llm": "llm", "generator": "generator"}
 _CHAIN: Final = (
-    "Write {allowed}: counts that divide each other are what makes packing replicas onto nodes exact."
+    "Write some of {allowed}: sizes that divide each other are what makes packing onto nodes exact."
 )
 
 
