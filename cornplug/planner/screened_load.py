@@ -8,16 +8,14 @@ iteration holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
 
-from cornplug.planner.demand import Draw
 from cornplug.planner.queueing import wait_mean
-from cornplug.planner.replicas import batches_s, decode_alone_s, prefill_alone_s
-from cornplug.planner.screened_state import Floats, State
+from cornplug.planner.screened_state import State
+from cornplug.planner.sizes import Floats, Sizes, decode_s, encode_s, generate_s, prefill_s
 from cornplug.planner.stations import Station
 
 _T = TypeVar("_T", float, Floats)
@@ -42,22 +40,19 @@ class _Balance:
 class Replica:
     """What one replica of a station takes for draws of a class."""
 
-    def __init__(self, station: Station, draws: Sequence[Draw], sigmas: float) -> None:
+    def __init__(self, station: Station, of: Sizes, sigmas: float) -> None:
         """`sigmas`: standard deviations above the mean for which there must be room."""
-        self._station, self._draws = station, draws
+        self._station = station
         # A router that looks evens out what decodes: the fluctuations are those of all replicas.
         self._spread = sigmas / (1 if station.router == "random" else station.replicas) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
-        self._alone = np.array([prefill_alone_s(station, d) for d in draws])
-        self._size = np.array(
-            [float(sum(d.patches) if station.tasks == "E" else d.computed_tokens) for d in draws]
-        )
-        prompts = np.array([float(d.prompt_tokens) for d in draws])
-        outputs = np.array([float(d.output_tokens) if decodes else 0.0 for d in draws])
-        self._steps = np.maximum(outputs - 1, 0.0)
-        self._held = prompts + outputs
-        self._decode_alone = np.array([decode_alone_s(station, d) for d in draws])
-        self._generate = np.array([station.generate(d.units) if station.generate else 0.0 for d in draws])
+        self._encode = encode_s(of, station)
+        self._alone = self._encode + prefill_s(of, station)
+        self._decode_alone = decode_s(of, station)
+        self._generate = generate_s(of, station)
+        self._size = of.patches if station.tasks == "E" else of.computed
+        self._steps = np.maximum(of.outputs - 1, 0.0) if decodes else np.zeros_like(of.outputs)
+        self._held = of.prompts + of.outputs if decodes else of.prompts
         most = station.max_patches if station.tasks == "E" else station.chunk_tokens
         self._mean_size = max(float(self._size.mean()), 1e-9)
         self._largest = max(float(most), self._mean_size)
@@ -66,12 +61,9 @@ class Replica:
         self._shared = self._size / station.chunk_tokens if prefills else self._apart
         self._means = tuple(float(x.mean()) for x in (self._alone, self._packed, self._apart, self._shared))
         self._mean_steps = float(self._steps.mean())
-        self._context = self._mean_context(prompts)
-
-    @property
-    def alone_s(self) -> float:
+        self._context = self._mean_context(of.prompts)
+        self.alone_s = float((self._alone + self._decode_alone + self._generate).mean())
         """Mean seconds of a lone request."""
-        return float((self._alone + self._decode_alone + self._generate).mean())
 
     def at(self, rate: float) -> State | None:
         """The state at so many requests a second; None: overloaded."""
@@ -241,7 +233,7 @@ class Replica:
         steps = self._station.steps
         if steps is not None and steps.pipeline > 1:
             chunk = self._station.chunk_tokens
-            own = own + np.array([steps.drain_s(int(min(n, chunk))) for n in self._size])
+            own = own + (steps.pipeline - 1) * steps.prefill.on(np.minimum(self._size, chunk))
         return own
 
     def _when_packed(self) -> Floats:
@@ -251,11 +243,8 @@ class Replica:
             return self._size * (station.encode(self._largest) / self._largest)
         if station.steps is None or "P" not in station.tasks:
             return self._alone
-        encode = (
-            np.array([batches_s(station, d.patches) for d in self._draws]) if "E" in station.tasks else 0.0
-        )
-        shared: Floats = self._size * (station.steps.prefill(self._largest) / self._largest) + encode
-        return shared
+        packed: Floats = self._size * (station.steps.prefill(self._largest) / self._largest) + self._encode
+        return packed
 
     def _mean_context(self, prompts: Floats) -> float:
         """Tokens of context of a request that decodes, over the time that it does."""

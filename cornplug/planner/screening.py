@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -22,10 +21,9 @@ from cornplug.planner.demand import Draw
 from cornplug.planner.queueing import erlang_c
 from cornplug.planner.screened_load import Replica
 from cornplug.planner.screened_state import State
+from cornplug.planner.sizes import Sizes, sizes_of
 from cornplug.planner.stations import Station
 
-SAMPLE: Final = 80
-"""Draws that the closed forms look at, evenly out of all by size: more change less than they err."""
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
 """Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too
 short where requests are counted (simulated at 25 to 30 servers of Splitwise's prompts)."""
@@ -33,9 +31,10 @@ short where requests are counted (simulated at 25 to 30 servers of Splitwise's p
 
 def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float = 1.0) -> float:
     """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
-    if not fits(station, draws):
+    sizes = sizes_of(tuple(draws))
+    if not _fits(station, sizes):
         return 0.0
-    replica = Replica(station, _sample(tuple(draws)), _sigmas(bound))
+    replica = Replica(station, sizes, _sigmas(bound))
 
     def meets(rate: float) -> bool:
         state = replica.at(rate / station.replicas)
@@ -44,15 +43,6 @@ def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float =
     if replica.alone_s == 0:
         return math.inf
     return _largest(meets, 0.02 / replica.alone_s * station.replicas)
-
-
-# A class is asked about at hundreds of cells.
-@lru_cache(maxsize=256)
-def _sample(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
-    if len(draws) <= SAMPLE:
-        return draws
-    ordered = sorted(draws, key=lambda d: (d.computed_tokens + sum(d.patches), d.output_tokens))
-    return tuple(ordered[int((i + 0.5) * len(draws) / SAMPLE)] for i in range(SAMPLE))
 
 
 def _meets(station: Station, state: State, bound: Bound, rate: float, burst: float) -> bool:
@@ -92,12 +82,12 @@ def _sigmas(bound: Bound) -> float:
     return {"p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
 
 
-def fits(station: Station, draws: Sequence[Draw]) -> bool:
+def _fits(station: Station, sizes: Sizes) -> bool:
     """Whether the KV cache of a replica holds each of the requests by itself."""
     if station.steps is None or "G" in station.tasks:
         return True
-    decodes = "D" in station.tasks
-    return all(d.prompt_tokens + (d.output_tokens if decodes else 0) <= station.kv_tokens for d in draws)
+    held = sizes.prompts + sizes.outputs if "D" in station.tasks else sizes.prompts
+    return bool(held.max() <= station.kv_tokens)
 
 
 def _largest(meets: Callable[[float], bool], rate: float) -> float:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 ANY: Final = "*"
 """Key of a rate that holds for every request class."""
 
@@ -46,6 +49,16 @@ class Curve:
         x0, y0 = xs[i - 1], ys[i - 1]
         y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
         return y if y > 0.0 else 0.0
+
+    def on(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same for many at once."""
+        xs, ys = np.array(self.x), np.array(self.y)
+        if len(xs) == 1:
+            return np.asarray(x * (ys[0] / xs[0]), dtype=np.float64)
+        i = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
+        slope = (ys[1:] - ys[:-1]) / (xs[1:] - xs[:-1])
+        y: NDArray[np.float64] = np.maximum(ys[i - 1] + slope[i - 1] * (x - xs[i - 1]), 0.0)
+        return y
 
     def scaled(self, factor: float) -> Curve:
         return Curve(self.x, tuple(v * factor for v in self.y))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cornplug.planner.times import ANY, Curve, Hardware, StepTimes
@@ -12,6 +13,9 @@ def test_a_curve_goes_through_its_points_and_on_along_the_outermost_lines() -> N
     assert [curve(x) for x in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert curve(0) == 0.0, "-1 on the line: no time is negative"
     assert Curve.through([8], [2.0])(4) == 1.0, "one point: in proportion"
+    for one in (curve, Curve.through([8], [2.0])):
+        x = np.array([0.0, 10, 12, 40, 99])
+        assert one.on(x) == pytest.approx([one(v) for v in x])
 
 
 def test_points_out_of_order_are_refused() -> None:

@@ -1,0 +1,50 @@
+"""Times of many lone requests at once are those that the simulator has for each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornplug.planner import replicas, sizes
+from cornplug.planner.demand import Draw
+from cornplug.planner.stations import Station
+from cornplug.planner.times import Curve, StepTimes
+
+STEPS = StepTimes(
+    Curve.through([1, 100, 400], [0.01, 0.02, 0.1]), Curve.through([1, 8], [0.01, 0.02]), kv_token_s=1e-6
+)
+DRAWS = st.lists(
+    st.builds(
+        Draw,
+        prompt_tokens=st.integers(1, 3000),
+        cached_tokens=st.integers(0, 500),
+        patches=st.lists(st.integers(1, 900), max_size=3).map(tuple),
+        output_tokens=st.integers(1, 50),
+        units=st.floats(0, 5),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(DRAWS, st.sampled_from(["E", "P", "EPD", "PDG", "D"]), st.booleans(), st.integers(1, 700))
+def test_as_the_simulator_has_them(draws: list[Draw], tasks: str, chunked: bool, chunk: int) -> None:
+    station = Station(
+        "s",
+        1,
+        tasks,
+        steps=STEPS,
+        encode=Curve.through([1000], [0.1]),
+        generate=Curve.line(0.1, 1.0) if "G" in tasks else None,
+        chunk_tokens=chunk,
+        max_patches=1000,
+        chunked=chunked,
+    )
+    of = sizes.sizes_of(tuple(draws))
+    once = sizes.encode_s(of, station) + sizes.prefill_s(of, station)
+    assert once == pytest.approx([replicas.prefill_alone_s(station, d) for d in draws])
+    after = sizes.decode_s(of, station)
+    assert after == pytest.approx([replicas.decode_alone_s(station, d) for d in draws])
+    made = [station.generate(d.units) if station.generate else 0.0 for d in draws]
+    assert sizes.generate_s(of, station) == pytest.approx(made)
