@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import isinf
 
 from cornplug import __version__
-from cornplug.planner import routing
+from cornplug.planner import lengths, routing
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.classes import RequestClass
 from cornplug.planner.equipment import URGENCY
@@ -186,22 +186,25 @@ def _caches(problem: Problem, solution: Solution) -> list[CacheSize]:
 
 def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
     """Of the encoder services: each class of service is promised the part that its pictures need."""
-    load: dict[str, float] = {}
-    urgency: dict[str, int] = {}
-    deadline: dict[str, float] = {}
+    users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in ways:
         of = problem.classes[f"{route.app}/{route.request}"]
-        if not any(stage.tasks == "E" for stage in route.stages):
-            continue
-        load[of.app.qos] = load.get(of.app.qos, 0.0) + route.rate
-        urgency[of.app.qos] = max(urgency.get(of.app.qos, 0), PRIORITY[of.app.workload])
-        if of.slo.ttft_s is not None:
-            deadline[of.app.qos] = min(deadline.get(of.app.qos, of.slo.ttft_s), of.slo.ttft_s)
-    total = sum(load.values())
-    return [
-        Reservation(qos=qos, share=rate / total, priority=urgency[qos], deadline_s=deadline.get(qos))
-        for qos, rate in load.items()
-    ]
+        if any(stage.tasks == "E" for stage in route.stages):
+            items = sum(lengths.mean(m.items) for m in of.request.media)
+            users.setdefault(of.app.qos, []).append((of, route.rate * items))
+    total = sum(load for loads in users.values() for _, load in loads)
+    return [_reservation(qos, loads, total) for qos, loads in users.items()]
+
+
+def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> Reservation:
+    deadlines = [of.slo.ttft_s for of, _ in loads if of.slo.ttft_s is not None]
+    return Reservation(
+        qos=qos,
+        share=sum(load for _, load in loads) / total,
+        priority=max(PRIORITY[of.app.workload] for of, _ in loads),
+        deadline_s=min(deadlines, default=None),
+        apps=sorted({of.app.name for of, _ in loads}),
+    )
 
 
 def _proof(solution: Solution) -> Proof:

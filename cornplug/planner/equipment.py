@@ -30,6 +30,8 @@ PRIOR: Final = 0.02
 measured difference."""
 NEEDLESSLY_TIGHT: Final = 0.001
 """Of a cell's price, for each tier that it is tighter than the loosest there can be."""
+ROUGHLY: Final = 8
+"""Of a class's draws every eighth tells how many replicas it will take."""
 MOST_TOGETHER: Final = 32
 """Replicas behind one router for which a capacity is asked: more gain next to nothing."""
 
@@ -60,10 +62,11 @@ class Equipment:
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
         rules = self.given.rules
         timed: list[Equipped] = []
+        context_tokens = self._context_tokens(users)
         for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
             profiles = self._throughputs(service, footprint)
             if not profiles:
-                timed += self._equipped(service, footprint, users)
+                timed += self._equipped(service, footprint, context_tokens)
             elif len(profiles) < len(service.components):
                 self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
             elif footprint.workload == workloads[0]:
@@ -94,8 +97,8 @@ class Equipment:
         now, before = (self.samples.at(service, of, a) for a in (assumed, base))
         return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
 
-    def _equipped(self, service: Service, footprint: Footprint, users: Users) -> list[Equipped]:
-        hardware = service_times(service, footprint, self.given.rules, self._context_tokens(users))
+    def _equipped(self, service: Service, footprint: Footprint, context_tokens: int) -> list[Equipped]:
+        hardware = service_times(service, footprint, self.given.rules, context_tokens)
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
             return []
@@ -180,7 +183,7 @@ class Equipment:
             * work.seconds(
                 equipped.hardware,
                 equipped.service.tasks,
-                self.samples.at(equipped.service, of, self.bases[of.name]),
+                self.samples.at(equipped.service, of, self.bases[of.name])[::ROUGHLY],
             )
             for of in users.values()
         )

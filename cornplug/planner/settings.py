@@ -40,12 +40,19 @@ def engine_settings(
             max_batch=footprint.max_batch,
             towers="E" in service.tasks,
         ),
+        prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
         weights_bytes=shapes.weights_bytes(shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],
         speculative_model=llm.speculative_model if speculates != "none" else None,
         priority=PRIORITY[footprint.workload],
     )
+
+
+def _prefill_tokens_s(service: Service, footprint: Footprint, hardware: Hardware) -> float | None:
+    if hardware.steps is None or "P" not in service.tasks:
+        return None
+    return footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens)
 
 
 def kv_geometry(shape: LLMShape, draws: Sequence[Draw]) -> KVGeometry:

@@ -200,6 +200,8 @@ def _cost(given: PlanInput) -> float | None:
 
 
 def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
+    for m in decision.misses:
+        yield f"{m.of} misses its {m.what} in simulation: {m.simulated_s:.3g} s, {m.bound_s:.3g} s allowed."
     guessed = sorted({g.service for g in decision.plan.groups if wording.mark(g.profile) == "ESTIMATE"})
     if guessed:
         yield (
