@@ -326,7 +326,7 @@ def _seconds(wanted: list[Goal], i: int, settings: Solver, began: float) -> floa
 def _hold(model: Model, goal: Goal, values: Values, *, last: bool) -> None:
     """What an earlier goal reached stays. For the tie-break, so do the nodes: see `neatness`."""
     reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
-    allowed = reached + 1e-6 * max(1.0, abs(reached))
+    allowed = reached + 1e-7 * max(1.0, abs(reached))
     model.add(f"keep[{goal.name}]", goal.sign * goal.expression <= allowed)
     if last:
         for z in model.z.values():

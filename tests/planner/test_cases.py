@@ -1,0 +1,108 @@
+"""Published cases from TOML files that a user can run (`cornplug plan tests/planner/cases/a01_...`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornplug.planner import toml_source
+from cornplug.planner.decide import decide
+from cornplug.planner.inputs import PlanInput
+from cornplug.planner.plan import Plan
+
+CASES = Path(__file__).parent / "cases"
+
+
+def read(name: str) -> PlanInput:
+    return toml_source.read(CASES / f"{name}.toml")
+
+
+def plan(given: PlanInput) -> Plan:
+    return decide(given, digest="0" * 64).plan
+
+
+def nodes(found: Plan) -> dict[str, int]:
+    return {n.name: n.count for n in found.nodes if n.count}
+
+
+def replicas(found: Plan) -> dict[str, int]:
+    return {f"{g.service}@{g.gpu}": g.replicas for g in found.groups}
+
+
+def with_rules(given: PlanInput, **rules: Any) -> PlanInput:
+    return given.model_copy(update={"rules": given.rules.model_copy(update=rules)})
+
+
+def at_rate(given: PlanInput, factor: float) -> PlanInput:
+    """All requests so much more often."""
+    apps = []
+    for app in given.applications:
+        requests = [r.model_copy(update={"rate": r.rate * factor}) for r in app.requests]
+        apps.append(app.model_copy(update={"requests": requests}))
+    return given.model_copy(update={"applications": apps})
+
+
+def with_stock(given: PlanInput, stock: int) -> PlanInput:
+    return given.model_copy(update={"pool": [n.model_copy(update={"stock": stock}) for n in given.pool]})
+
+
+def only(given: PlanInput, name: str) -> PlanInput:
+    return given.model_copy(update={"pool": [n for n in given.pool if n.name == name]})
+
+
+@pytest.mark.parametrize(
+    ("slices", "counts", "dollars"), [(1, {"A10G": 3, "A100": 1}, 6.70), (8, {"A10G": 2, "A100": 1}, 5.69)]
+)
+def test_a01_melange_slices(slices: int, counts: dict[str, int], dollars: float) -> None:
+    found = plan(with_rules(read("a01_melange_slices"), slices=slices))
+    assert nodes(found) == counts
+    assert found.cost_per_hour == pytest.approx(dollars)
+
+
+def test_a02_melange_fractional() -> None:
+    found = plan(read("a02_melange_fractional"))
+    assert nodes(found) == {"A10G": 1, "A100": 1}
+    assert found.cost_per_hour == pytest.approx(4.68)
+    assert found.proof.status == "optimal"
+
+
+@pytest.mark.parametrize(("rate", "dollars"), [(0.7, 2.02), (1.2, 3.67), (4.3, 8.35), (6.5, 13.03)])
+def test_a03_staircase(rate: float, dollars: float) -> None:
+    assert plan(at_rate(read("a03_staircase"), rate / 4.3)).cost_per_hour == pytest.approx(dollars)
+
+
+@pytest.mark.parametrize(("rate", "dollars", "single"), [(4, 9.36, 10.10), (16, 34.04, 36.70)])
+def test_a04_size_tiles(rate: float, dollars: float, single: float) -> None:
+    given = at_rate(read("a04_size_tiles"), rate / 16)
+    assert plan(given).cost_per_hour == pytest.approx(dollars, rel=0.005)
+    alone = [plan(only(given, name)).cost_per_hour for name in ("A10G", "A100")]
+    assert min(alone) == pytest.approx(single, rel=0.005)
+
+
+def test_a05_published_mix() -> None:
+    found = plan(read("a05_published_mix"))
+    assert nodes(found) == {"A10G": 15, "A100": 6, "H100": 5}
+    assert found.cost_per_hour == pytest.approx(74.75)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "goodput", "mono"), [(1, 1.6, 1), (2, 5.6, 0), (3, 10.0, 0), (4, 11.6, 1), (8, 28.0, 0)]
+)
+def test_a10_distserve(gpus: int, goodput: float, mono: int) -> None:
+    found = plan(with_stock(read("a10_distserve"), gpus))
+    assert found.goodput == pytest.approx(goodput, rel=1e-4)
+    assert replicas(found).get("opt-13b/PD@A100-80", 0) == mono
+
+
+@pytest.mark.parametrize(("gpus", "goodput"), [(8, 1.580), (16, 3.160), (64, 12.639)])
+def test_a12_qwen_image(gpus: int, goodput: float) -> None:
+    found = plan(with_stock(read("a12_qwen_image"), gpus))
+    assert found.goodput == pytest.approx(goodput, abs=5e-4)
+    assert replicas(found) == {"qwen-image-llm+qwen-image-dit/PDG@A100-80": gpus}
+
+
+def test_a15_encoder_pool() -> None:
+    """Other hit rates: `test_decide.py`."""
+    assert nodes(plan(read("a15_encoder_pool"))) == {"A100": 6, "H100": 1}
