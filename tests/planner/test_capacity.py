@@ -142,6 +142,14 @@ def test_what_is_all_cached_costs_an_encoder_nothing() -> None:
     assert capacity(station, drawn(100, 1), Bound("p95", 0.1)) == math.inf
 
 
+def test_cached_embeddings_leave_room_for_others() -> None:
+    station = Station("e", 1, "E", encode=ENCODE)
+    new, cached = Draw(100, 0, (1024,), 1, 0.0), Draw(100, 0, (), 1, 0.0)
+    for bound in (Bound("p95"), Bound("p95", 0.6)):
+        all_new, one_in_five = (capacity(station, draws, bound) for draws in ([new], [new] + [cached] * 4))
+        assert one_in_five == pytest.approx(5 * all_new, rel=0.15)
+
+
 def test_a_class_without_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="give draws"):
         capacity(PREFILL, [], Bound("p95"))
