@@ -7,6 +7,7 @@ name, a folder of that host for sockets and logs, the folder of the files here. 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,11 +132,16 @@ def qos_toml(plan: Plan) -> str:
     """Classes of service of the encoder and of admission, as CORNPLUG_CONFIG takes them."""
     lines = [f"# Of the plan {plan.name!r}."]
     for one in plan.reservations:
-        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {one.share:.4g}"]
+        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
         lines += [f"priority = {one.priority}"]
         lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
         lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
     return "\n".join(lines) + "\n"
+
+
+def _down(share: float) -> float:
+    """To four digits: the shares of all classes may not add up to over 1."""
+    return math.floor(share * 1e4) / 1e4
 
 
 def _stores(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundings]) -> list[Command]:

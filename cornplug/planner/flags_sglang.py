@@ -133,7 +133,8 @@ def _schedule(group: Group, settings: EngineSettings, around: Surroundings) -> l
     if around.ranks_requests:
         # vLLM's direction, so that a request's priority means one thing in both engines.
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
-        flags += ["--default-priority-value", str(-settings.priority), "--retraction-policy", "priority"]
+        # As vLLM takes a request that says nothing.
+        flags += ["--default-priority-value", "0", "--retraction-policy", "priority"]
         flags += ["--schedule-policy", "fcfs"]
     elif around.role != "D" and group.workload != "offline":
         flags += ["--schedule-policy", "lpm" if group.workload == "online" else "hrrn"]

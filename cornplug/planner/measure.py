@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -32,6 +32,7 @@ from cornplug.planner import (
     tables,
     wording,
 )
+from cornplug.planner.emit import Command
 from cornplug.planner.inputs import Component, TowerShape
 from cornplug.planner.measure_points import Grid
 
@@ -108,35 +109,25 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 @contextmanager
 def _engine(args: argparse.Namespace, grid: Grid, report: Report) -> Iterator[str]:
     """An engine of ours; its address."""
-    cores, port = _cores(args), measure_server.free_port()
-    shape = {"tp": args.tp, "pp": args.pp, "on_cpu": bool(cores), "python": args.python}
-    line = measure_server.engine_command(args.engine, args.model, grid, port=port, **shape)
     report("starting the engine", 0.0)
-    env = measure_server.engine_env(args.engine, cores)
-    with _log(args) as log, _served([*line, *args.flags], env, port, log, cores) as url:
+    command = measure_server.engine(args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args))
+    with _log(args) as log, measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
         yield url
 
 
 @contextmanager
 def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
     """An encoder service of ours; its address."""
-    cores, port = _cores(args), measure_server.free_port()
     report("starting the encoder service", 0.0)
-    with _log(args) as log:
-        line = measure_server.encoder_command(
-            args.model, port=port, socket_path=log.with_suffix(".sock"), on_cpu=bool(cores)
-        )
-        with _served([*line, *args.flags], {}, port, log, cores) as url:
+    with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
+        command = measure_server.encoder(args.model, folder=Path(folder), cores=_cores(args))
+        with measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
             yield url
 
 
-@contextmanager
-def _served(
-    line: Sequence[str], env: Mapping[str, str], port: int, log: Path, cores: Sequence[int]
-) -> Iterator[str]:
-    url = f"http://127.0.0.1:{port}"
-    with measure_server.running(line, env=env, health=f"{url}/health", log=log, ready_s=READY_S, cores=cores):
-        yield url
+def _with(command: Command, args: argparse.Namespace) -> Command:
+    """And the flags that the command line passes on."""
+    return replace(command, argv=(*command.argv, *args.flags))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int]:
@@ -207,7 +198,6 @@ def _parser() -> argparse.ArgumentParser:
         "--batches", type=_counts, default=(1, 2, 4, 8, 16, 32), help="requests that decode together"
     )
     llm.add_argument("--output-tokens", type=int, default=32, help="of those that time decoding")
-    llm.add_argument("--python", default=sys.executable, help="interpreter of the engine's environment")
     encoder = kinds.add_parser("encoder", help="a tower, through cornplug's encoder service")
     encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the pictures, in pixels")
     encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="pictures sent at once")

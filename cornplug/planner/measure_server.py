@@ -1,27 +1,22 @@
-"""A server started only to be measured: one process group, waited for, ended with what it started."""
+"""A server started only to be measured, and ended with all that it started."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-import httpx
-
-from cornplug.errors import CornplugError
+from cornplug.planner.emit import Command
 from cornplug.planner.inputs import Engine
 from cornplug.planner.measure_points import Grid
+from cornplug.planner.processes import GRACE_S, Process, ProcessEnded
 
 _POLL_S: Final = 0.5
-_GRACE_S: Final = 20.0
 _QUIET: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -35,83 +30,59 @@ _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
 }
 
 
-def engine_command(
-    engine: Engine, model: str, grid: Grid, *, port: int, tp: int, pp: int, on_cpu: bool, python: str
-) -> list[str]:
-    """An engine that computes each prompt in one iteration, all of it, and every batch of the grid."""
-    # One more prompt token than asked for is left to engines that count a token of their own.
-    most_tokens = max(grid.prompts[-1] + 1, grid.batches[-1] * 32)
-    if engine == "vllm":
-        return [
-            *(str(Path(python).with_name("vllm")), "serve", model, "--host", "127.0.0.1"),
-            *("--port", str(port), "--no-enable-prefix-caching"),
-            *("--max-num-batched-tokens", str(most_tokens), "--max-num-seqs", str(grid.batches[-1])),
-            *("--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)),
-        ]
-    cpu = ("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.1")
-    return [
-        *(python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"),
-        *("--port", str(port), "--disable-radix-cache", "--chunked-prefill-size", str(most_tokens)),
-        *("--max-running-requests", str(grid.batches[-1]), "--tp-size", str(tp), "--pp-size", str(pp)),
-        *((*cpu, "--max-total-tokens", "32768", "--sleep-on-idle") if on_cpu else ()),
-    ]
-
-
-def engine_env(engine: Engine, cores: Sequence[int]) -> dict[str, str]:
-    """What the engine's environment needs besides this process's own.
+def engine(kind: Engine, model: str, grid: Grid, *, tp: int, pp: int, cores: Sequence[int]) -> Command:
+    """An engine that computes each prompt in one iteration, all of it, and every batch of the grid.
 
     Args:
         cores: where its threads compute, one a rank; empty: on GPUs.
     """
-    bind = "|".join(map(str, cores))
-    on_cpu = {"VLLM_CPU_OMP_THREADS_BIND": bind, "SGLANG_CPU_OMP_THREADS_BIND": bind, **_CPU[engine]}
-    return {**_QUIET, **(on_cpu if cores else {})}
+    # One more prompt token than asked for is left to engines that count a token of their own.
+    most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    if kind == "vllm":
+        argv = [
+            *("vllm", "serve", model, *where, "--no-enable-prefix-caching"),
+            *("--max-num-batched-tokens", str(most_tokens), "--max-num-seqs", str(most_requests)),
+            *("--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)),
+        ]
+    else:
+        cpu = ("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.1")
+        argv = [
+            *("python", "-m", "sglang.launch_server", "--model-path", model, *where),
+            *("--disable-radix-cache", "--chunked-prefill-size", str(most_tokens)),
+            *("--max-running-requests", str(most_requests), "--tp-size", str(tp), "--pp-size", str(pp)),
+            *((*cpu, "--max-total-tokens", "32768", "--sleep-on-idle") if cores else ()),
+        ]
+    return _command("engine", argv, {**_QUIET, **(_on_cores(kind, cores) if cores else {})}, port, cores)
 
 
-def encoder_command(model: str, *, port: int, socket_path: Path, on_cpu: bool) -> list[str]:
-    """The encoder service with this model's tower, in this interpreter, with no store."""
-    return [
-        *(sys.executable, "-m", "cornplug.cli", "encoder", "--model", model, "--no-store"),
-        *("--port", str(port), "--socket", str(socket_path)),
-        *(("--device", "cpu", "--threads", "1") if on_cpu else ()),
-    ]
+def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> Command:
+    """The encoder service with this model's tower, and with no store. Its socket lies in `folder`."""
+    port = free_port()
+    argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
+    argv += ["--socket", str(folder / "encoder.sock")]
+    argv += ["--device", "cpu", "--threads", str(len(cores))] if cores else []
+    return _command("encoder", argv, {}, port, cores)
 
 
-@contextlib.contextmanager
-def running(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    health: str,
-    log: Path,
-    ready_s: float,
-    cores: Sequence[int] = (),
-) -> Iterator[None]:
-    """Run a server for the block.
+@contextmanager
+def running(command: Command, *, log: Path, ready_s: float) -> Iterator[str]:
+    """Run a server for the block; its address.
 
-    Args:
-        cores: all that it starts is kept to these; empty: anywhere.
-        health: answers 200 once the server is ready.
-        log: for what it prints.
-        ready_s: longest wait for that.
-
-    Raises CornplugError with the end of its log when it ends early or is not ready in time.
+    Raises ProcessEnded with the end of `log` when it ends early or is not ready in time.
     """
-    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*pinned, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
+    process = Process(command, log)
     try:
-        _wait(process, health, log, ready_s)
-        yield
+        process.start()
+        while not process.ready():
+            if time.monotonic() - process.began_s > ready_s:
+                raise ProcessEnded(f"{process.name} is not ready after {ready_s:g} s; {process.tail()}")
+            time.sleep(_POLL_S)
+        yield f"http://127.0.0.1:{command.port}"
     finally:
-        _end(process)
+        process.terminate()
+        process.end(time.monotonic() + GRACE_S)
 
 
 def free_port() -> int:
@@ -130,29 +101,26 @@ def has_gpu() -> bool:
     return listed.stdout.startswith("GPU")
 
 
-def _wait(process: subprocess.Popen[bytes], health: str, log: Path, ready_s: float) -> None:
-    end = time.monotonic() + ready_s
-    while not _answers(health):
-        status = process.poll()
-        if status is not None or time.monotonic() > end:
-            why = f"ended with status {status}" if status is not None else f"is not ready after {ready_s:g} s"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-            raise CornplugError(f"the server {why}:\n{tail}", reason="server")
-        time.sleep(_POLL_S)
+def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:
+    bind = "|".join(map(str, cores))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bind, "SGLANG_CPU_OMP_THREADS_BIND": bind, **_CPU[kind]}
 
 
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the leader, who ends its own; then SIGKILL to whoever of its group is left."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _command(
+    kind: Literal["engine", "encoder"],
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    port: int,
+    cores: Sequence[int],
+) -> Command:
+    return Command(
+        group="profile",
+        replica=0,
+        host="127.0.0.1",
+        argv=tuple(argv),
+        env=env,
+        kind=kind,
+        port=port,
+        health=f"http://127.0.0.1:{port}/health",
+        cores=tuple(cores),
+    )

@@ -136,6 +136,8 @@ class Outlook(Record):
     rate: float
     served: float
     """Of `rate`; below it only when goodput is maximised."""
+    priority: int = 0
+    """Of its requests where those of other classes meet them; larger is more urgent."""
     slo_percentile: str
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None

@@ -98,14 +98,16 @@ def routers(plan: Plan, placed: Sequence[Site], *, transfer: Transfer) -> list[R
     return found
 
 
-def entries(plan: Plan, placed: Sequence[Router]) -> dict[str, list[dict[str, Any]]]:
-    """Request class -> where to send it: [{"weight": of the class, "url": ...}], heaviest first."""
+def entries(plan: Plan, placed: Sequence[Router]) -> dict[str, dict[str, Any]]:
+    """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}."""
+    priority = {f"{one.app}/{one.request}": -one.priority for one in plan.outlook}
     address = {router.pool: router.url for router in placed}
     rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
             rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
-    return {name: _normalised(urls) for name, urls in rates.items()}
+    return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
 
 
 def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:

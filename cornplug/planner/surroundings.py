@@ -155,9 +155,8 @@ def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
         ttft_s=min(bounds, default=None),
         drain_s=_drain_s(visiting),
-        ranks_requests=len({r.priority for r in plan.reservations}) > 1
-        or bool(group.settings and group.settings.priority),
-        admits=role != "D" and any(r.deadline_s is not None for r in plan.reservations),
+        ranks_requests=len({one.priority for one in visiting}) > 1,
+        admits=role != "D" and _admits(plan, group),
         encoded_apart=any(
             stage.tasks == "E"
             for route in plan.routes
@@ -189,6 +188,11 @@ def _sharing(plan: Plan, site: Site, encoders: list[Site]) -> Sharing:
         and (bool(fitting) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
         encoder_socket=encoder_socket(fitting[0]) if fitting else None,
     )
+
+
+def _admits(plan: Plan, group: Group) -> bool:
+    """Whether a class of service of its applications has a deadline."""
+    return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
 
 
 def _shares_kv(group: Group) -> bool:

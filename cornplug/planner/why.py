@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import alternatives, bindings, monolith, slo_curve, wording
-from cornplug.planner.decide import Decision, decide
+from cornplug.planner.decide import Decision
 from cornplug.planner.inputs import Engine, PlanInput, Solver
-from cornplug.planner.plan import Alternative, Binding, CurvePoint, Why
+from cornplug.planner.plan import Alternative, Binding, Why
 from cornplug.planner.pool import Pool
 from cornplug.planner.problem import problem
 from cornplug.planner.what_if import Answer, Clock, Question, ask
@@ -80,11 +79,20 @@ def explain(
     report("reasons", 0.35)
     binding = _bindings(asked)
     report("reasons", 0.5)
-    clock = Clock(budget_s / 2 + asked.clock.left)
-    curve = _curve(given, asked, clock, report)
+    again = slo_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
+    curve = list(slo_curve.curve(again, asked.value)) if _bounds_matter(given, asked) else []
+    report("reasons", 0.8)
+    if curve:
+        binding = _dearest_first([*binding, *slo_curve.prices(again, asked.value, asked.noise)])
     report("reasons", 1.0)
     notes = [*decision.plan.why.notes, *_notes(decision, asked)]
-    return Why(binding=binding, alternatives=others, monolith=sentence, curve=curve, notes=notes)
+    return Why(
+        binding=binding,
+        alternatives=others,
+        monolith=sentence,
+        curve=sorted(curve, key=lambda p: p.slo_factor),
+        notes=notes,
+    )
 
 
 def _alternatives(asked: _Asked) -> list[Alternative]:
@@ -141,7 +149,17 @@ def _bindings(asked: _Asked) -> list[Binding]:
                     saves_per_hour=gained if asked.costs else None,
                 )
             )
+    return _dearest_first(found)
+
+
+def _dearest_first(found: list[Binding]) -> list[Binding]:
     return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
+
+
+def _bounds_matter(given: PlanInput, asked: _Asked) -> bool:
+    """A throughput's own conditions are its SLO: with nothing else, all bounds cost the same."""
+    timed = any(spec.timed for spec in asked.decision.problem.cells.values())
+    return asked.costs and given.change is None and timed and slo_curve.bounded(given)
 
 
 def _monolith(asked: _Asked) -> str:
@@ -169,39 +187,12 @@ def _monolith(asked: _Asked) -> str:
     return " ".join([head, monolith.at_other_loads(loads, asked.settings.gap)]).strip()
 
 
-def _curve(given: PlanInput, asked: _Asked, clock: Clock, report: Report) -> list[CurvePoint]:
-    # A throughput's own conditions are its SLO: it is the same whatever is asked for.
-    timed = any(spec.timed for spec in asked.decision.problem.cells.values())
-    if not asked.costs or given.change is not None or not timed or not slo_curve.bounded(given):
-        return []
-    found = [CurvePoint(slo_factor=1.0, cost_per_hour=asked.value)]
-    longest = 0.0
-    for n, factor in enumerate(slo_curve.FACTORS):
-        if clock.left <= longest:
-            asked.skipped.append(f"SLO × {factor:g}")
-            continue
-        before = clock.left
-        solver = asked.settings.model_copy(update={"time_limit_s": max(min(_ONE_S, before), 0.1)})
-        again = slo_curve.scaled(given, factor).model_copy(update={"solver": solver})
-        try:
-            found.append(CurvePoint(slo_factor=factor, cost_per_hour=_cost(again)))
-        except PlanUnfinished:
-            asked.skipped.append(f"SLO × {factor:g}")
-        longest = max(longest, before - clock.left)
-        report("reasons", 0.5 + 0.5 * (n + 1) / len(slo_curve.FACTORS))
-    return sorted(found, key=lambda p: p.slo_factor)
-
-
-def _cost(given: PlanInput) -> float | None:
-    try:
-        return decide(given, digest="").plan.cost_per_hour
-    except PlanInfeasible:
-        return None
-
-
 def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
-    for m in decision.misses:
-        yield f"{m.of} misses its {m.what} in simulation: {m.simulated_s:.3g} s, {m.bound_s:.3g} s allowed."
+    for miss in decision.misses:
+        over = wording.percent(miss.times - 1)
+        bound = wording.seconds(miss.bound_s)
+        what = f"{miss.of} misses its {miss.what.upper()} of {bound} by {over}"
+        yield f"{what} in the simulation of the whole plan."
     guessed = sorted({g.service for g in decision.plan.groups if wording.mark(g.profile) == "ESTIMATE"})
     if guessed:
         yield (

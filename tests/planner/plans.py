@@ -50,6 +50,7 @@ class Case:
     fp8_kv: bool = False
     caches: bool = False
     classes: bool = False
+    """Of service; requests of a second, of lower priority, come to the same engines."""
     replicas: int = 1
     hosts: int = 1
     decode_tp: int | None = None
@@ -100,31 +101,36 @@ def plan(case: Case = Case()) -> Plan:
         cost_per_hour=10.0,
         nodes=nodes,
         groups=placed,
-        routes=[
-            Route(
-                app="chat",
-                request="short",
-                structure=case.structure,
-                rate=2.0,
-                stages=[Stage(tasks=g.tasks, groups={g.name: 1.0}) for g in placed],
-            )
-        ],
-        outlook=[
-            Outlook(
-                app="chat",
-                request="short",
-                rate=2.0,
-                served=2.0,
-                slo_percentile="p95",
-                slo_ttft_s=0.5 if case.workload == "online" else None,
-                slo_e2e_s=40.0,
-            )
-        ],
+        routes=[_route(case, placed, name) for name in _requests(case)],
+        outlook=[_outlook(case, name) for name in _requests(case)],
         caches=_caches() if case.caches else [],
         reservations=_reservations() if case.classes else [],
         proof=Proof(status="optimal", solver="highs", seconds=1.0, incumbent=10.0, bound=10.0, gap=0.0),
         input_digest="0" * 64,
         cornplug="0",
+    )
+
+
+def _requests(case: Case) -> list[str]:
+    return ["short", "nightly"] if case.classes else ["short"]
+
+
+def _route(case: Case, groups: list[Group], request: str) -> Route:
+    stages = [Stage(tasks=g.tasks, groups={g.name: 1.0}) for g in groups]
+    return Route(app="chat", request=request, structure=case.structure, rate=2.0, stages=stages)
+
+
+def _outlook(case: Case, request: str) -> Outlook:
+    first = request == "short"
+    return Outlook(
+        app="chat",
+        request=request,
+        rate=2.0,
+        served=2.0,
+        priority=2 if first else 0,
+        slo_percentile="p95",
+        slo_ttft_s=0.5 if first and case.workload == "online" else None,
+        slo_e2e_s=40.0,
     )
 
 
@@ -154,7 +160,6 @@ def _group(case: Case, tasks: str) -> Group:
             "speculative_tokens": 3 if speculates else 0,
             "speculative_model": "org/draft" if case.speculative == "eagle3" else None,
             "memory_share": SETTINGS.memory_share * case.share,
-            "priority": 5 if case.classes else 0,
         }
     )
     return Group(

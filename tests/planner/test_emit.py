@@ -12,7 +12,7 @@ from cornplug.config import load
 from cornplug.encoder_service.flags import parser as encoder_parser
 from cornplug.errors import ConfigError
 from cornplug.planner.emit import Command, commands, write
-from cornplug.planner.plan import Plan, Stage
+from cornplug.planner.plan import Plan, Reservation, Stage
 from cornplug.store.daemon import _parser as store_parser
 
 from .plans import Case, matrix, plan
@@ -138,6 +138,15 @@ def test_the_classes_of_service_are_a_file_that_cornplug_reads(tmp_path: Path) -
     assert (classes["premium"].share, classes["premium"].deadline_s) == (0.5, 2.0)
     assert classes["premium"].apps == ("chat",)
     assert (classes["nightly"].priority, classes["nightly"].deadline_s) == (-1, None)
+
+
+def test_shares_are_rounded_down(tmp_path: Path) -> None:
+    """Six sixths, each to four digits, would be refused."""
+    made = plan(Case(classes=True))
+    sixths = [Reservation(qos=f"c{n}", share=1 / 6, priority=0) for n in range(6)]
+    write(made.model_copy(update={"reservations": sixths}), tmp_path)
+    classes = load(environ={"CORNPLUG_CONFIG": str(tmp_path / "qos.toml")}).qos.classes
+    assert sum(one.share for one in classes.values()) == pytest.approx(1, abs=1e-3)
 
 
 def broken(**changes: object) -> Plan:

@@ -191,6 +191,7 @@ def test_priorities_and_admission_come_with_classes_of_service() -> None:
     assert args.scheduling_policy == "priority"
     assert args.middleware == ["cornplug.vllm_connector.admission.Admission"]
     assert command.env["CORNPLUG_CONFIG"] == "/plan/qos.toml"
+    assert parsed(engines(Case())[0]).scheduling_policy == "fcfs"
 
 
 def test_a_line_of_a_core() -> None:

@@ -1,43 +1,65 @@
 """A server started to be measured: waited for, explained when it does not come up, ended."""
 
 import subprocess
-import sys
-import time
 
 import pytest
 
-from cornplug.errors import CornplugError
+from cornplug.planner.emit import Command
 from cornplug.planner.measure_points import Grid
-from cornplug.planner.measure_server import engine_command, free_port, running
+from cornplug.planner.measure_server import engine, free_port, running
+from cornplug.planner.processes import ProcessEnded
 
 GRID = Grid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 
 
+def served(port: int, *argv: str) -> Command:
+    """Any program, as if it were an engine."""
+    health = f"http://127.0.0.1:{port}/"
+    return Command("profile", 0, "127.0.0.1", argv, {}, "engine", port, health)
+
+
 def test_a_server_that_ends_at_once_is_explained_by_its_log(tmp_path):
-    line = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    command = served(9, "python3", "-c", "import sys; print('no such model'); sys.exit(3)")
 
     with (
-        pytest.raises(CornplugError, match=r"(?s)ended with status 3.*no such model"),
-        running(line, env={}, health="http://127.0.0.1:9/health", log=tmp_path / "log", ready_s=20),
+        pytest.raises(ProcessEnded, match=r"(?s)ended with status 3.*no such model"),
+        running(command, log=tmp_path / "log", ready_s=20),
     ):
         pass
 
 
+def test_a_server_that_never_answers_is_given_up(tmp_path):
+    command = served(9, "python3", "-c", "import time; time.sleep(60)")
+
+    with (
+        pytest.raises(ProcessEnded, match=r"not ready after 0\.2 s"),
+        running(command, log=tmp_path / "log", ready_s=0.2),
+    ):
+        pass
+    assert subprocess.run(["pgrep", "-f", "time.sleep.60."], check=False).returncode == 1
+
+
 def test_it_is_ready_when_it_answers_and_gone_afterwards(tmp_path):
     port = free_port()
-    line = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    command = served(port, "python3", "-m", "http.server", str(port), "--bind", "127.0.0.1")
 
-    with running(line, env={}, health=f"http://127.0.0.1:{port}/", log=tmp_path / "log", ready_s=20):
-        pass
-    time.sleep(0.05)
+    with running(command, log=tmp_path / "log", ready_s=20) as url:
+        assert url == f"http://127.0.0.1:{port}"
     assert subprocess.run(["pgrep", "-f", f"http.server {port}"], check=False).returncode == 1
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_prompt_is_one_iteration_and_no_cache_helps(engine):
-    line = engine_command(engine, "/m", GRID, port=1, tp=2, pp=1, on_cpu=False, python="/venv/bin/python")
-    flags = " ".join(line)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_prompt_is_one_iteration_and_no_cache_helps(kind):
+    line = engine(kind, "/m", GRID, tp=2, pp=1, cores=()).argv
 
-    chunk = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}[engine]
+    chunk = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}[kind]
     assert int(line[line.index(chunk) + 1]) > 4096
-    assert ("--no-enable-prefix-caching" in flags) or ("--disable-radix-cache" in flags)
+    assert {"--no-enable-prefix-caching", "--disable-radix-cache"} & set(line)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_on_a_machine_without_a_gpu_its_threads_have_their_cores(kind):
+    command = engine(kind, "/m", GRID, tp=2, pp=1, cores=(0, 1))
+
+    assert command.cores == (0, 1)
+    assert command.env[f"{kind.upper()}_CPU_OMP_THREADS_BIND"] == "0|1"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from cornplug import cli
-from cornplug.planner import replan_state
+from cornplug.planner import observed, replan, replan_state
+from cornplug.planner.observed import Snapshot
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import CHANGE, aged
 
@@ -132,6 +137,47 @@ def test_json_tells_all_of_it(site: Site) -> None:
 def test_a_load_that_no_plan_carries_is_1(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = site.replan(requests=40 * AS_PLANNED)
     assert status == 1
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """An engine at which ten requests have come in since one last looked."""
+
+    engine = VLLM()
+
+    def do_GET(self) -> None:
+        self.engine.serve(10, 400, 60)
+        body = self.engine.text.encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_engine_is_asked_twice_a_window_apart(address: str) -> None:
+    before, after = replan._snapshots([address], {}, 0.5)
+    assert before is not None
+    window = observed.between(before[address], after[address])
+    assert window.requests == 10
+    assert window.seconds == pytest.approx(0.5, abs=0.3)
+
+
+def test_without_a_window_the_last_run_is_its_beginning(address: str) -> None:
+    last = {address: Snapshot(time.time() - 100, {})}
+    before, _ = replan._snapshots([address], last, None)
+    assert before == last
 
 
 def test_another_plan_begins_anew(site: Site) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +139,30 @@ def test_the_curve_goes_down_where_cost_goes_down() -> None:
 def test_empty_plans_have_a_page() -> None:
     bare = plan(groups=[], routes=[], outlook=[], caches=[], reservations=[], nodes=[])
     assert "no nodes" in Page(report.html(bare)).said
+
+
+@pytest.mark.integration
+def test_the_page_fits_a_phone_in_chromium(tmp_path: Path) -> None:
+    """Wide tables scroll inside their section; the page itself does not, and asks nobody for anything."""
+    browser = shutil.which("chromium")
+    if browser is None or "CORNPLUG_NO_BROWSER" in os.environ:
+        pytest.skip("no chromium here")
+    file = tmp_path / "report.html"
+    file.write_text(report.html(plan()), encoding="utf-8")
+    probe = tmp_path / "probe.html"
+    # The page runs no scripts by its own policy, so that a frame measures it from outside.
+    probe.write_text(
+        f"<iframe src='{file.name}' width=390 height=800 onload=\"document.title = "
+        "this.contentDocument.documentElement.scrollWidth + ' ' + "
+        "this.contentDocument.querySelectorAll('svg').length\"></iframe>"
+    )
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    flags += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    out = subprocess.run(
+        [browser, *flags, f"file://{probe}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = re.search(r"<title>(\d+) (\d+)</title>", out.stdout)
+    assert found is not None, out.stdout[:500]
+    width, pictures = map(int, found.groups())
+    assert width <= 390
+    assert pictures == 6

@@ -65,7 +65,7 @@ def test_every_line_is_taken(case: Case) -> None:
 def test_one_server_needs_no_router() -> None:
     assert of(plan(Case())) == []
     assert json.loads(files(plan(Case()))["routes.json"]) == {
-        "chat/short": [{"weight": 1.0, "url": "http://${HOST_1}:8000"}]
+        "chat/short": {"priority": -2, "to": [{"weight": 1.0, "url": "http://${HOST_1}:8000"}]}
     }
 
 
@@ -74,7 +74,7 @@ def test_replicas_stand_behind_one_address() -> None:
     (command,) = of(made)
     assert parsed(command).worker_urls == [f"http://${{HOST_1}}:{port}" for port in (8000, 8001, 8002)]
     assert json.loads(files(made)["routes.json"]) == {
-        "chat/short": [{"weight": 1.0, "url": "http://${HOST_1}:30000"}]
+        "chat/short": {"priority": -2, "to": [{"weight": 1.0, "url": "http://${HOST_1}:30000"}]}
     }
 
 
@@ -109,7 +109,7 @@ def test_a_class_of_two_routes_has_two_addresses_by_weight() -> None:
             ],
         }
     )
-    entries = json.loads(files(both)["routes.json"])["chat/short"]
+    entries = json.loads(files(both)["routes.json"])["chat/short"]["to"]
     assert entries == [
         {"weight": 0.75, "url": "http://${HOST_1}:8000"},
         {"weight": 0.25, "url": "http://${HOST_1}:30000"},
@@ -144,4 +144,5 @@ def test_a_pair_of_two_engines_is_two_pairs() -> None:
     assert {router.pool.engine for router in made} == {"vllm", "sglang"}
     for router in made:
         assert all(name.startswith(router.pool.engine) for name in router.pool.groups)
-    assert [e["weight"] for e in json.loads(files(mixed)["routes.json"])["chat/short"]] == [0.75, 0.25]
+    to = json.loads(files(mixed)["routes.json"])["chat/short"]["to"]
+    assert [one["weight"] for one in to] == [0.75, 0.25]

@@ -121,6 +121,48 @@ def test_what_no_bound_can_change_has_no_curve() -> None:
     assert why.explain(pair(10), decided(pair(10))).curve == []
 
 
+def timed(ttft_s: float) -> PlanInput:
+    """A 7B model by its size: L4 computes 4000 tokens in half a second and more, H100 in a tenth."""
+    shape = {
+        "kind": "llm", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128,
+        "parameters": 7.0e9,
+    }  # fmt: skip
+    return PlanInput.model_validate(
+        {
+            "components": [{"name": "llm", "kind": "llm", "tp": [1], "engines": ["vllm"], "shape": shape}],
+            "applications": [
+                {
+                    "name": "chat",
+                    "llm": "llm",
+                    "slo": {"ttft_s": ttft_s, "tpot_s": 0.2},
+                    "structures": ["monolith"],
+                    "requests": [{"name": "long", "rate": 1.0, "prompt": 4000, "output": 8}],
+                }
+            ],
+            "pool": [
+                {"name": "l4", "gpu": "L4", "gpus": 1, "price_per_hour": 0.8},
+                {"name": "h100", "gpu": "H100", "gpus": 1, "price_per_hour": 6.9},
+            ],
+            "rules": full(),
+        }
+    )
+
+
+def test_looser_bounds_cost_less_and_have_a_price() -> None:
+    tight = timed(1.0)
+    decision = decided(tight)
+    found = why.explain(tight, decision, budget_s=60)
+    costs = {p.slo_factor: p.cost_per_hour for p in found.curve}
+    assert sorted(costs) == [0.5, 0.7, 1.0, 1.5, 2.0, 3.0]
+    assert costs[1.0] == decision.plan.cost_per_hour
+    falling = [float("inf") if c is None else c for c in costs.values()]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] < falling[2]
+    (slo,) = [b for b in found.binding if b.constraint == "slo[chat]"]
+    assert slo.saves_per_hour == pytest.approx(costs[1.0] - (costs[1.5] or 0.0))
+    assert any(note.startswith("Times of llm/PD are estimates") for note in found.notes)
+
+
 def test_no_time_is_said_and_not_filled_in() -> None:
     found = why.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []

@@ -127,8 +127,9 @@ def test_priorities_run_as_vllms_and_with_a_policy_that_has_them() -> None:
     made = record(engines(Case(engine="sglang", classes=True, replicas=2))[0])
     assert made.enable_priority_scheduling
     assert made.schedule_low_priority_values_first
-    assert made.default_priority_value == -5
+    assert made.default_priority_value == 0
     assert made.schedule_policy in ("fcfs", "lof")
+    assert not record(engines(Case(engine="sglang"))[0]).enable_priority_scheduling
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""What runs, in a new pool's terms: the same processes are the same, whatever is promised of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cornplug.planner import milp, running
+from cornplug.planner.cells import CellSpec
+from cornplug.planner.decide import decide
+from cornplug.planner.inputs import Change
+from cornplug.planner.plan import Plan
+from cornplug.planner.pool import Cell, Demand, Need, Nodes, Pool, Running, Variant
+from cornplug.planner.tiers import Tier
+
+from . import sample_input
+from .pools import EXACT, NO_RESERVE
+
+
+def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
+    """A plan, and the cells that it would have if its service had two tiers."""
+    decision = decide(sample_input.given(rate=7.5), digest="0" * 64)
+    (home,) = [decision.problem.cells[name] for name, n in decision.solution.replicas.items() if n]
+    assert home.hardware is None
+    loose = replace(
+        home, cell=replace(home.cell, name=f"{home.cell.name}:t1", tier=5.0), tier=Tier(5.0, 1.0, 1)
+    )
+    cells = {spec.cell.name: spec for spec in (home, loose)}
+    return decision.plan, cells, replace(decision.pool, cells=tuple(s.cell for s in cells.values()))
+
+
+def test_another_tier_of_the_same_processes_is_free() -> None:
+    plan, cells, pool = two_tiers()
+    taken, known = running.take_over(pool, cells, Change(plan="x"), plan, now=1e9)
+    one, other = cells
+    assert taken.running is not None
+    assert taken.running.free == {(one, other), (other, one)}
+    assert known[one].cell.switches_with == (other,)
+    assert sum(taken.running.replicas.values()) == 1
+    # $3.67 an hour for 300 s
+    assert taken.running.start_cost[one] == pytest.approx(3.67 / 12)
+
+
+def test_young_replicas_are_told_by_their_age() -> None:
+    plan, cells, pool = two_tiers()
+    aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
+    for now, young in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
+        taken, _ = running.take_over(pool, cells, Change(plan="x"), aged, now=now)
+        assert taken.running is not None
+        assert sum(taken.running.young.values()) == young
+
+
+def test_dominated_cells_stay_where_something_runs() -> None:
+    plan, cells, _ = two_tiers()
+    specs = list(cells.values())
+    assert running.kept(specs, specs[:1], plan) == specs
+    assert running.kept(specs, specs[:1], plan.model_copy(update={"groups": []})) == specs[:1]
+
+
+def test_what_has_no_cell_is_no_longer_counted() -> None:
+    runs = Running({"a": 2, "b": 1}, {"b": 1})
+    assert running.limited_to(runs, ["a"]) == Running({"a": 2}, {})
+    assert running.limited_to(None, ["a"]) is None
+
+
+@pytest.mark.parametrize(("free", "changes"), [(True, 0), (False, 1)])
+def test_a_free_switch_counts_for_no_change(free: bool, changes: int) -> None:
+    """The loose cell's replica is needed at the tight tier: with a budget of 0 only free switches may."""
+    loose = Cell("loose", "s", "n", 1, 5.0, {"u": 1.0}, switches_with=("tight",))
+    pool = Pool(
+        nodes=(Nodes("n", "G", 1, 1.0, 1),),
+        cells=(loose, Cell("tight", "s", "n", 1, 1.0, {"u": 1.0})),
+        demands=(Demand("u", 1.0),),
+        variants=(Variant("v", "u", "monolith", (Need("s", 1.0),)),),
+        limits=NO_RESERVE,
+        running=Running(
+            {"loose": 1},
+            start_cost={"tight": 2.0},
+            switch_cost=0.5,
+            max_changes=changes,
+            free=frozenset({("loose", "tight")}) if free else frozenset(),
+        ),
+    )
+    found = milp.solve(pool, EXACT)
+    assert found.switched == {("loose", "tight"): 1}
+    assert found.objective == pytest.approx(24 + (0 if free else 0.5))
