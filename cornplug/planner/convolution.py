@@ -16,22 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner import arrivals
+from cornplug.planner.path_times import PathTimes
 from cornplug.planner.replicas import alone_s, off_device_s
 from cornplug.planner.simulator import Job, Station, Visit, simulate
 from cornplug.planner.traffic import Stop, Traffic, Way, horizon
 
 Floats = NDArray[np.float64]
 _WINDOW = 0.005
-
-
-@dataclass(frozen=True)
-class Path:
-    """Sampled times of a class's requests, in seconds."""
-
-    ttft: Floats
-    tpot: Floats
-    e2e: Floats
-    finished: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Records:
 
 def apart(
     stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int, rng: np.random.Generator
-) -> dict[str, Path]:
+) -> dict[str, PathTimes]:
     if not all_traffic:
         return {}
     span = Span(*horizon(stations, all_traffic, requests))
@@ -175,7 +166,7 @@ def _add_up(
     records: Mapping[int, Records],
     requests: int,
     rng: np.random.Generator,
-) -> Path:
+) -> PathTimes:
     ways, draws = t.choose(requests, rng), arrivals.evenly(len(t.of.draws), requests, rng)
     tour = _Tour(stations, t, records, rng, requests)
     for i, way in enumerate(t.ways):
@@ -183,7 +174,9 @@ def _add_up(
         for stop in way.stops:
             tour.stop(stop, rows, draws[rows])
     first = np.where(np.isnan(tour.first), tour.now, tour.first)
-    return Path(first, tour.tpot, tour.now, t.of.rate * sum(way.share * tour.done(way) for way in t.ways))
+    return PathTimes(
+        first, tour.tpot, tour.now, t.of.rate * sum(way.share * tour.done(way) for way in t.ways)
+    )
 
 
 class _Tour:
