@@ -24,7 +24,7 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
     (home,) = [decision.problem.cells[name] for name, n in decision.solution.replicas.items() if n]
     assert home.hardware is None
     loose = replace(
-        home, cell=replace(home.cell, name=f"{home.cell.name}:t1", tier=5.0), tier=Tier(5.0, 1.0, 1)
+        home, cell=replace(home.cell, name=f"{home.cell.name}:t1", tier=5.0), tier=Tier(5.0, 1.0, 1, 5.0)
     )
     cells = {spec.cell.name: spec for spec in (home, loose)}
     return decision.plan, cells, replace(decision.pool, cells=tuple(s.cell for s in cells.values()))
