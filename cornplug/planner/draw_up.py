@@ -123,11 +123,9 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
 
 
 def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
-    """Of engines that hand KV over."""
+    """Of a language model, for buffers, pages and the choice of an attention backend."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape) or not users:
-        return None
-    if spec.service.tasks.strip("EG") not in ("P", "D"):
         return None
     bases = problem.equipment.bases
     return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
@@ -163,6 +161,7 @@ def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
         served=min(
             of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))
         ),
+        priority=PRIORITY[of.app.workload],
         slo_percentile=slo.percentile,
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,
