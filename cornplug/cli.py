@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
     "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
     "plan": Command("cornplug.planner.commands:main", "plan what to run where, from SLOs and prices"),
+    "launch": Command("cornplug.planner.launch:main", "start a plan of one host, and end it in order"),
     "replan": Command("cornplug.planner.replan:main", "compare the observed load with a plan"),
     "profile": Command("cornplug.planner.measure:main", "measure a component on this machine, for plans"),
     "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),

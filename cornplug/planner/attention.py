@@ -7,6 +7,7 @@ Sources: the engines' own orders of preference, `vllm/platforms/cuda.py` (0.32) 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from cornplug.planner.plan import Group
@@ -36,11 +37,20 @@ def generation_of(gpu: str) -> Generation | None:
     return None
 
 
-def backend_of(group: Group) -> str | None:
-    """The engine's name of its attention backend; None: the engine chooses."""
+def backend_of(group: Group, pair_gpus: Iterable[str] = ()) -> str | None:
+    """The engine's name of its attention backend; None: the engine chooses.
+
+    Args:
+        pair_gpus: Device types that it exchanges KV with. NIXL's handshake in vLLM refuses a pair of
+            unequal backends, so a pair of two generations gets one that runs on both.
+    """
     if group.settings is not None and group.settings.attention_backend is not None:
         return group.settings.attention_backend
-    if group.kv is None or not group.kv.mla:
-        return None
+    mla = group.kv is not None and group.kv.mla
+    generations = {generation_of(gpu) for gpu in {group.gpu, *pair_gpus}}
+    if group.engine == "vllm" and len(generations) > 1:
+        if mla:
+            return "TRITON_MLA"
+        return "FLASH_ATTN" if "blackwell" in generations else None
     generation = generation_of(group.gpu)
-    return _MLA.get(generation, {}).get(group.engine) if generation else None
+    return _MLA.get(generation, {}).get(group.engine) if mla and generation else None

@@ -106,9 +106,8 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[Command]:
 def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
     """Text of the files that the commands refer to, by name."""
     placed = sites(plan)
-    found = {
-        "routes.json": json.dumps(entries(plan, routers(plan, placed, transfer=transfer)), indent=2) + "\n"
-    }
+    table = entries(plan, routers(plan, placed, transfer=transfer), placed)
+    found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
     return found
@@ -264,10 +263,10 @@ def _remarks(site: Site, its: Surroundings) -> tuple[str, ...]:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
     elif "G" in group.tasks:
         found.append("The generator's part is not served by this engine: put its server beside it.")
-    if group.engine == "vllm" and its.encoder_urls and its.sharing.encoder_socket is None:
+    if group.engine == "vllm" and its.by_value and its.role != "D":
         found.append(
-            "Its encoders are on other hosts: clients ask them at "
-            f"{' '.join(its.encoder_urls)} and send the rows (EncoderClient, as_vllm_part(by_value=True))."
+            "Its encoders are on other hosts: clients ask those of routes.json, and send the rows "
+            "(EncoderClient, as_vllm_part(by_value=True))."
         )
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
         found.append("KV goes through two connectors, so they are given in the long form.")

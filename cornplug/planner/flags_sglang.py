@@ -96,7 +96,7 @@ def _precision(group: Group, around: Surroundings) -> list[str]:
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8_e4m3"]
-    if around.encoded_apart and group.quantisation in ("none", "fp8"):
+    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
         flags += ["--dtype", "bfloat16"]
     return flags
 
@@ -105,7 +105,7 @@ def _attention(group: Group, around: Surroundings) -> list[str]:
     if is_cpu(group):
         flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
         return [*flags, "--mm-attention-backend", "sdpa"] if "E" in group.tasks else flags
-    backend = backend_of(group)
+    backend = backend_of(group, around.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and ((backend is not None and group.kv.mla) or around.role != "PD"):
         flags += ["--page-size", str(transfer.page_tokens(group.kv))]

@@ -108,14 +108,14 @@ def _precision(group: Group, around: Surroundings) -> list[str]:
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8"]
-    if around.encoded_apart and group.quantisation in ("none", "fp8"):
-        # As the encoder service's: embeddings of another dtype are others.
+    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+        # As the encoder service's own: embeddings and KV of another dtype are others.
         flags += ["--dtype", "bfloat16"]
     return flags
 
 
 def _attention(group: Group, around: Surroundings) -> list[str]:
-    backend = backend_of(group)
+    backend = backend_of(group, around.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and (group.kv.mla or around.role != "PD"):
         flags += ["--block-size", str(transfer.page_tokens(group.kv))]
@@ -158,7 +158,7 @@ def _admission(group: Group, settings: EngineSettings, around: Surroundings) -> 
 def _connectors(group: Group, around: Surroundings) -> list[str]:
     sharing = around.sharing
     # Services on other hosts are asked by the clients, who then send the rows.
-    remote = ["--enable-mm-embeds"] if around.encoder_urls and sharing.encoder_socket is None else []
+    remote = ["--enable-mm-embeds"] if around.by_value else []
     if around.role == "PD":
         return [*_short(sharing), *remote]
     connectors = [transfer.vllm_config(around.role, around.transfer)]

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from cornplug.planner.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, Site
 from cornplug.planner.plan import Group, Plan, Route, Stage
-from cornplug.planner.surroundings import around, caches_for
+from cornplug.planner.surroundings import around, caches_for, one_a_host
 from cornplug.planner.transfer import Transfer
 
 # Both routers know of the load what they sent and has not come back: the lesser of two drawn ones is
@@ -98,22 +98,37 @@ def routers(plan: Plan, placed: Sequence[Site], *, transfer: Transfer) -> list[R
     return found
 
 
-def entries(plan: Plan, placed: Sequence[Router]) -> dict[str, dict[str, Any]]:
+def entries(plan: Plan, front: Sequence[Router], placed: Sequence[Site]) -> dict[str, dict[str, Any]]:
     """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
-    "to": [{"weight": part of the class, "url": ...}], heaviest first}."""
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}.
+
+    Where clients are to encode first, and send the rows, "encoders" says whom to ask.
+    """
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.outlook}
-    address = {router.pool: router.url for router in placed}
-    rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    address = {router.pool: router.url for router in front}
+    rates: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
-            rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
+            encoders = _asked_by_clients(plan, route, pool, placed)
+            rates[f"{route.app}/{route.request}"][address[pool], *encoders] += route.rate * share
     return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
 
 
-def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:
+def _asked_by_clients(plan: Plan, route: Route, pool: Pool, placed: Sequence[Site]) -> list[str]:
+    encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
+    reader = next(s for s in placed if s.group.name in (pool.serving or pool.prefill))
+    if pool.engine != "vllm" or not encoders or not around(plan, reader, [*placed], transfer="nixl").by_value:
+        return []
+    return [site.url for site in one_a_host([s for s in placed if s.group.name in encoders])]
+
+
+def _normalised(urls: Mapping[tuple[str, ...], float]) -> list[dict[str, Any]]:
     total = sum(urls.values())
-    ordered = sorted(urls.items(), key=lambda item: (-item[1], item[0]))
-    return [{"weight": round(rate / total, 4) if total else 1.0, "url": url} for url, rate in ordered]
+    found = []
+    for (url, *encoders), rate in sorted(urls.items(), key=lambda item: (-item[1], item[0])):
+        weight = round(rate / total, 4) if total else 1.0
+        found.append({"weight": weight, "url": url} | ({"encoders": encoders} if encoders else {}))
+    return found
 
 
 def _argv(

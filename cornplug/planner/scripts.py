@@ -154,6 +154,9 @@ def _wrapped(words: Sequence[str]) -> list[str]:
 
 def _script(plan: Plan, what: str, here: Sequence[Command]) -> str:
     used = [c for c in here if c.argv]
+    if not used:
+        remarks = [remark for command in here for remark in command.remarks]
+        return "\n".join(["#!/usr/bin/env bash", *(f"echo {shlex.quote(r)}" for r in remarks), ""])
     parts = [_HEAD.format(what=what, name=_comment(plan.name)), *_variables(plan, used), ""]
     parts += [_FUNCTIONS.replace("@READY_S@", str(READY_S))]
     later: list[str] = []

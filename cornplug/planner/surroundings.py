@@ -54,8 +54,12 @@ class Surroundings:
     sharing: Sharing
     encoder_urls: tuple[str, ...]
     """Of the services that encode for this engine, on whatever host; none: it does so itself."""
+    by_value: bool
+    """Requests come with embeddings: some of those that prefill them have no encoder on their host."""
     unequal_pair: bool
     """It hands KV to, or takes it from, a group of another tensor parallelism."""
+    pair_gpus: frozenset[str]
+    """Device types of both sides of its transfers; its own alone without any."""
     ttft_s: float | None
     """Tightest bound of the classes that come here."""
     drain_s: int
@@ -64,8 +68,8 @@ class Surroundings:
     """Requests of different priority meet here."""
     admits: bool
     """Classes of service with deadlines stand before it."""
-    encoded_apart: bool
-    """A service encodes for some of its requests: embeddings, and so the KV of a pair, are bfloat16."""
+    agrees_on_dtype: bool
+    """Embeddings or KV pass between it and others: all are bfloat16."""
 
 
 def role_of(group: Group) -> Role:
@@ -151,22 +155,19 @@ def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer
         role=role,
         transfer=transfer,
         sharing=_sharing(plan, site, encoders),
-        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in _one_a_host(encoders))),
+        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in one_a_host(encoders))),
+        by_value=_by_value(plan, group, placed),
+        pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
         ttft_s=min(bounds, default=None),
         drain_s=_drain_s(visiting),
         ranks_requests=len({one.priority for one in visiting}) > 1,
         admits=role != "D" and _admits(plan, group),
-        encoded_apart=any(
-            stage.tasks == "E"
-            for route in plan.routes
-            if any(group.name in stage.groups for stage in route.stages)
-            for stage in route.stages
-        ),
+        agrees_on_dtype=role != "PD" or bool(encoders),
     )
 
 
-def _one_a_host(encoders: list[Site]) -> list[Site]:
+def one_a_host(encoders: list[Site]) -> list[Site]:
     """A group's replicas on one host are one service."""
     first: dict[tuple[str, str], Site] = {}
     for site in encoders:
@@ -176,18 +177,37 @@ def _one_a_host(encoders: list[Site]) -> list[Site]:
 
 def _sharing(plan: Plan, site: Site, encoders: list[Site]) -> Sharing:
     group = site.group
-    beside = [e for e in _one_a_host(encoders) if e.host == site.host]
+    beside = [e for e in one_a_host(encoders) if e.host == site.host]
     fitting = [e for e in beside if group.model in e.group.encoder_models] or beside
-    app = group.apps[0] if len(group.apps) == 1 else group.components[0]
     role = role_of(group)
     encoded = {name for e in encoders for name in e.group.components}
     return Sharing(
-        app=app,
+        app=_app(plan, group),
         kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
         and (bool(fitting) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
         encoder_socket=encoder_socket(fitting[0]) if fitting else None,
     )
+
+
+def _app(plan: Plan, group: Group) -> str:
+    """Whom an engine of several applications names: the one of the most urgent class of service."""
+    urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
+    reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
+    return [*reserved, *group.apps, group.components[0]][0]
+
+
+def _by_value(plan: Plan, group: Group, placed: list[Site]) -> bool:
+    """A router does not tell replicas apart, so it is one answer for all of a route."""
+    for route in plan.routes:
+        if not any(group.name in stage.groups for stage in route.stages):
+            continue
+        encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
+        readers = {name for stage in route.stages if "P" in stage.tasks for name in stage.groups}
+        near = {site.host for site in placed if site.group.name in encoders}
+        if near and any(site.host not in near for site in placed if site.group.name in readers):
+            return True
+    return False
 
 
 def _admits(plan: Plan, group: Group) -> bool:

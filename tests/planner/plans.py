@@ -54,6 +54,8 @@ class Case:
     replicas: int = 1
     hosts: int = 1
     decode_tp: int | None = None
+    decode_gpu: str | None = None
+    """Of nodes of its own."""
     model: str = "Qwen/Qwen2-VL-7B-Instruct"
 
     @property
@@ -85,6 +87,9 @@ def _options() -> Iterator[Case]:
             yield replace(one, gpu="cpu-core", tp=2, caches=True)
             yield replace(one, workload="offline", tp=2)
         yield replace(Case("P+D", engine), decode_tp=4)  # type: ignore[arg-type]
+        yield replace(Case("P+D", engine), decode_gpu="B200")  # type: ignore[arg-type]
+        yield replace(Case("P+D", engine), decode_gpu="B200", mla=True)  # type: ignore[arg-type]
+        yield replace(Case("E+P+D", engine), hosts=2, replicas=2)  # type: ignore[arg-type]
         yield replace(Case(engine=engine), speculative="mtp")  # type: ignore[arg-type]
         yield replace(Case(engine=engine), speculative="eagle3", caches=True)  # type: ignore[arg-type]
         yield replace(Case("E+PD", engine), hosts=2, caches=True)  # type: ignore[arg-type]
@@ -136,9 +141,10 @@ def _outlook(case: Case, request: str) -> Outlook:
 
 def _group(case: Case, tasks: str) -> Group:
     tp = (case.decode_tp or case.tp) if tasks == "D" else case.tp
+    apart = tasks == "D" and case.decode_gpu is not None
     common: dict[str, Any] = {
-        "gpu": case.gpu,
-        "nodes": "nodes",
+        "gpu": case.decode_gpu if apart else case.gpu,
+        "nodes": "decode-nodes" if apart else "nodes",
         "replicas": case.replicas,
         "utilisation": 0.6,
         "capacity": {"chat/short": 3.0},
@@ -174,6 +180,9 @@ def _placed(case: Case, groups: list[Group]) -> tuple[list[Group], list[PlannedN
     """One replica after the other over nodes of eight GPUs; with `hosts` 2 each group has its own."""
     placed, node, first = [], 0, 0
     for number, group in enumerate(groups):
+        if group.nodes != "nodes":
+            placed.append(group.model_copy(update={"placement": [[0, r] for r in range(group.replicas)]}))
+            continue
         if case.hosts > 1 and number:
             node, first = node + 1, 0
         places = []
@@ -193,8 +202,17 @@ def _placed(case: Case, groups: list[Group]) -> tuple[list[Group], list[PlannedN
             places.append([node, first])
             first += needed
         placed.append(group.model_copy(update={"placement": places}))
-    used = max(place[0] + max(group.tp * group.pp // 8, 1) for group in placed for place in group.placement)
-    return placed, [PlannedNodes(name="nodes", gpu=case.gpu, gpus=8, count=used, price_per_hour=10.0)]
+    used = max(
+        place[0] + max(group.tp * group.pp // 8, 1)
+        for group in placed
+        for place in group.placement
+        if group.nodes == "nodes"
+    )
+    nodes = [PlannedNodes(name="nodes", gpu=case.gpu, gpus=8, count=used, price_per_hour=10.0)]
+    if case.decode_gpu is not None:
+        gpu = case.decode_gpu
+        nodes.append(PlannedNodes(name="decode-nodes", gpu=gpu, gpus=8, count=1, price_per_hour=20.0))
+    return placed, nodes
 
 
 def _caches() -> list[CacheSize]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -73,6 +74,31 @@ def test_every_line_is_taken(case: Case, checkpoint: str) -> None:
         if group.tp <= 2 and case.speculative == "none":
             made.model, made.max_model_len = checkpoint, 4096
             assert made.create_engine_config().scheduler_config.max_num_batched_tokens == 4096
+
+
+PAIRS = [c for c in VLLM if "P+D" in c.structure and max(c.tp, c.decode_tp or 1) <= 2]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.id)
+def test_pairs_agree_on_what_nixls_handshake_compares(case: Case, checkpoint: str) -> None:
+    hashes = set()
+    for command in engines(case):
+        made = engine_args(command)
+        made.model, made.max_model_len = checkpoint, 4096
+        group = next(g for g in plan(case).groups if g.name == command.group)
+        # Left to vLLM, it is FlashInfer's on Blackwell, and FlashAttention before.
+        own = "FLASHINFER" if group.gpu == "B200" else "FLASH_ATTN"
+        backend = str(made.attention_backend or own)
+        hashes.add(compute_nixl_compatibility_hash(made.create_engine_config(), backend))
+    assert len(hashes) == 1
+
+
+def test_embeddings_from_far_are_taken_by_both_of_a_pair() -> None:
+    """A router sends one request, with its rows, to the one and then to the other."""
+    prefill, decode = engines(Case("E+P+D", hosts=2))
+    assert engine_args(prefill).enable_mm_embeds
+    assert engine_args(decode).enable_mm_embeds
+    assert not any(engine_args(c).enable_mm_embeds for c in engines(Case("E+P+D")))
 
 
 @pytest.mark.parametrize("transfer", ["nixl", "mooncake", "lmcache"])

@@ -93,6 +93,15 @@ def test_a_pair_is_given_with_its_roles(engine: Any, bootstrap: list[str]) -> No
     assert (args.max_concurrent_requests, args.queue_size, args.queue_timeout_secs) == (128, 2, 1)
 
 
+def test_clients_are_told_whom_to_ask_where_their_engine_cannot() -> None:
+    far = json.loads(files(plan(Case("E+PD", hosts=2, replicas=2)))["routes.json"])["chat/short"]["to"]
+    # Two encoders on one host are one service.
+    assert far == [{"weight": 1.0, "url": "http://${HOST_1}:30000", "encoders": ["http://${HOST_1}:8750"]}]
+    for one in (Case("E+PD"), Case("E+PD", "sglang", hosts=2)):
+        (near,) = json.loads(files(plan(one))["routes.json"])["chat/short"]["to"]
+        assert "encoders" not in near
+
+
 def test_offline_work_waits_as_long_as_it_likes() -> None:
     (command,) = of(plan(Case("P+D", workload="offline")))
     assert parsed(command).queue_size is None

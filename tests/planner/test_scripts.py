@@ -109,6 +109,16 @@ def test_a_plan_of_one_host_is_started_and_ended(tmp_path: Path, monkeypatch: py
     assert not (run_dir / "store.sock").exists()
 
 
+def test_a_host_with_somebody_elses_server_only_says_so() -> None:
+    made = plan(Case())
+    group = made.groups[0].model_copy(
+        update={"name": "tts-G", "tasks": "G", "engine": "external", "model": "org/it's speech"}
+    )
+    (text,) = scripts(made.model_copy(update={"groups": [group], "routes": []})).values()
+    said = subprocess.run(["bash", "-u"], input=text, capture_output=True, text=True, check=True)
+    assert "org/it's speech" in said.stdout
+
+
 def test_a_script_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(plan(Case()), tmp_path)
     fake = tmp_path / "fake"
