@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from cornplug.planner import milp
+from cornplug.planner import keeping
 from cornplug.planner.balance import balanced
 from cornplug.planner.cells import CellSpec
 from cornplug.planner.inputs import Solver
@@ -39,11 +39,12 @@ def confirmed(
 
     `first`: False where a like problem was solved before. Raises as `milp.solve`.
     """
+    posed = _running_confirmed(posed, report)
     floor: Solution | None = None
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
         settings = _settings(posed.given.solver, first=first and i == 0)
-        solution = milp.solve(posed.pool, settings, watch, notes=posed.notes)
+        solution = keeping.solve(posed.pool, settings, watch, posed.notes)
         solution = floor = _with_bound(solution, floor, posed.given.solver.gap)
         doubtful = _doubtful(posed, solution)
         if not doubtful or not posed.given.rules.simulate:
@@ -59,6 +60,16 @@ def confirmed(
                 return posed, fitted
     report("solve", 1.0)
     return posed, balanced(posed.pool, solution, settings) or solution
+
+
+def _running_confirmed(posed: Problem, report: Report) -> Problem:
+    """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
+    running = posed.pool.running
+    if running is None or not posed.given.rules.simulate:
+        return posed
+    specs = [(posed.cells[name], n) for name, n in running.replicas.items() if n]
+    doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.confirmed]
+    return posed.with_cells(_simulated(posed, doubtful, report)) if doubtful else posed
 
 
 def _settings(given: Solver, *, first: bool) -> Solver:

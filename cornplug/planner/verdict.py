@@ -87,10 +87,15 @@ def _load(g: Group, old: Plan, decision: Decision) -> float:
 
 
 def _capacity(g: Group, decision: Decision) -> Mapping[str, float]:
-    """Of one replica, by the new lengths and hit rates; the old one where the pool has no such cell."""
-    for cell in decision.pool.cells:
-        if group_name(cell.name) == g.name:
-            return cell.capacity
+    """Of one replica: what the running plan counted on, or less where new lengths and hit rates leave less.
+
+    Not more: how much rehearsals took off the old capacity is not known, and what they took off the
+    new one is about the new plan's mixture. Closed forms' capacities are no ground to act on.
+    """
+    for spec in decision.problem.cells.values():
+        if group_name(spec.cell.name) == g.name and (spec.confirmed or not spec.timed):
+            now = {name: rate / spec.derated for name, rate in spec.cell.capacity.items()}
+            return {name: min(rate, now.get(name, 0.0)) for name, rate in g.capacity.items()}
     return g.capacity
 
 
