@@ -10,7 +10,7 @@ most of its distance from the truth. The last word is the solver's, on the cost 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from cornplug.planner.solvers import solve as run_solver
 
 Build = Callable[[Pool], Model]
 
-QUICK, POTENTIAL, GROUPS, WHOLE_NODES, DESCENT, STEP = 0.05, 0.15, 0.2, 0.05, 0.3, 0.075
+QUICK, POTENTIAL, GROUPS, ROOT, CHOSEN, DESCENT, STEP = 0.05, 0.1, 0.2, 0.1, 0.1, 0.5, 0.06
 """Shares of the time limit; the solver's last call gets what they leave."""
 GPU_WEIGHT = 0.1
 """Of a GPU's price, in the potential."""
@@ -44,11 +44,16 @@ def least_cost(
     quick = best.improve(money, QUICK)
     if quick.status == "infeasible" or best.proven:
         return best.run("infeasible" if quick.status == "infeasible" else None), best.values
-    potential = money + GPU_WEIGHT * lpSum(gpu_prices(model, money)[n] * x for n, x in model.x.items())
+    prices = gpu_prices(model, money)
+    potential = money + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
     best.improve(potential, POTENTIAL)
-    bound_groups(best, build)
-    bound_by_nodes(best)
-    descend(best, potential)
+    worthy = bound_groups(best, build)
+    best.improve(money, ROOT)
+    if best.values is not None and not best.proven:
+        worthy |= {name for name, x in model.x.items() if best.values[x] > 0.5}
+        with fixed(model, {name: 0 for name in model.x if name not in worthy}):
+            best.improve(potential, CHOSEN)
+    descend(best, prices)
     if best.proven:
         return best.run(), best.values
     last = best.improve(money, 1.0)
@@ -63,19 +68,22 @@ def gpu_prices(model: Model, money: Any) -> dict[str, float]:
     }
 
 
-def bound_groups(best: Incumbent, build: Build) -> None:
+def bound_groups(best: Incumbent, build: Build) -> set[str]:
     """Adds a row for each group: its replicas cost at least this, at the prices that GPUs fetch.
+
+    Returns the cells that the groups' cheapest plans use.
 
     Where a class of nodes is sold out, its GPUs are worth more than they cost: the relaxation's
     shadow prices say how much. The rows follow from the others: they are no reasons for a plan.
     """
     model, end = best.model, time.monotonic() + best.seconds_for(GROUPS)
     worth = gpu_worth(best)
+    used = set[str]()
     parts = sorted(groups(model.pool), key=lambda part: sum(c.service in part for c in model.pool.cells))
     for i, services in enumerate(parts):
         seconds = 2 * (end - time.monotonic()) / (len(parts) - i)
         if seconds <= 0:
-            return
+            break
         sub = build(alone(model.pool, services))
         for z in sub.z.values():
             z.cat = LpContinuous  # GPUs are paid for one by one
@@ -86,6 +94,9 @@ def bound_groups(best: Incumbent, build: Build) -> None:
             dollars = lpSum(worth[c.nodes] * c.gpus * model.x[c.name] for c in sub.pool.cells)
             # A hair below: rounding must not cut off the very plan that proved it
             model.problem.addConstraint(dollars >= run.bound * (1 - 1e-7), f"group:{i}")
+        if run.status in ("optimal", "feasible"):
+            used |= {name for name, x in sub.x.items() if (x.varValue or 0.0) > 0.5}
+    return used
 
 
 def gpu_worth(best: Incumbent) -> dict[str, float]:
@@ -102,39 +113,43 @@ def gpu_worth(best: Incumbent) -> dict[str, float]:
     }
 
 
-def bound_by_nodes(best: Incumbent) -> None:
-    """The relaxation that keeps nodes whole but divides replicas: quick, and above the plain one."""
-    model = best.model
-    nodes = {id(z) for z in model.z.values()}
-    divided = [(v, v.cat) for v in model.problem.variables() if id(v) not in nodes]
-    for v, _ in divided:
-        v.cat = LpContinuous
-    model.problem.setObjective(best.money)
-    limits = Limits(best.settings.gap / 10, best.seconds_for(WHOLE_NODES), best.settings.threads)
-    best.raise_bound(run_solver(model.problem, best.settings.name, limits).bound)
-    for v, category in divided:
-        v.cat = category
+def descend(best: Incumbent, prices: Mapping[str, float]) -> None:
+    """Improves the plan by a few groups at a time, chosen at random but alike in every run.
 
-
-def descend(best: Incumbent, potential: Any) -> None:
-    """Improves the plan by a few groups at a time, chosen at random but alike in every run."""
+    Each step wants one node empty: its class's GPUs weigh most, and those of other nodes, which
+    are paid for, next to nothing.
+    """
     model = best.model
     parts = groups(model.pool)
     end, chance = time.monotonic() + best.seconds_for(DESCENT), np.random.default_rng(0)
     while time.monotonic() < end and not best.proven and best.values and len(parts) > TOGETHER:
+        emptied = _emptiest(model, best.values, chance)
+        weight = {n: GPU_WEIGHT * (3.0 if n == emptied else 0.2) for n in model.nodes}
+        wish = best.money + lpSum(weight[model.cells[n].nodes] * prices[n] * x for n, x in model.x.items())
         chosen = chance.choice(len(parts), TOGETHER, replace=False)
         free = frozenset[str]().union(*(parts[i] for i in chosen))
-        with others_fixed(model, free, best.values):
-            best.improve(potential, STEP, gap=1e-4)
+        stay = {n: round(best.values[x]) for n, x in model.x.items() if model.cells[n].service not in free}
+        with fixed(model, stay):
+            best.improve(wish, STEP, gap=1e-4)
+
+
+def _emptiest(model: Model, values: Values, chance: np.random.Generator) -> str:
+    """A class of nodes in use, the likelier the fewer GPUs of its last node are taken."""
+    room = {}
+    for name, node in model.nodes.items():
+        if count := round(values[model.z[name]]):
+            used = sum(c.gpus * values[model.x[c.name]] for c in model.pool.cells if c.nodes == name)
+            room[name] = (max(count - used / node.gpus, 0.0) + 0.05) ** 2
+    total = sum(room.values())
+    return str(chance.choice(list(room), p=[share / total for share in room.values()]))
 
 
 @contextmanager
-def others_fixed(model: Model, free: frozenset[str], values: Values) -> Iterator[None]:
-    """Replicas of services that are not free stay as they are."""
-    fixed = [x for name, x in model.x.items() if model.cells[name].service not in free]
-    before = [(x.lowBound, x.upBound) for x in fixed]
-    for x in fixed:
-        x.lowBound = x.upBound = round(values[x])
+def fixed(model: Model, replicas: Mapping[str, int]) -> Iterator[None]:
+    """Meanwhile these cells have just so many replicas."""
+    before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in replicas}
+    for name, count in replicas.items():
+        model.x[name].lowBound = model.x[name].upBound = count
     yield
-    for x, (low, high) in zip(fixed, before, strict=True):
-        x.lowBound, x.upBound = low, high
+    for name, (low, high) in before.items():
+        model.x[name].lowBound, model.x[name].upBound = low, high
