@@ -9,7 +9,7 @@ from cornplug.planner.inputs import PlanInput
 from cornplug.planner.plan import Outlook
 from planner.scenarios import SCENARIOS
 
-QUICK = {"one class, one model", "large model"}
+QUICK = {"one class, one model"}
 TIMES = ("ttft", "tpot", "e2e")
 
 
