@@ -20,7 +20,7 @@ from cornplug.planner.pruning import loosest, prune
 from cornplug.planner.resolve import resolve
 from cornplug.planner.samples import Samples
 from cornplug.planner.services import Service
-from cornplug.planner.tiers import Chain, Tier, chain
+from cornplug.planner.tiers import Chain, Tier, chain, how_many
 from cornplug.planner.variants import Way, ways
 
 GIB: Final = 1 << 30
@@ -90,7 +90,7 @@ def problem(given: PlanInput) -> Problem:
         for way in ways(given, classes[name], path, assumed, samples, slowest)
     ]
     equipment = Equipment(given, nodes, table, bases, samples)
-    chains = _chains(found)
+    chains = _chains(found, len(nodes))
     every = [
         spec
         for service, users in _users(found).items()
@@ -125,12 +125,13 @@ def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:
     return users
 
 
-def _chains(found: list[Way]) -> dict[str, Chain]:
+def _chains(found: list[Way], node_classes: int) -> dict[str, Chain]:
     wanted: dict[str, set[tuple[float, float]]] = {}
     for way in found:
         for p in way.promises:
             wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
-    return {name: chain(pairs) for name, pairs in wanted.items()}
+    most = how_many(len(wanted), node_classes)
+    return {name: chain(pairs, most) for name, pairs in wanted.items()}
 
 
 def _loosest_tiers(service: Service, found: list[Way], chains: Mapping[str, Chain]) -> dict[str, Tier]:

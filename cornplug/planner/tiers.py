@@ -13,7 +13,7 @@ from math import inf, isinf
 from typing import Final
 
 MOST: Final = 4
-"""Tiers of one service. More cost solver time and save little: integrality grows with each."""
+"""Tiers of one service. More of them save little, and multiply the cells."""
 UNBOUNDED: Final = 1e6
 APART: Final = 1e-5
 """Relative: tiers with equal seconds differ by it, so that names with six digits do, too."""
@@ -39,13 +39,23 @@ class Chain:
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
 
-def chain(wanted: Iterable[tuple[float, float]]) -> Chain:
-    """Of (seconds, seconds per token) pairs.
+def how_many(services: int, node_classes: int) -> int:
+    """Tiers for each service of a problem of this size.
+
+    Cells of neighbouring tiers are nearly the same to a solver: with 26 services on six node
+    classes it found a plan of $161/h in 20 s with two tiers, and one of $816/h with four.
+    """
+    size = services * node_classes
+    return MOST if size <= 12 else 3 if size <= 40 else 2
+
+
+def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
+    """Of (seconds, seconds per token) pairs, at most `most` tiers.
 
     A tier's time per token is the least of its own and all looser ones', whose work may come to it.
     """
     groups = [[pair] for pair in sorted(set(wanted))]
-    while len(groups) > MOST:
+    while len(groups) > most:
         i = min(range(len(groups) - 1), key=lambda i: _distance(groups[i][0], groups[i + 1][0]))
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
     by_token = all(isinf(group[0][0]) for group in groups)

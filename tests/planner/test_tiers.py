@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.tiers import MOST, chain
+from cornplug.planner.tiers import MOST, chain, how_many
 
 BOUNDS = st.floats(0.01, 100) | st.just(inf)
 
@@ -35,3 +35,8 @@ def test_a_tighter_tier_keeps_what_looser_ones_promise(wanted: list[tuple[float,
 def test_near_bounds_are_merged_first() -> None:
     tiers = chain([(0.1, inf), (1.0, inf), (1.1, inf), (5.0, inf), (30.0, inf)]).tiers
     assert [t.seconds for t in tiers] == [0.1, 1.0, 5.0, 30.0]
+
+
+def test_large_problems_have_fewer_tiers() -> None:
+    assert how_many(3, 3) == MOST
+    assert how_many(26, 6) == 2
