@@ -135,7 +135,10 @@ def main(argv: list[str]) -> int:
                 progress.stop()
                 if not stop.is_set():
                     console.print(_addresses(processes))
-                    console.print("Ctrl-C ends it.")
+                    print(
+                        f"Logs, and the classes' addresses in routes.json: {run_dir}\nCtrl-C ends it.",
+                        flush=True,
+                    )
                     _watch(processes, stop)
                 console.print("ending: requests under way are finished")
         except ProcessEnded as e:
@@ -209,10 +212,10 @@ def _shown(progress: Progress) -> Event:
 
 
 def _addresses(processes: Sequence[Process]) -> Table:
-    table = Table("what", "address", "process", "log", box=None)
+    table = Table("what", "address", "process", box=None)
     for process in processes:
         command = process.command
-        table.add_row(process.name, command.url or command.socket or "", str(process.pid), str(process.log))
+        table.add_row(process.name, command.url or command.socket or "", str(process.pid))
     return table
 
 
