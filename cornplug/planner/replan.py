@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
         replan_state.save(state_path, known, after, ())
         return commands.refused("replan", e)
     assert seen.change is not None
-    verdict = judge(old, decision, seen.change)
+    same_work = all(d.what == "rate" for d in differences)
+    verdict = judge(old, decision, seen.change, same_work=same_work)
     agreed = verdict.act and verdict.signature == tuple(state.wanted)
     replan_state.save(state_path, known, after, verdict.signature)
     if agreed and args.output is not None:

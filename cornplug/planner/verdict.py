@@ -30,13 +30,17 @@ class Verdict:
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
-def judge(old: Plan, decision: Decision, change: Change) -> Verdict:
-    """`decision`: of the observed load, with `old` as what runs now."""
+def judge(old: Plan, decision: Decision, change: Change, *, same_work: bool = False) -> Verdict:
+    """`decision`: of the observed load, with `old` as what runs now.
+
+    `same_work`: only rates differ from what `old` was made for, so that each replica carries what
+    it did: its capacity is not simulated anew, which would add chance to the verdict.
+    """
     switched = _switched(decision)
     steps = tuple(changes.between(old, decision.plan, switched))
     saves = old.cost_per_hour - decision.plan.cost_per_hour
     cost = _switching_cost(decision)
-    over = overloaded(old, decision)
+    over = overloaded(old, decision, same_work=same_work)
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
         limit = wording.percent(decision.pool.limits.max_utilisation)
@@ -55,20 +59,22 @@ def judge(old: Plan, decision: Decision, change: Change) -> Verdict:
     return Verdict(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
 
 
-def overloaded(old: Plan, decision: Decision) -> dict[str, float]:
+def overloaded(old: Plan, decision: Decision, *, same_work: bool = False) -> dict[str, float]:
     """Group -> its utilisation under the old routes and the new rates and capacities, where too high.
 
     Infinite where its cell can no longer keep a class's bounds at all.
     """
-    loads = {g.name: _load(g, old, decision) for g in old.groups}
+    loads = {
+        g.name: _load(g, old, decision, g.capacity if same_work else _capacity(g, decision))
+        for g in old.groups
+    }
     limit = decision.pool.limits.max_utilisation
     return {name: load for name, load in loads.items() if load > limit + 1e-6}
 
 
-def _load(g: Group, old: Plan, decision: Decision) -> float:
+def _load(g: Group, old: Plan, decision: Decision, capacity: Mapping[str, float]) -> float:
     """Its planned utilisation, scaled by what the observed rates and capacities make of it."""
     rates = {d.name: d.rate for d in decision.pool.demands}
-    capacity = _capacity(g, decision)
     planned: dict[str, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
     for r in old.routes:

@@ -129,6 +129,14 @@ def test_a_role_is_switched_before_anything_is_started(tmp_path: Path) -> None:
     assert restarted.switching_cost == pytest.approx(3.67 * 300 / 3600)
 
 
+def test_where_only_rates_differ_capacities_are_not_asked_again(tmp_path: Path) -> None:
+    plan = running(tmp_path, pair(6.0, prefill=6.0))
+    _, slower = replanned(tmp_path, pair(6.0, prefill=3.0))
+    assert verdict.overloaded(plan, slower, same_work=True) == {}
+    (load,) = verdict.overloaded(plan, slower).values()
+    assert load == pytest.approx(6.0 / 3.0 / 2)
+
+
 def test_young_replicas_stay(tmp_path: Path) -> None:
     plan = running(tmp_path, sample_input.given(rate=24.0))
     young = [g.model_copy(update={"since": time.time() - 60}) for g in plan.groups]
