@@ -54,8 +54,9 @@ class Size:
     tp: tuple[int, ...] = (1, 2, 4, 8)
     modes: int = 2
     nodes: int = 64
-    load: float = 3.0
-    """3 fills about half of 64 nodes; 1 needs about ten."""
+    """Of each class that can be had."""
+    load: float = 5.0
+    """5 needs about 64 nodes; 1 needs about ten."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,7 @@ class Spec:
 def pool(size: Size, seed: int, *, objective: Literal["cost", "goodput"] = "cost") -> Pool:
     rng = np.random.default_rng(seed)
     towers, llms = components(size)
-    stock = max(size.nodes // size.devices, 1)
-    nodes = tuple(
-        Nodes(d.name, d.name, d.gpus, d.price, stock + (i < size.nodes - stock * size.devices))
-        for i, d in enumerate(DEVICES[: size.devices])
-    )
+    nodes = tuple(Nodes(d.name, d.name, d.gpus, d.price, size.nodes) for d in DEVICES[: size.devices])
     demands, sizes, chains = applications(size, rng, towers, llms)
     services = {f"{tower.name}/E": tower for tower in towers}
     for llm in llms:
