@@ -327,7 +327,8 @@ def _hold(model: Model, goal: Goal, values: Values, *, last: bool) -> None:
     """What an earlier goal reached stays. For the tie-break, so do the nodes: see `neatness`."""
     reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
     allowed = reached + 1e-7 * max(1.0, abs(reached))
-    model.add(f"keep[{goal.name}]", goal.sign * goal.expression <= allowed)
+    # No law of the pool, and so no row by name: it must not be given as a plan's reason
+    model.problem.addConstraint(goal.sign * goal.expression <= allowed, f"keep:{goal.name}")
     if last:
         for z in model.z.values():
             z.lowBound = z.upBound = round(values[z])

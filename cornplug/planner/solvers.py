@@ -6,12 +6,12 @@ also when the time was up, so that incumbent and bound are compared here.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ class Limits:
 def solve(problem: Any, name: str, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
     """Minimise; with `start`, from the values that the variables hold."""
     if name == "auto":
-        name = "highs" if importlib.util.find_spec("highspy") else "cbc"
+        name = "highs" if find_spec("highspy") else "cbc"
     run = {"highs": highs, "cbc": cbc}.get(name)
     if run is None:
         raise ConfigError("solver.name", f'there is no solver "{name}"', 'Write "auto", "highs" or "cbc".')
@@ -56,7 +56,7 @@ def solve(problem: Any, name: str, limits: Limits, watch: Watch | None = None, *
 
 
 def highs(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
-    if importlib.util.find_spec("highspy") is None:
+    if find_spec("highspy") is None:
         raise ConfigError(
             "solver.name", "highspy is not installed", 'pip install "cornplug[planner]", or write "cbc".'
         )
@@ -163,7 +163,7 @@ def reached(objective: float, bound: float, gap: float) -> bool:
 
 def relax(problem: Any, name: str) -> None:
     """Solve without integrality: afterwards each row's `pi` is its shadow price."""
-    highs_here = name != "cbc" and importlib.util.find_spec("highspy") is not None
+    highs_here = name != "cbc" and find_spec("highspy") is not None
     cbc_path = pulp.PULP_CBC_CMD.pulp_cbc_path
     problem.solve(
         pulp.HiGHS(mip=False, msg=False) if highs_here else pulp.COIN_CMD(path=cbc_path, mip=False, msg=False)

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cornplug.errors import ConfigError
+from cornplug.planner import milp, solvers
 from cornplug.planner.milp import solve
 from cornplug.planner.pool import (
     CacheLevel,
@@ -198,6 +200,42 @@ def test_progress_is_told_and_the_proof_is_reported() -> None:
 def test_slacks_name_what_binds() -> None:
     pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.0}, stock=3)
     slack = solve(pool, EXACT).slack
+    assert not any(name.startswith("keep") for name in slack)
     assert slack["stock[a]"] == pytest.approx(1)
     assert slack["capacity[s@a]"] == pytest.approx(0)
     assert slack["packing[a]"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("name", ["highs", "cbc"])
+def test_what_is_maximised_is_told_with_its_own_sign(name: str) -> None:
+    seen: list[Progress] = []
+    pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 4.5}, stock=3)
+    plan = solve(replace(pool, objective="goodput"), EXACT.model_copy(update={"name": name}), seen.append)
+    assert plan.objective == pytest.approx(3)
+    assert plan.bound == pytest.approx(3)
+    assert all(p.incumbent is None or 0 <= p.incumbent <= 3 + 1e-6 for p in seen)
+    assert seen[-1].incumbent == pytest.approx(3)
+
+
+def test_cbc_stands_in_where_highs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solvers, "find_spec", lambda _name: None)
+    pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.5})
+    plan = solve(pool, EXACT)
+    assert (plan.solver, plan.status, plan.objective) == ("CBC", "optimal", pytest.approx(3))
+    with pytest.raises(ConfigError, match="highspy is not installed"):
+        solve(pool, EXACT.model_copy(update={"name": "highs"}))
+
+
+def test_cbc_tells_its_bound_in_its_log() -> None:
+    log = (
+        "Result - Stopped on time limit\n\nObjective value:                12.5\nLower bound:        11.25\n"
+    )
+    assert solvers._cbc_bound(log, 12.5, proven=False) == 11.25
+    assert solvers._cbc_bound("Objective value: 12.5\n", 12.5, proven=True) == 12.5
+    assert solvers._cbc_bound("", 12.5, proven=False) == float("-inf")
+
+
+def test_two_constraints_of_one_name_are_a_mistake() -> None:
+    model = milp.build(one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.5}))
+    with pytest.raises(ValueError, match="two constraints"):
+        model.add("stock[a]", model.z["a"] <= 1)

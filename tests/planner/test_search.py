@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pulp import lpSum
 
 from cornplug.planner import milp, search
 from cornplug.planner.groups import alone, groups
+from cornplug.planner.incumbent import Incumbent
 from cornplug.planner.inputs import Solver
 from cornplug.planner.pool import Cell, Demand, Need, Nodes, Pool, Progress, Variant
 from planner.pools import EXACT
@@ -61,16 +63,35 @@ def test_no_plan_costs_less_than_its_groups_alone(pool: Pool) -> None:
     assert total <= plan.objective + 1e-6
 
 
-def test_the_search_keeps_the_optimum(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hardly a moment for the solver alone, every later step has its turn."""
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: Pool, solver: str) -> None:
+    """Without the solver's first seconds on the whole, which would settle so small a pool."""
     seen: list[Progress] = []
-    monkeypatch.setattr(search, "QUICK", 0.0)
-    quick = milp.solve(pool, Solver(gap=0.001, time_limit_s=20), seen.append)
-    exact = milp.solve(pool, EXACT)
-    assert exact.objective - 1e-6 <= quick.objective <= exact.objective * 1.001 + 1e-6
-    assert quick.bound <= exact.objective + 1e-6
+    exact = milp.solve(pool, EXACT).objective
+    model = milp.build(pool)
+    money = milp.money(model).expression
+    best = Incumbent(model, money, Solver(gap=0.001, time_limit_s=20, name=solver), 20.0, seen.append)
+    bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
+    parts = [milp.build(alone(pool, part)) for part in groups(pool)]
+    search.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
+    assert exact - 1e-6 <= best.dollars <= 1.03 * exact
+    assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
+    best.improve(money, 1.0)
+    assert (best.run().status, best.dollars) == ("optimal", pytest.approx(exact, rel=1e-3))
+    assert best.bound <= exact + 1e-6
     costs = [p.incumbent for p in seen if p.incumbent is not None]
     bounds = [p.bound for p in seen if p.bound is not None]
     assert costs == sorted(costs, reverse=True)
     assert bounds == sorted(bounds)
     assert max(bounds) <= min(costs) + 1e-6
+
+
+def test_rounds_at_other_prices_bound_as_truly(pool: Pool) -> None:
+    """A gap of nothing keeps them going for three quarters of a second."""
+    exact = milp.solve(pool, EXACT).objective
+    model = milp.build(pool)
+    money = milp.money(model).expression
+    best = Incumbent(model, money, Solver(gap=0, time_limit_s=1), 1.0, None)
+    search.rounds(best, [milp.build(alone(pool, part)) for part in groups(pool)], 1.1 * money)
+    assert best.bound <= exact + 1e-6
+    assert best.dollars >= exact - 1e-6
