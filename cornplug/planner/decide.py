@@ -6,10 +6,10 @@ it visits are lowered and the problem is solved again, a few times at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.errors import PlanInfeasible
+from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.confirmed import Report, Watch, confirmed
 from cornplug.planner.derating import derated
 from cornplug.planner.draw_up import draw_up
@@ -17,7 +17,7 @@ from cornplug.planner.inputs import PlanInput
 from cornplug.planner.plan import Plan
 from cornplug.planner.pool import Pool, Solution
 from cornplug.planner.problem import Problem, problem
-from cornplug.planner.trial import Miss, rehearse
+from cornplug.planner.trial import Miss, Trial, predicted, rehearse
 
 REHEARSALS: Final = 6
 
@@ -59,25 +59,21 @@ def decide(
 
 def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None) -> Decision:
     """The first plan without a miss; where there is none, the one that misses least."""
-    best: Decision | None = None
+    tried: list[tuple[Trial, Decision]] = []
     for i in range(REHEARSALS):
         try:
-            posed, solution = confirmed(posed, report, watch, first=best is None)
-        except PlanInfeasible:
-            if best is None:
+            posed, solution = confirmed(posed, report, watch, first=not tried)
+        except (PlanInfeasible, PlanUnfinished):
+            if not tried:
                 raise
             break
         report("rehearse", i / REHEARSALS)
         trial = rehearse(posed, solution, draw_up(posed, solution, digest=digest))
-        now = Decision(trial.plan, posed, solution, trial.misses)
-        best = now if best is None else min(best, now, key=_worst_miss)
+        tried.append((trial, Decision(trial.plan, posed, solution, trial.misses)))
         if not trial.misses:
             break
         posed = derated(posed, solution, trial.misses)
+    trial, decision = min(tried, key=lambda t: max((m.times for m in t[0].misses), default=0.0))
+    plan = predicted(trial)
     report("rehearse", 1.0)
-    assert best is not None
-    return best
-
-
-def _worst_miss(decision: Decision) -> float:
-    return max((m.times for m in decision.misses), default=0.0)
+    return replace(decision, plan=plan)

@@ -1,4 +1,4 @@
-"""A drawn-up plan is rehearsed: predicted times, simulated times, and who misses a bound."""
+"""A drawn-up plan is rehearsed: simulated times, who misses a bound, and the times that it promises."""
 
 from __future__ import annotations
 
@@ -39,31 +39,63 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """All that a rehearsal of a plan needs."""
+
+    stations: dict[str, Station]
+    routes: list[Route]
+    classes: dict[str, rehearsal.Class]
+    delays: Callable[[str, str, Draw], float]
+    seed: int
+
+
+@dataclass(frozen=True)
 class Trial:
     plan: Plan
+    """Its outlook has the simulated times."""
     misses: tuple[Miss, ...]
+    stage: Stage | None
+    """None: of none of its classes all times are known."""
 
 
 def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
-    """The plan with its outlook's times, predicted and simulated.
+    """The whole plan, simulated.
 
-    Classes that visit a service of which only a throughput is known have none.
+    Classes that visit a service of which only a throughput is known have no times.
     """
+    stage = _stage(problem, solution, plan)
+    if stage is None:
+        return Trial(plan, (), None)
+    found = rehearsal.rehearse(
+        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed + 1
+    )
+    outlook = [_with_times(o, found, "simulated_") for o in plan.outlook]
+    misses = tuple(m for o in outlook for m in _misses(o))
+    return Trial(plan.model_copy(update={"outlook": outlook}), misses, stage)
+
+
+def predicted(trial: Trial) -> Plan:
+    """The rehearsed plan, with what it promises: times that were found without that simulation."""
+    stage = trial.stage
+    if stage is None:
+        return trial.plan
+    found = rehearsal.predict(
+        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed
+    )
+    outlook = [_with_times(o, found, "") for o in trial.plan.outlook]
+    return trial.plan.model_copy(update={"outlook": outlook})
+
+
+def _stage(problem: Problem, solution: Solution, plan: Plan) -> Stage | None:
     stations = _stations(problem, solution)
-    routes = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
-    whole = _whole_classes(plan, routes)
-    routes = [r for r in routes if _name(r) in whole]
+    timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
+    whole = {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
+    routes = [r for r in timed if _name(r) in whole]
     if not routes:
-        return Trial(plan, ())
-    rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in whole}
+        return None
+    rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
-    seed = problem.given.rules.seed + 1
-    delays = _delays(problem)
-    predicted = rehearsal.predict(stations, routes, classes, delays, requests=REQUESTS, seed=seed)
-    simulated = rehearsal.rehearse(stations, routes, classes, delays, requests=REQUESTS, seed=seed + 1)
-    outlook = [_with_times(o, predicted, simulated) for o in plan.outlook]
-    misses = [m for o in outlook for m in _misses(o)]
-    return Trial(plan.model_copy(update={"outlook": outlook}), tuple(misses))
+    return Stage(stations, routes, classes, _delays(problem), problem.given.rules.seed + 1)
 
 
 def _name(route: Route) -> str:
@@ -77,11 +109,6 @@ def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
         for cell, replicas in solution.replicas.items()
         if replicas and problem.cells[cell].timed
     }
-
-
-def _whole_classes(plan: Plan, timed: list[Route]) -> set[str]:
-    """Classes all of whose routes are timed."""
-    return {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
 
 
 def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> rehearsal.Class:
@@ -116,22 +143,12 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
     return seconds
 
 
-def _with_times(
-    outlook: Outlook, predicted: Mapping[str, rehearsal.Result], simulated: Mapping[str, rehearsal.Result]
-) -> Outlook:
-    name = f"{outlook.app}/{outlook.request}"
-    if name not in predicted:
+def _with_times(outlook: Outlook, found: Mapping[str, rehearsal.Result], prefix: str) -> Outlook:
+    times = found.get(f"{outlook.app}/{outlook.request}")
+    if times is None:
         return outlook
-    before, after = predicted[name], simulated[name]
     return outlook.model_copy(
-        update={
-            "ttft": before.ttft,
-            "tpot": before.tpot,
-            "e2e": before.e2e,
-            "simulated_ttft": after.ttft,
-            "simulated_tpot": after.tpot,
-            "simulated_e2e": after.e2e,
-        }
+        update={f"{prefix}ttft": times.ttft, f"{prefix}tpot": times.tpot, f"{prefix}e2e": times.e2e}
     )
 
 

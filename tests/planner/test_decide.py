@@ -93,7 +93,7 @@ def test_a_bound_that_nothing_keeps_is_named_with_the_best_there_is() -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> Decision:
-    return decided(two_apps())
+    return decided(two_apps(simulate=False))
 
 
 def test_every_class_is_routed_in_full(shared: Decision) -> None:
@@ -156,9 +156,13 @@ def test_a_plan_that_was_edited_into_none_is_refused(shared: Decision, tmp_path:
         Plan.load(path)
 
 
-def test_a_rehearsed_plan_keeps_its_bounds_and_says_what_it_predicted(shared: Decision) -> None:
-    assert shared.misses == ()
-    for o in shared.plan.outlook:
+def test_a_rehearsed_plan_keeps_its_bounds_and_says_what_it_predicted() -> None:
+    given = two_apps()
+    chat = given.applications[0]
+    text = chat.model_copy(update={"requests": chat.requests[:1], "structures": ["monolith"]})
+    decision = decided(given.model_copy(update={"applications": [text], "pool": given.pool[:1]}))
+    assert decision.misses == ()
+    for o in decision.plan.outlook:
         assert o.simulated_ttft is not None
         assert o.simulated_ttft.p95 is not None
         assert o.ttft.p95 is not None
