@@ -22,7 +22,7 @@ Report = Callable[[str, float], None]
 """Phase in words, share of it that is done."""
 Watch = Callable[[Progress], None]
 
-ROUNDS: Final = 5
+ROUNDS: Final = 6
 """The last round's solution is taken as it is, confirmed or not."""
 ENOUGH: Final = 1.5
 """A capacity confirmed for c replicas holds for c / 1.5 to c x 1.5."""
@@ -47,7 +47,7 @@ def confirmed(
         solution = keeping.solve(posed.pool, settings, watch, posed.notes)
         solution = floor = _with_bound(solution, floor, posed.given.solver.gap)
         doubtful = _doubtful(posed, solution)
-        if not doubtful or not posed.given.rules.simulate:
+        if not doubtful or not posed.given.rules.simulate or i == ROUNDS - 1:
             break
         found = _simulated(posed, doubtful, report)
         before, posed = posed, posed.with_cells(found)

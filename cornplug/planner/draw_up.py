@@ -114,7 +114,7 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
         capacity=dict(cell.capacity),
         tier_s=spec.tier.seconds if spec.timed and not isinf(spec.tier.seconds) else None,
         settings=spec.settings,
-        kv=_kv(problem, spec, users),
+        kv=_kv(problem, spec, users or [problem.classes[u] for u in cell.capacity]),
         workload=_most_urgent(users) if users else footprint.workload,
         router=problem.given.rules.router,
         apps=sorted({u.app.name for u in users}),
@@ -125,7 +125,7 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
 def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
     """Of a language model, for buffers, pages and the choice of an attention backend."""
     llm = spec.service.llm
-    if llm is None or not isinstance(llm.shape, LLMShape) or not users:
+    if llm is None or not isinstance(llm.shape, LLMShape):
         return None
     bases = problem.equipment.bases
     return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
