@@ -27,9 +27,9 @@ from driver.requests import pictures
 from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
-from cornplug.planner import launch
+from cornplug.planner.launching import launch
+from cornplug.planner.launching.processes import Process
 from cornplug.planner.plan import Group, Plan
-from cornplug.planner.processes import Process
 from cornplug.testing.checkpoints import CLIP_L_336
 
 TOWER = {

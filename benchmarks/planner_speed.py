@@ -24,8 +24,8 @@ from planner_instance import Size, pool
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.inputs import Solver
-from cornplug.planner.milp import build, solve
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.milp import build, solve
 
 FULL = Size()
 GROWTH: dict[str, list[int]] = {

@@ -25,9 +25,9 @@ COMMANDS: Mapping[str, Command] = {
     "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
     "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
     "plan": Command("cornplug.planner.commands:main", "plan what to run where, from SLOs and prices"),
-    "launch": Command("cornplug.planner.launch:main", "start a plan of one host, and end it in order"),
-    "replan": Command("cornplug.planner.replan:main", "compare the observed load with a plan"),
-    "profile": Command("cornplug.planner.measure:main", "measure a component on this machine, for plans"),
+    "launch": Command("cornplug.planner.launching.launch:main", "start a plan of one host"),
+    "replan": Command("cornplug.planner.replanning.replan:main", "compare the observed load with a plan"),
+    "profile": Command("cornplug.planner.measuring.measure:main", "measure a component's times here"),
     "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),
     "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
 }

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cornplug.planner import tables
-from cornplug.planner.times import Curve
+from cornplug.planner.given import tables
+from cornplug.planner.simulation.times import Curve
 
 GPU: Final = "cpu-core"
 PICTURE_TOKENS: Final = 256

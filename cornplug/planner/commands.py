@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner import plan_folder, progress_line, summary, toml_source, why
-from cornplug.planner.decide import decide
-from cornplug.planner.inputs import PlanInput
+from cornplug.planner import plan_folder, progress_line
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given import toml_source
+from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.launching.transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.planner.transfer import Transfer
+from cornplug.planner.reporting import summary, why
 
 INFEASIBLE: Final = 1
 """Exit status; 2 is a wrong input's, as everywhere in cornplug."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner import emit, report
+from cornplug.planner.launching import emit
+from cornplug.planner.launching.transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.planner.transfer import Transfer
+from cornplug.planner.reporting import report
 
 WRITTEN: Final = ".cornplug-plan.json"
 """Names of the files that a run wrote."""

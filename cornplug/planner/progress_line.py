@@ -9,7 +9,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cornplug.planner import pool, wording
+from cornplug.planner.reporting import wording
+from cornplug.planner.solving import pool
 
 PHASES: Final = {
     "cells": "what each GPU could carry",

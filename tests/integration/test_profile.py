@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.planner import measure, tables, toml_source
-from cornplug.planner.decide import decide
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given import tables, toml_source
+from cornplug.planner.measuring import measure
 from cornplug.testing import checkpoints
 
 PLAN = """

@@ -7,7 +7,17 @@ from typing import Literal
 
 import numpy as np
 
-from cornplug.planner.pool import CacheLevel, Cell, Demand, Limits, Need, Nodes, Pool, Running, Variant
+from cornplug.planner.solving.pool import (
+    CacheLevel,
+    Cell,
+    Demand,
+    Limits,
+    Need,
+    Nodes,
+    Pool,
+    Running,
+    Variant,
+)
 
 KINDS = ("cost", "goodput", "max-min", "replan", "spare", "caches", "network", "slices")
 

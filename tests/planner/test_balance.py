@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner import milp
-from cornplug.planner.balance import balanced
-from cornplug.planner.inputs import Solver
-from cornplug.planner.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.deciding.balance import balanced
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import milp
+from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 
 NODES = (Nodes("small", "L4", 1, 1.0, 2), Nodes("large", "H100", 1, 3.0, 1))
 

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.inputs import Solver
-from cornplug.planner.milp import solve
-from cornplug.planner.pool import Pool, Solution
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.milp import solve
+from cornplug.planner.solving.pool import Pool, Solution
 from planner.brute_force import best, change
 from planner.pools import EXACT
 from planner.random_pools import KINDS, random_pool

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner import confirming, queueing
-from cornplug.planner.capacity import Bound, capacity
-from cornplug.planner.demand import Draw
-from cornplug.planner.simulator import Job, Visit, simulate
-from cornplug.planner.stations import Station
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance import confirming, queueing
+from cornplug.planner.performance.capacity import Bound, capacity
+from cornplug.planner.simulation.simulator import Job, Visit, simulate
+from cornplug.planner.simulation.stations import Station
+from cornplug.planner.simulation.times import Curve, StepTimes
 
 STEPS = StepTimes(
     prefill=Curve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),

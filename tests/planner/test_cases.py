@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner import toml_source
-from cornplug.planner.decide import decide
-from cornplug.planner.inputs import PlanInput
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given import toml_source
+from cornplug.planner.given.inputs import PlanInput
 from cornplug.planner.plan import Plan
 
 CASES = Path(__file__).parent / "cases"

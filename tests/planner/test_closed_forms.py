@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner import arrivals
-from cornplug.planner.demand import Draw
-from cornplug.planner.queueing import erlang_c, ttft_single, wait_exceeds
-from cornplug.planner.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance.queueing import erlang_c, ttft_single, wait_exceeds
+from cornplug.planner.simulation import arrivals
+from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulation.times import Curve, StepTimes
 
 HERE = (Visit(0),)
 SECONDS = Curve((1.0,), (1.0,))

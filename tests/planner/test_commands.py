@@ -11,7 +11,7 @@ import pytest
 from cornplug import cli
 from cornplug.planner import plan_folder, progress_line
 from cornplug.planner.plan import Plan
-from cornplug.planner.pool import Progress
+from cornplug.planner.solving.pool import Progress
 
 from .sample_plan import plan
 

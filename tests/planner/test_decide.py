@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError, PlanInfeasible
-from cornplug.planner.decide import Decision, decide
-from cornplug.planner.inputs import PlanInput
+from cornplug.planner.deciding.decide import Decision, decide
+from cornplug.planner.given.inputs import PlanInput
 from cornplug.planner.plan import Plan
 from planner.inputs import two_apps
 

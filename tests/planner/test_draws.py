@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cornplug.planner.demand import Draw
-from cornplug.planner.draws import Hits, draw
-from cornplug.planner.inputs import Generation, Histogram, LogNormal, Media, Request, SharedPrefix
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.draws import Hits, draw
+from cornplug.planner.given.inputs import Generation, Histogram, LogNormal, Media, Request, SharedPrefix
 
 COLD = Hits({}, 0.0)
 PATCHES = {"vit": 4}

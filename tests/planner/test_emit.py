@@ -11,7 +11,7 @@ import pytest
 from cornplug.config import load
 from cornplug.encoder_service.flags import parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.emit import Command, commands, write
+from cornplug.planner.launching.emit import Command, commands, write
 from cornplug.planner.plan import Plan, Reservation, Stage
 from cornplug.store.daemon import _parser as store_parser
 

@@ -17,8 +17,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from cornplug.planner.emit import Command, commands
-from cornplug.planner.transfer import Transfer
+from cornplug.planner.launching.emit import Command, commands
+from cornplug.planner.launching.transfer import Transfer
 from cornplug.testing.checkpoints import qwen2_vl
 from cornplug.vllm_connector import plugin
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import addresses
-from cornplug.planner.launch import main, running
+from cornplug.planner.launching import addresses
+from cornplug.planner.launching.launch import main, running
+from cornplug.planner.launching.processes import ProcessEnded
 from cornplug.planner.plan import Plan
-from cornplug.planner.processes import ProcessEnded
 
 from .plans import Case, plan
 
@@ -39,7 +39,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, str(value))
     # Away from what else may run on this machine.
     monkeypatch.setattr(addresses, "ENGINE_PORT", 18400)
-    monkeypatch.setattr("cornplug.planner.routers.ROUTER_PORT", 18450)
+    monkeypatch.setattr("cornplug.planner.launching.routers.ROUTER_PORT", 18450)
     return events
 
 
@@ -143,8 +143,8 @@ def test_sigterm_ends_all_and_the_status_is_0(tmp_path: Path, fakes: Path) -> No
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (
-        "import sys; from cornplug.planner import addresses; addresses.ENGINE_PORT = 18400; "
-        "from cornplug.planner.launch import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from cornplug.planner.launching import addresses; addresses.ENGINE_PORT = 18400; "
+        "from cornplug.planner.launching.launch import main; sys.exit(main(sys.argv[1:]))"
     )
     launched = subprocess.Popen(
         [sys.executable, "-c", code, str(path), "--run-dir", str(tmp_path / "run")],

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cornplug.planner import lengths
-from cornplug.planner.inputs import Histogram, Length, LogNormal
+from cornplug.planner.given import lengths
+from cornplug.planner.given.inputs import Histogram, Length, LogNormal
 
 LENGTHS: dict[str, Length] = {
     "number": 600,

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner import measure_encoder
-from cornplug.planner.measure_encoder import Passes, Round, passes, points
+from cornplug.planner.measuring import measure_encoder
+from cornplug.planner.measuring.measure_encoder import Passes, Round, passes, points
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):

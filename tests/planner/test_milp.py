@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner import milp, solvers
-from cornplug.planner.milp import solve
-from cornplug.planner.pool import (
+from cornplug.planner.solving import milp, solvers
+from cornplug.planner.solving.milp import solve
+from cornplug.planner.solving.pool import (
     CacheLevel,
     Cell,
     Demand,

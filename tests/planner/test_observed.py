@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner import observed
-from cornplug.planner.observed import Counts, Snapshot
+from cornplug.planner.replanning import observed
+from cornplug.planner.replanning.observed import Counts, Snapshot
 
 from .metrics_text import VLLM, SGLang
 

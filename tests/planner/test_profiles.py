@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import profiles, tables
-from cornplug.planner.inputs import Component, GeneratorShape, Gpu, LLMShape, TowerShape
-from cornplug.planner.times import ANY, Hardware
+from cornplug.planner.given import tables
+from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, TowerShape
+from cornplug.planner.performance import profiles
+from cornplug.planner.simulation.times import ANY, Hardware
 
 L4 = Gpu(
     name="L4",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cornplug.planner.pool import Need, Variant
-from cornplug.planner.pruning import loosest
+from cornplug.planner.deciding.pruning import loosest
+from cornplug.planner.solving.pool import Need, Variant
 
 
 def variant(name: str, *tiers: float, work: float = 1.0) -> Variant:

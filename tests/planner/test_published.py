@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cornplug.planner.milp import solve
-from cornplug.planner.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.solving.milp import solve
+from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 from planner.pools import EXACT, NO_RESERVE, one_service
 
 A10G, A100 = 1.01, 3.67

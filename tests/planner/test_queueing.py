@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner import queueing, traces
+from cornplug.planner.given import traces
+from cornplug.planner.performance import queueing
 
 # Splitwise's code trace on H100 machines at 70 requests/s: mean prompt time and its spread.
 SERVICE_S, SERVICE_CV2 = 0.313, 1.13

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.demand import Draw
+from cornplug.planner.given.demand import Draw
 from cornplug.planner.plan import Route, Stage
-from cornplug.planner.rehearsal import Class, Result, predict, rehearse
-from cornplug.planner.simulator import Station
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.simulation.rehearsal import Class, Result, predict, rehearse
+from cornplug.planner.simulation.simulator import Station
+from cornplug.planner.simulation.times import Curve, StepTimes
 
 STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3), request_overhead_s=0.5)
 ONE = [Draw(100, 0, (200,), 3, 0.0)]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner import observed, replan, replan_state
-from cornplug.planner.observed import Snapshot
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan import CHANGE, aged
+from cornplug.planner.replanning import observed, replan, replan_state
+from cornplug.planner.replanning.observed import Snapshot
+from cornplug.planner.replanning.replan import CHANGE, aged
 
 from .metrics_text import VLLM
 from .sample_plan import group, plan

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.planner import charts, packing_chart, report
 from cornplug.planner.plan import CurvePoint, PlannedNodes
+from cornplug.planner.reporting import charts, packing_chart, report
 
 from .sample_plan import group, plan
 

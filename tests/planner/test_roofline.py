@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner import roofline
-from cornplug.planner.inputs import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
-from cornplug.planner.times import StepTimes
+from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
+from cornplug.planner.performance import roofline
+from cornplug.planner.simulation.times import StepTimes
 
 H100 = Gpu(
     name="H100",

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.addresses import sites
-from cornplug.planner.emit import Command, commands, files
+from cornplug.planner.launching.addresses import sites
+from cornplug.planner.launching.emit import Command, commands, files
+from cornplug.planner.launching.routers import routers
 from cornplug.planner.plan import Plan, Route, Stage
-from cornplug.planner.routers import routers
 
 from .plans import Case, matrix, plan
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cornplug.planner import milp, running
-from cornplug.planner.cells import CellSpec
-from cornplug.planner.decide import decide
-from cornplug.planner.inputs import Change
+from cornplug.planner.deciding import running
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.deciding.tiers import Tier
+from cornplug.planner.given.inputs import Change
 from cornplug.planner.plan import Plan
-from cornplug.planner.pool import Cell, Demand, Need, Nodes, Pool, Running, Variant
-from cornplug.planner.tiers import Tier
+from cornplug.planner.solving import milp
+from cornplug.planner.solving.pool import Cell, Demand, Need, Nodes, Pool, Running, Variant
 
 from . import sample_input
 from .pools import EXACT, NO_RESERVE

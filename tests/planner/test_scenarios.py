@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.decide import decide
-from cornplug.planner.inputs import PlanInput
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given.inputs import PlanInput
 from cornplug.planner.plan import Outlook
 from planner.scenarios import SCENARIOS
 

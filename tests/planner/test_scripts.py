@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner import addresses
-from cornplug.planner.emit import write
-from cornplug.planner.scripts import quoted, scripts
+from cornplug.planner.launching import addresses
+from cornplug.planner.launching.emit import write
+from cornplug.planner.launching.scripts import quoted, scripts
 
 from .plans import Case, matrix, plan
 

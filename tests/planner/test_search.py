@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from pulp import lpSum
 
-from cornplug.planner import milp, search
-from cornplug.planner.groups import alone, groups
-from cornplug.planner.incumbent import Incumbent
-from cornplug.planner.inputs import Solver
-from cornplug.planner.pool import Cell, Demand, Need, Nodes, Pool, Progress, Variant
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import milp, search
+from cornplug.planner.solving.groups import alone, groups
+from cornplug.planner.solving.incumbent import Incumbent
+from cornplug.planner.solving.pool import Cell, Demand, Need, Nodes, Pool, Progress, Variant
 from planner.pools import EXACT
 
 APPS = 5

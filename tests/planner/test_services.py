@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.inputs import PlanInput
-from cornplug.planner.services import paths
+from cornplug.planner.deciding.services import paths
+from cornplug.planner.given.inputs import PlanInput
 
 COMPONENTS = [
     {"name": "vit", "kind": "encoder", "fingerprint": "ab"},

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import llm_shapes, tower_shapes
-from cornplug.planner.inputs import Component, GeneratorShape, LLMShape, TowerShape
-from cornplug.planner.shapes import fingerprint_of, kv_bytes_per_token, shape_of, weights_bytes
+from cornplug.planner.given import llm_shapes, tower_shapes
+from cornplug.planner.given.inputs import Component, GeneratorShape, LLMShape, TowerShape
+from cornplug.planner.given.shapes import fingerprint_of, kv_bytes_per_token, shape_of, weights_bytes
 from cornplug.testing import bare_checkpoints
 
 QWEN2_7B = {

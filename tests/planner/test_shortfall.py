@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner import milp, solvers
-from cornplug.planner.milp import solve
-from cornplug.planner.pool import CacheLevel, Cell, Limits, Need, Pool, Running, Variant
+from cornplug.planner.solving import milp, solvers
+from cornplug.planner.solving.milp import solve
+from cornplug.planner.solving.pool import CacheLevel, Cell, Limits, Need, Pool, Running, Variant
 from planner.pools import EXACT, one_service
 
 POOL = one_service({"g": {"u": 1.0}}, {"g": 2.0}, {"u": 6.3}, stock=4)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner.demand import Draw
-from cornplug.planner.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulation.times import Curve, StepTimes
 from planner import simpy_stations
 
 STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3))

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner import replicas, sizes
-from cornplug.planner.demand import Draw
-from cornplug.planner.stations import Station
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance import sizes
+from cornplug.planner.simulation import replicas
+from cornplug.planner.simulation.stations import Station
+from cornplug.planner.simulation.times import Curve, StepTimes
 
 STEPS = StepTimes(
     Curve.through([1, 100, 400], [0.01, 0.02, 0.1]), Curve.through([1, 8], [0.01, 0.02]), kv_token_s=1e-6

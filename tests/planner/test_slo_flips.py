@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from cornplug.planner import toml_source
-from cornplug.planner.decide import decide
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given import toml_source
 
 CASE = Path(__file__).parent / "cases" / "a06_slo_flips_gpu.toml"
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner import arrivals, traces
-from cornplug.planner.demand import Draw
-from cornplug.planner.queueing import wait_percentile
-from cornplug.planner.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.times import Curve, StepTimes
+from cornplug.planner.given import traces
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance.queueing import wait_percentile
+from cornplug.planner.simulation import arrivals
+from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulation.times import Curve, StepTimes
 
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 MS = {

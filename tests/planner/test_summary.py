@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from cornplug.planner import checks, summary, wording
 from cornplug.planner.plan import Plan, Proof, Why
+from cornplug.planner.reporting import checks, summary, wording
 
 from .sample_plan import group, plan
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import tables
-from cornplug.planner.inputs import Measured
-from cornplug.planner.tables import Row, Table
+from cornplug.planner.given import tables
+from cornplug.planner.given.inputs import Measured
+from cornplug.planner.given.tables import Row, Table
 
 HEADER = ",".join(tables.COLUMNS)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import toml_source
-from cornplug.planner.inputs import LLMShape, LogNormal, TowerShape
+from cornplug.planner.given import toml_source
+from cornplug.planner.given.inputs import LLMShape, LogNormal, TowerShape
 
 HERE = Path(__file__).parent
 GOOD = (HERE / "good_input.toml").read_text()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner import transfer
+from cornplug.planner.launching import transfer
 from cornplug.planner.plan import KVGeometry
 
 LLAMA_70B = KVGeometry(layers=80, kv_heads=8, head_dim=128, element_bytes=2, max_prompt_tokens=8192)

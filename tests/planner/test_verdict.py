@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner import verdict
-from cornplug.planner.decide import Decision, decide
-from cornplug.planner.inputs import Change, PlanInput
+from cornplug.planner.deciding.decide import Decision, decide
+from cornplug.planner.given.inputs import Change, PlanInput
 from cornplug.planner.plan import Plan
-from cornplug.planner.verdict import Verdict
+from cornplug.planner.replanning import verdict
+from cornplug.planner.replanning.verdict import Verdict
 
 from . import sample_input
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner import bindings, monolith, slo_curve, why
-from cornplug.planner.decide import Decision, decide
-from cornplug.planner.inputs import PlanInput, Slo
-from cornplug.planner.what_if import Answer, Clock
+from cornplug.planner.deciding.decide import Decision, decide
+from cornplug.planner.given.inputs import PlanInput, Slo
+from cornplug.planner.reporting import bindings, monolith, slo_curve, why
+from cornplug.planner.reporting.what_if import Answer, Clock
 
 from .sample_input import given
 

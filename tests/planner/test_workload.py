@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner import lengths, observed, workload
-from cornplug.planner.inputs import Media, PlanInput, Request, SharedPrefix
-from cornplug.planner.observed import Window
+from cornplug.planner.given import lengths
+from cornplug.planner.given.inputs import Media, PlanInput, Request, SharedPrefix
 from cornplug.planner.plan import Plan, Route, Stage
+from cornplug.planner.replanning import observed, workload
+from cornplug.planner.replanning.observed import Window
 
 from .metrics_text import VLLM
 from .sample_input import given

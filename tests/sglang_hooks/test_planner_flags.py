@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from cornplug.planner.emit import Command, commands
+from cornplug.planner.launching.emit import Command, commands
 from cornplug.sglang_hooks import active, hicache_settings
 from cornplug.testing.checkpoints import qwen2_vl
 

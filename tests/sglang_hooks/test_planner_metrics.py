@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from cornplug.planner import observed
+from cornplug.planner.replanning import observed
 
 
 def test_sglang_still_has_these_names() -> None:

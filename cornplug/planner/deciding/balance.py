@@ -1,0 +1,77 @@
+"""Load spread evenly over the replicas that a solution pays for.
+
+A solution only has to fit its cells, so the solver fills some to the brim and leaves others
+empty: spare ones above all. With everything else held, this lowers the fullest cell of every
+service as far as its tiers allow: waits are shorter, and a spare replica is a warm one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from pulp import lpSum
+
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import milp
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Pool, Solution
+from cornplug.planner.solving.solution import flows, slack
+from cornplug.planner.solving.solvers import Limits
+from cornplug.planner.solving.solvers import solve as run_solver
+
+HELD: Final = 1e-6
+"""Relative: what is held may move by so much, which the solver's own tolerances need."""
+SECONDS: Final = 5.0
+
+
+def balanced(pool: Pool, solution: Solution, settings: Solver) -> Solution | None:
+    """The same replicas, variants and cost with other flows; None: they no longer fit this pool.
+
+    Rates that are cut into slices stay as they are.
+    """
+    if any(u.slices is not None for u in pool.demands):
+        return solution
+    model = milp.build(replace(pool, running=None))
+    _hold(model, solution)
+    fullest = _fullest(model, solution)
+    model.problem.setObjective(lpSum(fullest))
+    run = run_solver(model.problem, settings.name, Limits(0.0, SECONDS, settings.threads))
+    if run.status not in ("optimal", "feasible"):
+        return None
+    values = {v: v.varValue or 0.0 for v in model.problem.variables()}
+    slacks = {name: slack(row, values) for name, row in model.rows.items() if row.keys()}
+    return replace(
+        solution,
+        flows=tuple(flows(model, values, solution.served)),
+        slack={name: slacks.get(name, left) for name, left in solution.slack.items()},
+    )
+
+
+def _hold(model: Model, solution: Solution) -> None:
+    for name, x in model.x.items():
+        x.lowBound = x.upBound = solution.replicas.get(name, 0)
+    for name, z in model.z.items():
+        z.lowBound = z.upBound = solution.nodes.get(name, 0)
+    for name, w in model.w.items():
+        w.lowBound = w.upBound = int(name in solution.levels)
+    for name, e in model.e.items():
+        e.lowBound = e.upBound = int(name in solution.replicas)
+    for name, phi in model.phi.items():
+        rate = solution.served.get(name, 0.0)
+        phi.lowBound, phi.upBound = rate * (1 - HELD), rate * (1 + HELD)
+
+
+def _fullest(model: Model, solution: Solution) -> list[Any]:
+    """A variable for each service: the utilisation that none of its cells exceeds."""
+    found = []
+    for i, (service, cells) in enumerate(model.cells_of.items()):
+        used = [c for c in cells if solution.replicas.get(c.name)]
+        if not used:
+            continue
+        fullest = model.real(f"fullest_{i}")
+        found.append(fullest)
+        for cell in used:
+            room = solution.replicas[cell.name] * fullest
+            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.classes(cell)) <= room)
+    return found

@@ -1,0 +1,146 @@
+"""Cache sizes to choose among, and the share of hits that each gives each request class.
+
+Embeddings are cached for an encoder, prefixes' KV for a language model, both in the nodes' DRAM.
+Hit rates are given, or come from a catalogue with a Zipf law (Che's approximation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Final, Literal
+
+from cornplug.planner.deciding.services import towers
+from cornplug.planner.given import lengths, shapes
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.draws import Hits
+from cornplug.planner.given.inputs import Component, LLMShape, Media, PlanInput
+from cornplug.planner.performance import hit_rates
+from cornplug.planner.solving.pool import CacheLevel
+
+GIB: Final = 1 << 30
+ELEMENT_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Level:
+    kind: Literal["embedding", "prefix"]
+    component: str
+    gib: float
+    hit_rate: Mapping[str, float]
+    """Request class -> share of hits."""
+
+    @property
+    def cache(self) -> str:
+        return f"{self.kind}:{self.component}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.cache}={self.gib:g}GiB"
+
+    @property
+    def in_pool(self) -> CacheLevel:
+        return CacheLevel(self.name, self.cache, self.gib * GIB)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Cache levels that a variant counts on, and the hits that they give one request class."""
+
+    levels: tuple[Level, ...] = ()
+    hits: Hits = field(default_factory=lambda: Hits({}, 0.0))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(level.name for level in self.levels)
+
+
+def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple[Level, ...]:
+    """Every size of every cache whose size makes a difference to some class."""
+    found: list[Level] = []
+    shared = towers(given)
+    for encoder in {c.name: c for c in shared.values()}:
+        users = {
+            n: c
+            for n, c in classes.items()
+            if any(shared[m.encoder].name == encoder for m in c.request.media)
+        }
+        if any(m.hit_rate is None and m.catalogue for c in users.values() for m in c.request.media):
+            for gib in given.caches.embedding_gib:
+                rates = {n: _embedding_hits(given, c, encoder, gib, users) for n, c in users.items()}
+                found.append(Level("embedding", encoder, gib, rates))
+    for llm in {c.app.llm for c in classes.values()}:
+        users = {n: c for n, c in classes.items() if c.app.llm == llm and c.request.prefix}
+        if any(c.request.prefix and c.request.prefix.hit_rate is None for c in users.values()):
+            for gib in given.caches.prefix_gib:
+                rates = {n: _prefix_hits(given, c, gib, users) for n, c in users.items()}
+                found.append(Level("prefix", llm, gib, rates))
+    return tuple(found)
+
+
+def assumptions(given: PlanInput, of: RequestClass, known: tuple[Level, ...]) -> list[Assumed]:
+    """All combinations of the levels that matter to a class; the smallest caches first."""
+    mine = [level for level in known if of.name in level.hit_rate]
+    by_cache: dict[str, list[Level]] = {}
+    for level in sorted(mine, key=lambda level: level.gib):
+        by_cache.setdefault(level.cache, []).append(level)
+    return [Assumed(levels, _hits(given, of, levels)) for levels in product(*by_cache.values())]
+
+
+def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits:
+    shared = towers(given)
+    by_cache = {level.cache: level.hit_rate[of.name] for level in levels}
+    embedding = {
+        m.encoder: by_cache.get(f"embedding:{shared[m.encoder].name}", 0.0)
+        if m.hit_rate is None
+        else m.hit_rate
+        for m in of.request.media
+    }
+    prefix = of.request.prefix
+    if prefix is None:
+        return Hits(embedding, 0.0)
+    known = prefix.hit_rate
+    return Hits(embedding, by_cache.get(f"prefix:{of.app.llm}", 0.0) if known is None else known)
+
+
+def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
+    """Of one item, as the language model takes it: tokens x hidden size, in 16 bits; 0: shape not known."""
+    llm = given.component[of.app.llm]
+    hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
+    return lengths.mean(media.tokens) * hidden * ELEMENT_BYTES
+
+
+def kv_bytes_per_token(llm: Component) -> int:
+    """Of the whole model; 0 where only a throughput is known."""
+    return shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
+
+
+def _embedding_hits(
+    given: PlanInput, of: RequestClass, encoder: str, gib: float, users: Mapping[str, RequestClass]
+) -> float:
+    shared = towers(given)
+    media = next(m for m in of.request.media if shared[m.encoder].name == encoder)
+    if media.hit_rate is not None or not media.catalogue:
+        return media.hit_rate or 0.0
+    one = embedding_bytes(given, of, media)
+    if not one or not gib:
+        return 0.0
+    cached = _part(of, users) * gib * GIB / one
+    return hit_rates.che(media.catalogue, media.zipf, min(cached, media.catalogue))
+
+
+def _prefix_hits(given: PlanInput, of: RequestClass, gib: float, users: Mapping[str, RequestClass]) -> float:
+    prefix = of.request.prefix
+    assert prefix is not None
+    if prefix.hit_rate is not None:
+        return prefix.hit_rate
+    one = prefix.tokens * kv_bytes_per_token(given.component[of.app.llm])
+    # An engine's own prefix cache keeps at least the one it has just used.
+    cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
+    return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
+
+
+def _part(of: RequestClass, users: Mapping[str, RequestClass]) -> float:
+    """Classes have a cache's bytes in proportion to their rates."""
+    return of.rate / sum(c.rate for c in users.values())

@@ -1,0 +1,89 @@
+"""Cells: one service on one footprint under one tier, with what each request class may bring to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cornplug.planner.deciding.equipped import Equipped
+from cornplug.planner.deciding.footprints import Footprint
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.deciding.tiers import Tier
+from cornplug.planner.given.inputs import RouterPolicy
+from cornplug.planner.plan import EngineSettings
+from cornplug.planner.simulation.simulator import Station
+from cornplug.planner.simulation.times import Hardware
+from cornplug.planner.solving.pool import Cell
+
+MOST_RATE: Final = 1e9
+"""Of a class whose requests bring a service no work at all."""
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """A pool's cell, and everything known about it."""
+
+    cell: Cell
+    service: Service
+    footprint: Footprint
+    tier: Tier
+    source: str
+    """Of its times."""
+    hardware: Hardware | None = None
+    """None: only a throughput is known."""
+    settings: EngineSettings | None = None
+    router: RouterPolicy = "least_work"
+    confirmed: int = 0
+    """Replicas for which the simulator found its capacity; 0: closed forms say it."""
+    derated: float = 1.0
+    """What rehearsals of whole plans have left of it."""
+
+    @property
+    def timed(self) -> bool:
+        return self.hardware is not None
+
+    def station(self, replicas: int) -> Station:
+        """ValueError: only its throughput is known, not its times."""
+        if self.hardware is None:
+            raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
+        equipped = Equipped(self.service, self.footprint, self.hardware)
+        return equipped.station(self.router, replicas, name=self.cell.name)
+
+    def with_capacity(self, capacity: Mapping[str, float], *, confirmed: int) -> CellSpec:
+        """As the simulator found it for so many replicas; what was derated stays so."""
+        found = {u: rate * self.derated for u, rate in capacity.items()}
+        return replace(self, cell=replace(self.cell, capacity=_positive(found)), confirmed=confirmed)
+
+    def derate(self, factor: float) -> CellSpec:
+        capacity = {u: rate * factor for u, rate in self.cell.capacity.items()}
+        cell = replace(self.cell, capacity=capacity)
+        return replace(self, cell=cell, derated=self.derated * factor)
+
+
+def make_cell(
+    service: Service,
+    footprint: Footprint,
+    tier: Tier,
+    capacity: Mapping[str, float],
+    preference: float,
+    *,
+    timed: bool,
+) -> Cell:
+    """Its name holds the tier's place in the service's chain, the tightest 0."""
+    suffix = f":t{tier.rank}" if timed else ""
+    return Cell(
+        name=f"{service.name}@{footprint.name}{suffix}",
+        service=service.name,
+        nodes=footprint.nodes.name,
+        gpus=footprint.gpus,
+        # A throughput's own conditions are its promise: it serves every tier.
+        tier=tier.value if timed else 0.0,
+        capacity=_positive(capacity),
+        role=service.tasks,
+        preference=preference,
+    )
+
+
+def _positive(capacity: Mapping[str, float]) -> dict[str, float]:
+    return {u: min(rate, MOST_RATE) for u, rate in capacity.items() if rate > 0}

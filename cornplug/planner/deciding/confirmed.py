@@ -1,0 +1,111 @@
+"""A solution of which every cell has a simulated capacity.
+
+Closed forms screen all cells; the simulator confirms only those that a solution uses. Where its
+replicas still carry everything with what was found, the solution stands; else the problem is
+solved again with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from cornplug.planner.deciding import keeping
+from cornplug.planner.deciding.balance import balanced
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.deciding.problem import Problem
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.pool import Progress, Solution
+
+Report = Callable[[str, float], None]
+"""Phase in words, share of it that is done."""
+Watch = Callable[[Progress], None]
+
+ROUNDS: Final = 6
+"""The last round's solution is taken as it is, confirmed or not."""
+ENOUGH: Final = 1.5
+"""A capacity confirmed for c replicas holds for c / 1.5 to c x 1.5."""
+GROWN: Final = 1.05
+"""Where a capacity has grown by this, fewer replicas might do."""
+LATER: Final = 0.5
+"""Of the solver's time limit, for rounds after the first: they change little."""
+
+
+def confirmed(
+    posed: Problem, report: Report, watch: Watch | None, *, first: bool = True
+) -> tuple[Problem, Solution]:
+    """The solution, and the problem with the capacities that it was confirmed with.
+
+    `first`: False where a like problem was solved before. Raises as `milp.solve`.
+    """
+    posed = _running_confirmed(posed, report)
+    floor: Solution | None = None
+    for i in range(ROUNDS):
+        report("solve", i / ROUNDS)
+        settings = _settings(posed.given.solver, first=first and i == 0)
+        solution = keeping.solve(posed.pool, settings, watch, posed.notes)
+        solution = floor = _with_bound(solution, floor, posed.given.solver.gap)
+        doubtful = _doubtful(posed, solution)
+        if not doubtful or not posed.given.rules.simulate or i == ROUNDS - 1:
+            break
+        found = _simulated(posed, doubtful, report)
+        before, posed = posed, posed.with_cells(found)
+        if _grown(before, posed, found, 1.0) or posed.pool.objective != "cost":
+            floor = None
+        if set(found) <= set(posed.cells) and not _grown(before, posed, found, GROWN):
+            fitted = balanced(posed.pool, solution, settings)
+            if fitted is not None:
+                report("solve", 1.0)
+                return posed, fitted
+    report("solve", 1.0)
+    return posed, balanced(posed.pool, solution, settings) or solution
+
+
+def _running_confirmed(posed: Problem, report: Report) -> Problem:
+    """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
+    running = posed.pool.running
+    if running is None or not posed.given.rules.simulate:
+        return posed
+    specs = [(posed.cells[name], n) for name, n in running.replicas.items() if n]
+    doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.confirmed]
+    return posed.with_cells(_simulated(posed, doubtful, report)) if doubtful else posed
+
+
+def _settings(given: Solver, *, first: bool) -> Solver:
+    return given if first else given.model_copy(update={"time_limit_s": LATER * given.time_limit_s})
+
+
+def _doubtful(posed: Problem, solution: Solution) -> list[tuple[CellSpec, int]]:
+    """Cells in use whose capacity no simulation has confirmed for about so many replicas."""
+    used = [(posed.cells[name], n) for name, n in solution.replicas.items() if n]
+    return [
+        (spec, n)
+        for spec, n in used
+        if spec.timed and not spec.confirmed / ENOUGH <= n <= spec.confirmed * ENOUGH
+    ]
+
+
+def _simulated(posed: Problem, doubtful: list[tuple[CellSpec, int]], report: Report) -> dict[str, CellSpec]:
+    found = {}
+    for i, (spec, replicas) in enumerate(doubtful):
+        report("confirm", i / len(doubtful))
+        found[spec.cell.name] = posed.equipment.confirm(spec, posed.classes, replicas)
+    return found
+
+
+def _with_bound(solution: Solution, floor: Solution | None, gap: float) -> Solution:
+    """With the better bound: cells that carry less than those of `floor` cost no less."""
+    if floor is None or floor.bound <= solution.bound:
+        return solution
+    raised = replace(solution, bound=min(floor.bound, solution.objective))
+    return replace(raised, status="optimal") if raised.gap <= gap else raised
+
+
+def _grown(before: Problem, after: Problem, names: dict[str, CellSpec], times: float) -> bool:
+    return any(
+        rate > times * before.cells[name].cell.capacity[u]
+        for name in names
+        if name in after.cells
+        for u, rate in after.cells[name].cell.capacity.items()
+    )

@@ -1,0 +1,79 @@
+"""The planner's decision: services, cells and ways from the input, solved, drawn up, rehearsed.
+
+Where a class misses a bound when the whole plan is simulated, the capacities of the services that
+it visits are lowered and the problem is solved again, a few times at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner.deciding.confirmed import Report, Watch, confirmed
+from cornplug.planner.deciding.derating import derated
+from cornplug.planner.deciding.draw_up import draw_up
+from cornplug.planner.deciding.problem import Problem, problem
+from cornplug.planner.deciding.trial import Miss, Trial, predicted, rehearse
+from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.plan import Plan
+from cornplug.planner.solving.pool import Pool, Solution
+
+REHEARSALS: Final = 6
+
+
+@dataclass(frozen=True)
+class Decision:
+    plan: Plan
+    problem: Problem
+    solution: Solution
+    misses: tuple[Miss, ...] = ()
+    """Bounds that the plan did not keep in its own simulation, when rounds ran out."""
+
+    @property
+    def pool(self) -> Pool:
+        return self.problem.pool
+
+
+def decide(
+    given: PlanInput,
+    *,
+    digest: str,
+    progress: Report | None = None,
+    watch: Watch | None = None,
+) -> Decision:
+    """The cheapest plan (or the one of most goodput) that keeps every SLO.
+
+    `digest`: SHA-256 of the input file's bytes. `watch` is told of the solver's incumbents and
+    bounds. Raises PlanInfeasible: there is none with this pool; ConfigError: see `problem`.
+    """
+    report = progress or (lambda _phase, _share: None)
+    report("cells", 0.0)
+    posed = problem(given)
+    report("cells", 1.0)
+    if not given.rules.simulate:
+        posed, solution = confirmed(posed, report, watch)
+        return Decision(draw_up(posed, solution, digest=digest), posed, solution)
+    return _rehearsed(posed, digest, report, watch)
+
+
+def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None) -> Decision:
+    """The first plan without a miss; where there is none, the one that misses least."""
+    tried: list[tuple[Trial, Decision]] = []
+    for i in range(REHEARSALS):
+        try:
+            posed, solution = confirmed(posed, report, watch, first=not tried)
+        except (PlanInfeasible, PlanUnfinished):
+            if not tried:
+                raise
+            break
+        report("rehearse", i / REHEARSALS)
+        trial = rehearse(posed, solution, draw_up(posed, solution, digest=digest))
+        tried.append((trial, Decision(trial.plan, posed, solution, trial.misses)))
+        if not trial.misses:
+            break
+        posed = derated(posed, solution, trial.misses)
+    trial, decision = min(tried, key=lambda t: max((m.times for m in t[0].misses), default=0.0))
+    plan = predicted(trial)
+    report("rehearse", 1.0)
+    return replace(decision, plan=plan)

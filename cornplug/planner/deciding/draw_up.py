@@ -1,0 +1,219 @@
+"""A solved pool, written as a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isinf
+
+from cornplug import __version__
+from cornplug.planner.deciding import routing
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.deciding.equipment import URGENCY
+from cornplug.planner.deciding.packing import Slot, place
+from cornplug.planner.deciding.problem import Problem
+from cornplug.planner.deciding.settings import PRIORITY, kv_geometry
+from cornplug.planner.given import lengths
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.inputs import Component, LLMShape, Workload
+from cornplug.planner.plan import (
+    CacheSize,
+    Group,
+    KVGeometry,
+    Outlook,
+    Plan,
+    PlannedNodes,
+    Proof,
+    Reservation,
+    Route,
+)
+from cornplug.planner.solving.pool import Solution
+
+
+def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
+    """The plan of a solution; its outlook holds no times yet (`decide.py` rehearses them)."""
+    names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
+    ways = routing.routes(problem, solution, names)
+    nodes = _nodes(problem, solution)
+    goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
+    return Plan(
+        name=problem.given.name,
+        objective=problem.pool.objective,
+        cost_per_hour=sum(n.count * n.price_per_hour for n in nodes),
+        goodput=None if problem.pool.objective == "cost" else goodput,
+        nodes=nodes,
+        groups=_groups(problem, solution, names),
+        routes=ways,
+        outlook=[_outlook(c, ways) for c in problem.classes.values()],
+        caches=_caches(problem, solution),
+        reservations=_reservations(problem, ways),
+        proof=_proof(solution),
+        input_digest=digest,
+        cornplug=__version__,
+    )
+
+
+def group_name(cell: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", cell)
+
+
+def _nodes(problem: Problem, solution: Solution) -> list[PlannedNodes]:
+    return [
+        PlannedNodes(
+            name=n.name,
+            gpu=n.gpu,
+            gpus=n.gpus,
+            count=solution.nodes[n.name],
+            price_per_hour=n.price_per_hour or 0.0,
+            hosts=[n.host] if n.host else [],
+        )
+        for n in problem.nodes
+        if solution.nodes.get(n.name)
+    ]
+
+
+def _groups(problem: Problem, solution: Solution, names: Mapping[str, str]) -> list[Group]:
+    slots = _placement(problem, solution)
+    return [_group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()]
+
+
+def _placement(problem: Problem, solution: Solution) -> dict[str, list[Slot]]:
+    slots: dict[str, list[Slot]] = {}
+    for nodes in problem.nodes:
+        here = {
+            cell: (problem.cells[cell].footprint.gpus, n)
+            for cell, n in solution.replicas.items()
+            if n and problem.cells[cell].footprint.nodes.name == nodes.name
+        }
+        slots |= place(here, nodes.gpus, solution.nodes.get(nodes.name, 0))
+    return slots
+
+
+def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slots: list[Slot]) -> Group:
+    cell, footprint = spec.cell, spec.footprint
+    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > routing.LEAST_PART]
+    users = [problem.classes[f.demand] for f in flows]
+    replicas = solution.replicas[cell.name]
+    main, *others = spec.service.components
+    return Group(
+        name=name,
+        service=spec.service.name,
+        tasks=spec.service.tasks,
+        components=[main.name, *(c.name for c in others)],
+        model=_model(main),
+        encoder_models=_encoder_models(problem, spec) if spec.service.tasks == "E" else [],
+        engine=footprint.engine,  # type: ignore[arg-type]
+        nodes=footprint.nodes.name,
+        gpu=footprint.gpu.name,
+        tp=footprint.tp,
+        pp=footprint.pp,
+        share=footprint.share,
+        quantisation=footprint.quantisation,
+        replicas=replicas,
+        placement=[list(slot) for slot in slots],
+        utilisation=sum(f.rate / cell.capacity[f.demand] for f in flows) / replicas,
+        capacity=dict(cell.capacity),
+        tier_s=spec.tier.seconds if spec.timed and not isinf(spec.tier.seconds) else None,
+        settings=spec.settings,
+        kv=_kv(problem, spec, users or [problem.classes[u] for u in cell.capacity]),
+        workload=_most_urgent(users) if users else footprint.workload,
+        router=problem.given.rules.router,
+        apps=sorted({u.app.name for u in users}),
+        profile=spec.source,
+    )
+
+
+def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
+    """Of a language model, for buffers, pages and the choice of an attention backend."""
+    llm = spec.service.llm
+    if llm is None or not isinstance(llm.shape, LLMShape):
+        return None
+    bases = problem.equipment.bases
+    return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
+
+
+def _model(component: Component) -> str:
+    """As an engine's command line takes it."""
+    return component.model or str(component.checkpoint or component.name)
+
+
+def _encoder_models(problem: Problem, spec: CellSpec) -> list[str]:
+    """Models whose towers this service's tower stands for: an encoder service is told them all."""
+    fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
+    components = problem.given.component
+    models = []
+    for tower in problem.given.components:
+        if tower.kind == "encoder" and (tower.fingerprint or tower.name) in fingerprints:
+            owner = components[tower.tower_of] if tower.tower_of and not tower.model else tower
+            models.append(_model(owner))
+    return list(dict.fromkeys(models))
+
+
+def _most_urgent(users: list[RequestClass]) -> Workload:
+    return min((u.app.workload for u in users), key=URGENCY.index)
+
+
+def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
+    slo = of.slo
+    return Outlook(
+        app=of.app.name,
+        request=of.request.name,
+        rate=of.rate,
+        served=min(
+            of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))
+        ),
+        priority=PRIORITY[of.app.workload],
+        slo_percentile=slo.percentile,
+        slo_ttft_s=slo.ttft_s,
+        slo_tpot_s=slo.tpot_s,
+        slo_e2e_s=slo.e2e_s,
+    )
+
+
+def _caches(problem: Problem, solution: Solution) -> list[CacheSize]:
+    return [
+        CacheSize(
+            name=level.cache,
+            kind=level.kind,
+            component=level.component,
+            gib=level.gib,
+            hit_rate=dict(level.hit_rate),
+        )
+        for level in problem.levels
+        if level.name in solution.levels and level.gib
+    ]
+
+
+def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
+    """Of the encoder services: each class of service is promised the part that its pictures need."""
+    users: dict[str, list[tuple[RequestClass, float]]] = {}
+    for route in ways:
+        of = problem.classes[f"{route.app}/{route.request}"]
+        if any(stage.tasks == "E" for stage in route.stages):
+            items = sum(lengths.mean(m.items) for m in of.request.media)
+            users.setdefault(of.app.qos, []).append((of, route.rate * items))
+    total = sum(load for loads in users.values() for _, load in loads)
+    return [_reservation(qos, loads, total) for qos, loads in users.items()]
+
+
+def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> Reservation:
+    deadlines = [of.slo.ttft_s for of, _ in loads if of.slo.ttft_s is not None]
+    return Reservation(
+        qos=qos,
+        share=sum(load for _, load in loads) / total,
+        priority=max(PRIORITY[of.app.workload] for of, _ in loads),
+        deadline_s=min(deadlines, default=None),
+        apps=sorted({of.app.name for of, _ in loads}),
+    )
+
+
+def _proof(solution: Solution) -> Proof:
+    return Proof(
+        status=solution.status,
+        solver=solution.solver,
+        seconds=solution.seconds,
+        first_s=solution.first_s,
+        incumbent=solution.objective,
+        bound=solution.bound,
+        gap=solution.gap,
+    )

@@ -1,0 +1,236 @@
+"""What each service's replicas carry on each footprint: from profiles to the pool's cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil, isinf
+from statistics import fmean
+from typing import Final
+
+from cornplug.planner.deciding import throughputs, work
+from cornplug.planner.deciding.caches import Assumed
+from cornplug.planner.deciding.cells import CellSpec, make_cell
+from cornplug.planner.deciding.equipped import FAVOURED, Equipped, undominated, without_needless_estimates
+from cornplug.planner.deciding.footprints import MAX_BATCH, Footprint, footprints
+from cornplug.planner.deciding.samples import Samples
+from cornplug.planner.deciding.service_times import service_times
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.deciding.settings import engine_settings
+from cornplug.planner.deciding.tiers import MOST, Chain, Tier
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.inputs import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
+from cornplug.planner.performance.capacity import Bound, capacity
+from cornplug.planner.simulation.times import Hardware
+
+URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
+PRIOR: Final = 0.02
+"""Of a cell's price, against the engine that a workload class does not favour: less than any
+measured difference."""
+NEEDLESSLY_TIGHT: Final = 0.001
+"""Of a cell's price, for each tier that it is tighter than the loosest there can be."""
+ROUGHLY: Final = 8
+"""Of a class's draws every eighth tells how many replicas it will take."""
+MOST_TOGETHER: Final = 32
+"""Replicas behind one router for which a capacity is asked: more gain next to nothing."""
+
+Users = Mapping[str, RequestClass]
+
+
+@dataclass
+class Equipment:
+    given: PlanInput
+    nodes: tuple[NodeClass, ...]
+    gpus: Mapping[str, Gpu]
+    bases: Mapping[str, Assumed]
+    """Request class -> the smallest caches, whose hits its capacities hold for."""
+    samples: Samples
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> cells that were left out for it."""
+    equipped: dict[str, list[Equipped]] = field(default_factory=dict)
+    """Service -> what could run it, fast enough or not."""
+    _reference: dict[str, Hardware] = field(default_factory=dict)
+
+    def cells(
+        self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+    ) -> Iterator[CellSpec]:
+        """All cells of a service that carry something, and that no quicker hardware makes needless.
+
+        `loosest`: user -> the loosest tier that it comes to; it may use no cell that promises less.
+        """
+        workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
+        rules = self.given.rules
+        timed: list[Equipped] = []
+        context_tokens = self._context_tokens(users)
+        for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
+            profiles = self._throughputs(service, footprint)
+            if not profiles:
+                timed += self._equipped(service, footprint, context_tokens)
+            elif len(profiles) < len(service.components):
+                self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
+            elif footprint.workload == workloads[0]:
+                yield from self._untimed(service, footprint, profiles, users, tiers)
+        enough = self._enough_kv(users)
+        self.equipped[service.name] = undominated(without_needless_estimates(timed), enough)
+        for equipped in self.equipped[service.name]:
+            yield from self._timed(equipped, users, tiers, loosest)
+
+    def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
+        """The cell with capacities that the simulator finds for so many replicas together."""
+        assert spec.hardware is not None
+        equipped = Equipped(spec.service, spec.footprint, spec.hardware)
+        found = {
+            name: self._rate(equipped, spec.tier, users[name], replicas, confirm=True)
+            for name in spec.cell.capacity
+        }
+        return spec.with_capacity(found, confirmed=replicas)
+
+    def work(self, service: Service, of: RequestClass, assumed: Assumed) -> float:
+        """Visits of a service for one request, in requests as they are with the smallest caches."""
+        base = self.bases[of.name]
+        if service.tasks == "E":
+            return work.encoding_left(self.given, service, of, assumed, base)
+        hardware = self._reference.get(service.name)
+        if assumed.names == base.names or hardware is None:
+            return 1.0
+        now, before = (self.samples.at(service, of, a) for a in (assumed, base))
+        return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
+
+    def _equipped(self, service: Service, footprint: Footprint, context_tokens: int) -> list[Equipped]:
+        hardware = service_times(service, footprint, self.given.rules, context_tokens)
+        if hardware is None:
+            self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
+            return []
+        self._reference.setdefault(service.name, hardware)
+        return [Equipped(service, footprint, hardware)]
+
+    def _enough_kv(self, users: Users) -> int:
+        """Tokens of KV beyond which more is of no use to a replica: all that it may decode together."""
+        longest = max(
+            d.prompt_tokens + d.output_tokens
+            for of in users.values()
+            for d in self.samples.of(of, self.bases[of.name])
+        )
+        return longest * max(MAX_BATCH.values())
+
+    def _timed(
+        self, equipped: Equipped, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+    ) -> Iterator[CellSpec]:
+        service, gpu = equipped.service, equipped.footprint.gpu.name
+        together = self._together(equipped, users)
+        for tier in tiers.tiers:
+            rates = {
+                name: self._rate(equipped, tier, of, together, confirm=False)
+                for name, of in users.items()
+                if tier.rank <= loosest[name].rank
+            }
+            if not any(rates.values()):
+                self.dropped[f"{service.name}: too slow for its bounds on {gpu}"] += 1
+                continue
+            yield self._timed_cell(equipped, tier, rates, users)
+
+    def _timed_cell(
+        self,
+        equipped: Equipped,
+        tier: Tier,
+        rates: Mapping[str, float],
+        users: Users,
+    ) -> CellSpec:
+        service, footprint, hardware = equipped.service, equipped.footprint, equipped.hardware
+        shape = service.llm.shape if service.llm else None
+        settings = (
+            engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
+        )
+        # What was measured on one engine says which is better; only an estimate needs a prior.
+        preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
+        # Of two promises that cost the same the looser one is enough.
+        preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
+        cell = make_cell(service, footprint, tier, rates, preference, timed=True)
+        return CellSpec(
+            cell, service, footprint, tier, hardware.source, hardware, settings, self.given.rules.router
+        )
+
+    def _rate(
+        self,
+        equipped: Equipped,
+        tier: Tier,
+        of: RequestClass,
+        replicas: int,
+        *,
+        confirm: bool,
+    ) -> float:
+        """Of one class alone, one replica among so many."""
+        bound = Bound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
+        draws = self.samples.at(equipped.service, of, self.bases[of.name])
+        place = equipped.station(self.given.rules.router, replicas)
+        seed = self.given.rules.seed
+        found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
+        return found / replicas * self._pairing(equipped)
+
+    def _pairing(self, equipped: Equipped) -> float:
+        """What a prefill-decode pair loses by never being matched to the moment's mix."""
+        tasks = equipped.service.tasks.strip("EG")
+        if equipped.hardware.measured or tasks not in ("P", "D"):
+            return 1.0
+        rules = self.given.rules
+        return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
+
+    def _together(self, equipped: Equipped, users: Users) -> int:
+        """Replicas that would serve all users of a service, without any bound."""
+        busy = sum(
+            of.rate
+            * work.seconds(
+                equipped.hardware,
+                equipped.service.tasks,
+                self.samples.at(equipped.service, of, self.bases[of.name])[::ROUGHLY],
+            )
+            for of in users.values()
+        )
+        return min(max(ceil(busy / self.given.rules.max_utilisation), 1), MOST_TOGETHER)
+
+    def _context_tokens(self, users: Users) -> int:
+        """Typical prompt of a service's users: their mean, by rate."""
+        total = sum(of.rate for of in users.values())
+        mean = sum(
+            of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
+            for of in users.values()
+        )
+        return max(round(mean), 1)
+
+    def _throughputs(self, service: Service, footprint: Footprint) -> dict[str, Throughput]:
+        """Component -> its throughput, of those that have one there."""
+        found = {c.name: throughputs.given(service, c, footprint) for c in service.components}
+        return {name: profile for name, profile in found.items() if profile is not None}
+
+    def _untimed(
+        self,
+        service: Service,
+        footprint: Footprint,
+        profiles: Mapping[str, Throughput],
+        users: Users,
+        tiers: Chain,
+    ) -> Iterator[CellSpec]:
+        rates = {
+            name: throughputs.rate(service, profiles, footprint, of, self._items(of), self.given.rules)
+            for name, of in users.items()
+        }
+        if not any(rates.values()):
+            self.dropped[f"{service.name}: no throughput is given for its requests under their SLOs"] += 1
+            return
+        preference = self._prior(footprint, users) if service.llm else 0.0
+        tier = tiers.tiers[0]
+        cell = make_cell(service, footprint, tier, rates, preference, timed=False)
+        source = "; ".join(dict.fromkeys(p.source for p in profiles.values()))
+        yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
+
+    def _items(self, of: RequestClass) -> dict[str, float]:
+        return work.items_to_encode(self.given, of, self.bases[of.name])
+
+    def _prior(self, footprint: Footprint, users: Users) -> float:
+        against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
+        return PRIOR * against / sum(u.rate for u in users.values())
+
+
+def _finite(seconds: float) -> float | None:
+    return None if isinf(seconds) else seconds

@@ -1,0 +1,112 @@
+"""What could run a service, and where: engine x nodes x TP x PP x share x quantisation x chunk.
+
+Nothing is said of speed or memory here; `cells.py` asks the profiles. What can never be is left
+out, and counted with its reason for the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.given.inputs import Component, Gpu, LLMShape, NodeClass, Quantisation, Rules, Workload
+
+CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
+"""Prompt tokens of one iteration: small ones keep TPOT short, large ones carry more."""
+MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
+TP_WITHOUT_NVLINK: Final = 2
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One replica's place and settings."""
+
+    engine: str
+    """vllm, sglang; cornplug: the encoder service; external: a generator's own server."""
+    nodes: NodeClass
+    gpu: Gpu
+    tp: int
+    pp: int
+    share: float
+    quantisation: Quantisation
+    workload: Workload
+    """The urgency that its chunk and batch are set for."""
+
+    @property
+    def gpus(self) -> float:
+        return self.tp * self.pp * self.share
+
+    @property
+    def chunk_tokens(self) -> int:
+        return CHUNK_TOKENS[self.workload]
+
+    @property
+    def max_batch(self) -> int:
+        return MAX_BATCH[self.workload]
+
+    @property
+    def name(self) -> str:
+        """Without the service: what a replica keeps when its role changes."""
+        parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        part = f"x{self.share:g}" if self.share < 1 else ""
+        quantised = "" if self.quantisation == "none" else f":{self.quantisation}"
+        return f"{self.nodes.name}:{self.engine}:{parallel}{part}{quantised}:{self.workload}"
+
+
+def engines(service: Service) -> tuple[str, ...]:
+    """An encoder apart is ours, whoever takes its embeddings; a generator apart has its own server."""
+    if service.llm:
+        return tuple(service.llm.engines)
+    return ("cornplug",) if service.tasks == "E" else ("external",)
+
+
+def footprints(
+    service: Service,
+    nodes: tuple[NodeClass, ...],
+    gpus: Mapping[str, Gpu],
+    rules: Rules,
+    workloads: tuple[Workload, ...],
+    dropped: Counter[str],
+) -> Iterator[Footprint]:
+    """All that could run `service` for these workloads; reasons against others go to `dropped`."""
+    main = service.components[0]
+    settings = workloads if service.llm else workloads[:1]
+    choices = product(
+        engines(service), nodes, _tensor_parallel(service), main.pp, main.shares, main.quantisations, settings
+    )
+    for engine, node, tp, pp, share, quantisation, workload in choices:
+        footprint = Footprint(engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload)
+        reason = _reason_against(footprint, rules)
+        if reason:
+            dropped[f"{service.name}: {reason}"] += 1
+        else:
+            yield footprint
+
+
+def _tensor_parallel(service: Service) -> list[int]:
+    main: Component = service.components[0]
+    if service.tasks == "E":
+        return [1]
+    # Both engines refuse to start where heads cannot be dealt out evenly.
+    heads = main.shape.heads if isinstance(main.shape, LLMShape) else 0
+    return [tp for tp in main.tp if heads % tp == 0]
+
+
+def _reason_against(f: Footprint, rules: Rules) -> str | None:
+    if f.share < 1 and (f.tp > 1 or f.pp > 1):
+        return "a part of a GPU has no parallel ranks"
+    if f.share < 1 and not rules.colocate:
+        return "rules.colocate is off"
+    if f.tp > f.nodes.gpus:
+        return f"tensor parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
+    if f.tp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
+        return f"{f.gpu.name} has no NVLink: tensor parallelism ends at {TP_WITHOUT_NVLINK}"
+    if f.gpus > f.nodes.gpus and f.gpus % f.nodes.gpus:
+        return f"{f.tp * f.pp} GPUs do not fill whole nodes of {f.nodes.name}"
+    if f.quantisation == "fp8" and not f.gpu.fp8_tflops:
+        return f"{f.gpu.name} does not compute in fp8"
+    return None

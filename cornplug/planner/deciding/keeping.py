@@ -1,0 +1,49 @@
+"""Re-planning: a plan of the processes that run, as a rival to what the whole pool gives.
+
+With a thousand ways to start afresh a solver may have found, when its time is up, none that is as
+good as keeping what there is. The pool of the running processes alone is small and soon solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import milp
+from cornplug.planner.solving.pool import Pool, Progress, Running, Solution
+
+
+def solve(
+    pool: Pool,
+    settings: Solver,
+    watch: Callable[[Progress], None] | None,
+    notes: Mapping[str, str],
+) -> Solution:
+    """The better of both, with the whole pool's bound. Raises as `milp.solve`."""
+    running = pool.running
+    if running is None or pool.objective != "cost":
+        return milp.solve(pool, settings, watch, notes=notes)
+    kept = _kept(pool, running, settings)
+    try:
+        whole = milp.solve(pool, settings, watch, notes=notes)
+    except PlanUnfinished:
+        if kept is None:
+            raise
+        return replace(kept, status="feasible", bound=0.0)
+    if kept is None or whole.objective <= kept.objective:
+        return whole
+    near = kept.objective - whole.bound <= settings.gap * abs(kept.objective) + 1e-6
+    return replace(kept, status="optimal" if near else "feasible", bound=whole.bound)
+
+
+def _kept(pool: Pool, running: Running, settings: Solver) -> Solution | None:
+    """More or fewer of the same processes, in the same or switched roles; None: they cannot carry it."""
+    names = set(running.replicas)
+    names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
+    cells = tuple(c for c in pool.cells if c.name in names)
+    try:
+        return milp.solve(replace(pool, cells=cells), settings)
+    except (PlanInfeasible, PlanUnfinished):
+        return None

@@ -1,0 +1,133 @@
+"""Why no cell can serve a request class: what is asked of a service, and the best that it could do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from cornplug.planner.deciding.equipped import Equipped
+from cornplug.planner.deciding.variants import Promise, Way
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance.bounds import Bound
+from cornplug.planner.simulation.replicas import decode_alone_s, prefill_alone_s
+from cornplug.planner.simulation.simulator import Station
+from cornplug.planner.solving.pool import Pool
+
+
+def unserved(pool: Pool) -> list[str]:
+    """Demands none of whose variants has a cell for each of its needs."""
+    capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
+    for c in pool.cells:
+        capacities.setdefault(c.service, []).append((c.tier, c.capacity))
+
+    def served(demand: str) -> bool:
+        return any(
+            all(
+                any(tier <= n.tier and demand in carries for tier, carries in capacities.get(n.service, ()))
+                for n in v.needs
+            )
+            for v in pool.variants
+            if v.demand == demand
+        )
+
+    return [u.name for u in pool.demands if not served(u.name)]
+
+
+def note(
+    of: RequestClass,
+    ways: Iterable[Way],
+    equipped: Mapping[str, list[Equipped]],
+    dropped: Mapping[str, int],
+    draws: Mapping[str, list[Draw]],
+) -> str:
+    """The failing stage of the way that is nearest to being possible.
+
+    `equipped`: service -> what could run it at all. `draws`: service -> the class's requests there.
+    """
+    nearest = min(
+        (_worst_stage(of, way, equipped, draws) for way in ways), key=lambda fit: fit.excess, default=None
+    )
+    if nearest is None:
+        return "no way through the services is planned for it. Allow another structure"
+    if nearest.best is None:
+        return _without_room(nearest.promise.service.name, dropped)
+    if nearest.excess <= 1:
+        return _without_kv(nearest.promise.service.name, nearest.best, draws)
+    return nearest.text(of)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How near the best replica comes to a promise, with a request alone on it."""
+
+    promise: Promise
+    best: Equipped | None
+    first_s: float
+    tpot_s: float
+
+    @property
+    def excess(self) -> float:
+        """How many times too slow, in the worse of both; infinite where nothing runs the service."""
+        return max(_times(self.first_s, self.promise.seconds), _times(self.tpot_s, self.promise.tpot_s))
+
+    def text(self, of: RequestClass) -> str:
+        assert self.best is not None
+        late = _times(self.first_s, self.promise.seconds) >= _times(self.tpot_s, self.promise.tpot_s)
+        allowed, takes = (self.promise.seconds, self.first_s) if late else (self.promise.tpot_s, self.tpot_s)
+        what = "a token" if not late else "its stage" if self.promise.service.tasks in ("E", "G") else "TTFT"
+        return (
+            f"{self.promise.service.name} has {allowed:.3g} s for {what} ({of.slo.percentile}), and the "
+            f"best, {self.best.footprint.name}, takes {takes:.3g} s with a request alone on it. "
+            "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
+        )
+
+
+def _worst_stage(
+    of: RequestClass,
+    way: Way,
+    equipped: Mapping[str, list[Equipped]],
+    draws: Mapping[str, list[Draw]],
+) -> Fit:
+    bound = Bound(of.slo.percentile)
+    fits = [
+        _best_fit(p, equipped.get(p.service.name, []), draws[p.service.name], bound) for p in way.promises
+    ]
+    return max(fits, key=lambda fit: fit.excess)
+
+
+def _best_fit(promise: Promise, equipped: list[Equipped], draws: list[Draw], bound: Bound) -> Fit:
+    fits = [Fit(promise, e, *_alone(e.station("least_work", 1), draws, bound)) for e in equipped]
+    return min(fits, key=lambda fit: fit.excess, default=Fit(promise, None, inf, inf))
+
+
+def _without_room(service: str, dropped: Mapping[str, int]) -> str:
+    reasons = [text.partition(": ")[2] for text in dropped if text.startswith(f"{service}: ")]
+    return f"{service} has no cell ({'; '.join(reasons) or 'no footprint'}). Add a larger GPU or a profile"
+
+
+def _without_kv(service: str, best: Equipped, draws: Mapping[str, list[Draw]]) -> str:
+    """Times would do, so room does not: each request must fit the KV cache by itself."""
+    longest = max(d.prompt_tokens + d.output_tokens for d in draws[service])
+    return (
+        f"{service} keeps its bounds with a request alone, and carries no rate: its requests have up to "
+        f"{longest} tokens, the KV cache of {best.footprint.name} holds {best.hardware.kv_tokens}. "
+        "Add a GPU with more memory, a higher tp or a quantisation, or loosen the SLO"
+    )
+
+
+def _times(value: float, allowed: float) -> float:
+    return inf if value == inf else value / allowed
+
+
+def _alone(station: Station, draws: list[Draw], bound: Bound) -> tuple[float, float]:
+    """Of lone requests, at the bound's percentile: seconds to the first token, seconds a token."""
+    overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
+    first = [prefill_alone_s(station, d) + overhead for d in draws]
+    if station.generate:
+        first = [f + station.generate(d.units) for f, d in zip(first, draws, strict=True)]
+    per_token = [decode_alone_s(station, d) / (d.output_tokens - 1) for d in draws if d.output_tokens > 1]
+    return bound.of(np.array(first)), bound.of(np.array(per_token))

@@ -1,0 +1,187 @@
+"""From what a planner is told to a pool: services, ways, tiers, cells, variants."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cornplug.planner.deciding import misfits, running, services
+from cornplug.planner.deciding.caches import Level, assumptions, cache_levels
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.deciding.equipment import Equipment
+from cornplug.planner.deciding.pruning import loosest, prune
+from cornplug.planner.deciding.samples import Samples
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.deciding.tiers import Chain, Tier, chain, how_many
+from cornplug.planner.deciding.variants import Way, ways
+from cornplug.planner.given import gpus
+from cornplug.planner.given.classes import RequestClass, request_classes
+from cornplug.planner.given.inputs import Gpu, NodeClass, PlanInput
+from cornplug.planner.given.resolve import resolve
+from cornplug.planner.plan import Plan
+from cornplug.planner.solving.pool import Demand, Limits, Need, Nodes, Pool, Variant
+
+GIB: Final = 1 << 30
+GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pool, and what its names stand for."""
+
+    given: PlanInput
+    pool: Pool
+    classes: Mapping[str, RequestClass]
+    cells: Mapping[str, CellSpec]
+    ways: Mapping[str, Way]
+    levels: tuple[Level, ...]
+    samples: Samples
+    nodes: tuple[NodeClass, ...]
+    equipment: Equipment
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Reason -> cells that were left out for it."""
+        return self.equipment.dropped
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Request class that nothing in the pool can serve -> why not."""
+        return {name: self._note(name) for name in misfits.unserved(self.pool)}
+
+    def _note(self, name: str) -> str:
+        of, equipment = self.classes[name], self.equipment
+        ways = [w for w in self.ways.values() if w.of.name == name]
+        base = equipment.bases[name]
+        draws = {s.name: self.samples.at(s, of, base) for w in ways for s in w.path.stages}
+        return misfits.note(of, ways, equipment.equipped, equipment.dropped, draws)
+
+    def with_cells(self, changed: Mapping[str, CellSpec]) -> Problem:
+        """The same with other capacities of some cells; one that carries nothing goes."""
+        cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
+        cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
+        runs = running.limited_to(self.pool.running, cells)
+        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), running=runs)
+        return replace(self, cells=cells, pool=pool)
+
+
+def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
+    """Of a whole node."""
+    return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
+
+
+def problem(given: PlanInput) -> Problem:
+    """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
+    given = resolve(given)
+    classes = request_classes(given)
+    nodes = gpus.node_classes(given)
+    table = gpus.gpu_table(given)
+    samples = Samples(given)
+    levels = cache_levels(given, classes)
+    bases = {name: assumptions(given, c, levels)[0] for name, c in classes.items()}
+    slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)
+    found = [
+        way
+        for name, paths in services.paths(given).items()
+        for path in paths
+        for assumed in assumptions(given, classes[name], levels)
+        for way in ways(given, classes[name], path, assumed, samples, slowest)
+    ]
+    equipment = Equipment(given, nodes, table, bases, samples)
+    chains = _chains(found, len(nodes))
+    every = [
+        spec
+        for service, users in _users(found).items()
+        for spec in equipment.cells(
+            service, users, chains[service.name], _loosest_tiers(service, found, chains)
+        )
+    ]
+    old = None if given.change is None else Plan.load(given.change.plan)
+    specs = prune(every) if old is None else running.kept(every, prune(every), old)
+    pool = Pool(
+        nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
+        cells=tuple(spec.cell for spec in specs),
+        demands=tuple(_demand(given, c) for c in classes.values()),
+        variants=loosest(_variant(w, chains, equipment) for w in found),
+        levels=tuple(level.in_pool for level in levels),
+        limits=_limits(given, found),
+        objective=given.rules.objective,
+    )
+    cells = {spec.cell.name: spec for spec in specs}
+    if given.change is not None and old is not None:
+        pool, cells = running.take_over(pool, cells, given.change, old, time.time())
+    by_variant = {w.name: w for w in found}
+    return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
+
+
+def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:
+    """Service -> the classes that may come to it."""
+    users: dict[Service, dict[str, RequestClass]] = {}
+    for way in found:
+        for service in way.path.stages:
+            users.setdefault(service, {})[way.of.name] = way.of
+    return users
+
+
+def _chains(found: list[Way], node_classes: int) -> dict[str, Chain]:
+    wanted: dict[str, set[tuple[float, float]]] = {}
+    for way in found:
+        for p in way.promises:
+            wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
+    most = how_many(len(wanted), node_classes)
+    return {name: chain(pairs, most) for name, pairs in wanted.items()}
+
+
+def _loosest_tiers(service: Service, found: list[Way], chains: Mapping[str, Chain]) -> dict[str, Tier]:
+    """User of a service -> the loosest tier that one of its ways asks for there."""
+    asked = [(w.of.name, p) for w in found for p in w.promises if p.service.name == service.name]
+    loosest: dict[str, Tier] = {}
+    for name, p in asked:
+        tier = chains[service.name].at_most(p.seconds, p.tpot_s)
+        loosest[name] = max(tier, loosest.get(name, tier), key=lambda t: t.rank)
+    return loosest
+
+
+def _nodes(nodes: NodeClass, gpu: Gpu) -> Nodes:
+    assert nodes.price_per_hour is not None, "node_classes fills prices in"
+    return Nodes(
+        nodes.name,
+        nodes.gpu,
+        nodes.gpus,
+        nodes.price_per_hour,
+        nodes.stock,
+        nic_bytes_s(nodes, gpu),
+        nodes.dram_gib * GIB,
+    )
+
+
+def _demand(given: PlanInput, of: RequestClass) -> Demand:
+    slices = given.rules.slices if given.rules.split == "slices" else None
+    return Demand(of.name, of.rate, of.online, of.request.weight, slices)
+
+
+def _variant(way: Way, chains: Mapping[str, Chain], equipment: Equipment) -> Variant:
+    needs = tuple(
+        Need(
+            p.service.name,
+            chains[p.service.name].at_most(p.seconds, p.tpot_s).value,
+            equipment.work(p.service, way.of, way.assumed),
+        )
+        for p in way.promises
+    )
+    needs = tuple(n for n in needs if n.work > 0)
+    return Variant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
+
+
+def _limits(given: PlanInput, found: list[Way]) -> Limits:
+    rules = given.rules
+    online = {s.name for w in found if w.of.online for s in w.path.stages}
+    return Limits(
+        rules.max_utilisation,
+        rules.online_share,
+        rules.network_utilisation,
+        frozenset(online) if rules.n_plus_one else frozenset(),
+    )

@@ -1,0 +1,67 @@
+"""Cells and variants that no plan needs, because others do as much and ask for no more.
+
+Pruning is exact for cost, stock and packing: in any plan a dominated replica can be replaced by
+the smaller cell's replicas on the same GPUs, because footprints divide each other. A variant
+whose stages ask for the same work within tighter bounds than another's can be replaced by it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.solving.pool import Variant
+
+TIGHTNESS: Final = 0.005
+"""Of preferences: what tiers make of it, which is a tie-break among cells that are all needed."""
+
+
+def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:
+    """The cells that none of the others dominates, in their order."""
+    groups: defaultdict[tuple[str, str], list[CellSpec]] = defaultdict(list)
+    for spec in specs:
+        groups[spec.cell.service, spec.cell.nodes].append(spec)
+    kept: list[CellSpec] = []
+    for group in groups.values():
+        better: list[CellSpec] = []
+        # The smallest first: only cells of at most one's GPUs can dominate it.
+        for spec in sorted(group, key=lambda s: (s.cell.gpus, s.cell.preference, s.cell.tier)):
+            if not any(_dominates(other, spec) for other in better):
+                better.append(spec)
+        kept += better
+    return kept
+
+
+def _dominates(one: CellSpec, other: CellSpec) -> bool:
+    copies = other.cell.gpus / one.cell.gpus
+    return (
+        copies >= 1
+        and one.cell.tier <= other.cell.tier
+        and one.cell.preference <= other.cell.preference + TIGHTNESS
+        and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
+    )
+
+
+def loosest(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """Of variants that differ in their tiers only, those that no other is looser than throughout."""
+    groups: defaultdict[tuple[object, ...], list[Variant]] = defaultdict(list)
+    for v in variants:
+        services = tuple((n.service, n.work) for n in v.needs)
+        groups[v.demand, v.structure, services, v.levels].append(v)
+    return tuple(v for same in groups.values() for i, v in enumerate(same) if not _tighter(v, i, same))
+
+
+def _tighter(variant: Variant, place: int, same: list[Variant]) -> bool:
+    """Than another; of two equals the later one is."""
+    tiers = [n.tier for n in variant.needs]
+    for i, other in enumerate(same):
+        others = [n.tier for n in other.needs]
+        if (
+            i != place
+            and all(a <= b for a, b in zip(tiers, others, strict=True))
+            and (tiers != others or i < place)
+        ):
+            return True
+    return False

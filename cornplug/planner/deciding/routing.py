@@ -1,0 +1,43 @@
+"""Which part of each class's requests goes where: the solution's flows, as routes with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cornplug.planner.deciding.problem import Problem
+from cornplug.planner.plan import Route, Stage
+from cornplug.planner.solving.pool import Need, Solution, Variant
+
+LEAST_PART = 1e-6
+"""Of a class's rate: less is the solver's rounding."""
+
+
+def routes(problem: Problem, solution: Solution, group_of: Mapping[str, str]) -> list[Route]:
+    """One for each variant that serves something. `group_of`: cell -> group."""
+    rates = {d.name: d.rate for d in problem.pool.demands}
+    served = [
+        v for v in problem.pool.variants if solution.served.get(v.name, 0.0) > LEAST_PART * rates[v.demand]
+    ]
+    return [_route(problem, solution, variant, group_of) for variant in served]
+
+
+def _route(problem: Problem, solution: Solution, variant: Variant, group_of: Mapping[str, str]) -> Route:
+    tasks = {s.name: s.tasks for s in problem.ways[variant.name].path.stages}
+    app, request = variant.demand.split("/")
+    stages = []
+    for need in variant.needs:
+        weights = _weights(solution, variant.demand, need)
+        stages.append(Stage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()}))
+    rate = solution.served[variant.name]
+    return Route(app=app, request=request, structure=variant.structure, rate=rate, stages=stages)
+
+
+def _weights(solution: Solution, demand: str, need: Need) -> dict[str, float]:
+    """Cell -> its part of the work that the demand asks of a service within this tier."""
+    rates: dict[str, float] = {}
+    for f in solution.flows:
+        if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):
+            rates[f.cell] = rates.get(f.cell, 0.0) + f.rate
+    total = sum(rates.values())
+    kept = {cell: rate for cell, rate in rates.items() if rate > LEAST_PART * total}
+    return {cell: rate / sum(kept.values()) for cell, rate in kept.items()}

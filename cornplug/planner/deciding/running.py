@@ -1,0 +1,131 @@
+"""What runs now, in the terms of a new pool: on which cells, how young, and what a change of it costs.
+
+Two cells that differ in their tier only are the same processes under another promise: going
+from one to the other is free. A change of role is one where SGLang can do it while it runs
+(prefill to decode and back, with a transfer backend that allows it); else it is a restart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import log
+
+from cornplug.planner.deciding.cells import CellSpec
+from cornplug.planner.given.inputs import Change
+from cornplug.planner.plan import Group, Plan
+from cornplug.planner.solving.pool import Nodes, Pool, Running
+
+Identity = tuple[str, str, str, int, int, float, str, int]
+"""What makes a process another one: service, engine, nodes, TP, PP, share, quantisation, and its
+tokens of one iteration, which are a flag of its command line (0 where nothing is planned of them)."""
+
+
+def of_group(g: Group) -> Identity:
+    chunk = 0 if g.settings is None else g.settings.chunk_tokens
+    return g.service, g.engine, g.nodes, g.tp, g.pp, g.share, g.quantisation, chunk
+
+
+def of_cell(spec: CellSpec) -> Identity:
+    f = spec.footprint
+    chunk = 0 if spec.settings is None else spec.settings.chunk_tokens
+    return spec.service.name, f.engine, f.nodes.name, f.tp, f.pp, f.share, f.quantisation, chunk
+
+
+def kept(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
+    """The pruned cells, and those on which something runs: a dominated cell that runs costs no start."""
+    runs = {of_group(g) for g in plan.groups}
+    names = {spec.cell.name for spec in pruned}
+    return [spec for spec in specs if spec.cell.name in names or of_cell(spec) in runs]
+
+
+def take_over(
+    pool: Pool, cells: Mapping[str, CellSpec], change: Change, plan: Plan, now: float
+) -> tuple[Pool, dict[str, CellSpec]]:
+    """The pool and its cells with their switches, and `running` filled in. `now`: Unix time."""
+    switches, free = _switches(cells.values(), change)
+    known = {
+        name: replace(spec, cell=replace(spec.cell, switches_with=switches.get(name, ())))
+        for name, spec in cells.items()
+    }
+    nodes = {n.name: n for n in pool.nodes}
+    replicas: dict[str, int] = defaultdict(int)
+    young: dict[str, int] = defaultdict(int)
+    for g in plan.groups:
+        home = _home(g, cells.values())
+        if home is not None:
+            replicas[home] += g.replicas
+            if g.since is not None and now - g.since < change.min_dwell_s:
+                young[home] += g.replicas
+    switch_cost = max((_dollars(cells[name], nodes, change.role_switch_s) for name in replicas), default=0.0)
+    running = Running(
+        replicas=dict(replicas),
+        young=dict(young),
+        start_cost={name: _dollars(spec, nodes, change.start_s) for name, spec in cells.items()},
+        switch_cost=switch_cost,
+        horizon_hours=change.horizon_hours,
+        max_changes=change.max_changes,
+        free=free,
+    )
+    return replace(pool, cells=tuple(known[c.name].cell for c in pool.cells), running=running), known
+
+
+def limited_to(running: Running | None, cells: Iterable[str]) -> Running | None:
+    """What runs on these cells; replicas of others have no place in the pool, and stop."""
+    if running is None:
+        return None
+    names = set(cells)
+    return replace(
+        running,
+        replicas={name: n for name, n in running.replicas.items() if name in names},
+        young={name: n for name, n in running.young.items() if name in names},
+    )
+
+
+def _home(g: Group, specs: Iterable[CellSpec]) -> str | None:
+    """The cell of the group's processes whose promise is nearest to the one they were planned for."""
+    same = [spec for spec in specs if of_cell(spec) == of_group(g)]
+    return min(same, key=lambda spec: _distance(spec, g)).cell.name if same else None
+
+
+def _distance(spec: CellSpec, g: Group) -> float:
+    if g.tier_s is None or not spec.timed:
+        return spec.tier.seconds
+    return abs(log(min(spec.tier.seconds, 1e9)) - log(g.tier_s))
+
+
+def _switches(
+    specs: Iterable[CellSpec], change: Change
+) -> tuple[dict[str, tuple[str, ...]], frozenset[tuple[str, str]]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    free = set()
+    by_place: dict[Identity, list[CellSpec]] = defaultdict(list)
+    for spec in specs:
+        by_place["/".join(_part(spec)), *of_cell(spec)[1:]].append(spec)
+    for here in by_place.values():
+        for one in here:
+            for other in here:
+                if one is other:
+                    continue
+                if of_cell(one) == of_cell(other):
+                    free.add((one.cell.name, other.cell.name))
+                    found[one.cell.name].append(other.cell.name)
+                elif change.role_switch and _switchable(one) and _switchable(other):
+                    found[one.cell.name].append(other.cell.name)
+    return {name: tuple(others) for name, others in found.items()}, frozenset(free)
+
+
+def _part(spec: CellSpec) -> tuple[str, ...]:
+    """P and D of one model stand together; every other service for itself."""
+    return tuple(c.name for c in spec.service.components) if _switchable(spec) else (spec.service.name,)
+
+
+def _switchable(spec: CellSpec) -> bool:
+    return spec.footprint.engine == "sglang" and spec.footprint.pp == 1 and spec.service.tasks in ("P", "D")
+
+
+def _dollars(spec: CellSpec, nodes: Mapping[str, Nodes], seconds: float) -> float:
+    """Of one replica's GPUs that are paid for and do not serve."""
+    node = nodes[spec.cell.nodes]
+    return spec.cell.gpus * node.price / node.gpus * seconds / 3600

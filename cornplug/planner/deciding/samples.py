@@ -1,0 +1,89 @@
+"""Requests drawn once for each class, and what the plan reads off them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from cornplug.planner.deciding.caches import Assumed
+from cornplug.planner.deciding.services import Service, towers
+from cornplug.planner.given import draws
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.inputs import PlanInput, Slo, TowerShape
+
+SIZE: Final = 512
+QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+@dataclass
+class Samples:
+    """Draws of every class; the same seed gives a class the same requests at every cache size."""
+
+    given: PlanInput
+    _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[Draw]] = field(default_factory=dict)
+
+    def of(
+        self, request_class: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None = None
+    ) -> list[Draw]:
+        """With `encoders` given, only these encoders' items have patches."""
+        key = (request_class.name, encoders or ("*",), assumed.names)
+        if key not in self._drawn:
+            self._drawn[key] = self._draw(request_class, assumed, encoders)
+        return self._drawn[key]
+
+    def at(self, service: Service, request_class: RequestClass, assumed: Assumed) -> list[Draw]:
+        """As a service's replica sees them: patches of its own towers only."""
+        return self.of(request_class, assumed, tuple(t.name for t in service.towers) or ("",))
+
+    def _draw(self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None) -> list[Draw]:
+        rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode())])
+        drawn = draws.draw(
+            of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
+        )
+        if encoders is None:
+            return drawn
+        shared = towers(self.given)
+        if {shared[m.encoder].name for m in of.request.media} <= set(encoders):
+            return drawn
+        others = [m for m in of.request.media if shared[m.encoder].name not in encoders]
+        if len(others) == len(of.request.media):
+            return [replace(d, patches=()) for d in drawn]
+        return [
+            replace(d, patches=p) for d, p in zip(drawn, self._patches(of, assumed, encoders), strict=True)
+        ]
+
+    def _patches(
+        self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...]
+    ) -> list[tuple[int, ...]]:
+        shared = towers(self.given)
+        mine = [m for m in of.request.media if shared[m.encoder].name in encoders]
+        rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode()), 1])
+        request = of.request.model_copy(update={"media": mine, "trace": None})
+        drawn = draws.draw(request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits)
+        return [d.patches for d in drawn]
+
+    def _patches_per_token(self) -> Mapping[str, int]:
+        return {
+            encoder: tower.shape.patches_per_token
+            for encoder, tower in towers(self.given).items()
+            if isinstance(tower.shape, TowerShape)
+        }
+
+
+def output_tokens(drawn: list[Draw], slo: Slo) -> float:
+    """At the SLO's percentile."""
+    return _percentile([d.output_tokens for d in drawn], slo)
+
+
+def prompt_tokens(drawn: list[Draw], slo: Slo) -> float:
+    return _percentile([d.prompt_tokens for d in drawn], slo)
+
+
+def _percentile(values: list[int], slo: Slo) -> float:
+    q = QUANTILE[slo.percentile]
+    return float(np.mean(values) if q is None else np.quantile(values, q))

@@ -1,0 +1,72 @@
+"""Times of a service's replica on a footprint: its components' profiles, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cornplug.planner.deciding.footprints import Footprint
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.given.inputs import Component, GeneratorShape, Rules, TowerShape
+from cornplug.planner.performance import profiles
+from cornplug.planner.simulation.times import Hardware
+
+
+def service_times(
+    service: Service,
+    footprint: Footprint,
+    rules: Rules,
+    context_tokens: int,
+) -> Hardware | None:
+    """What one replica does; None: a profile is missing there, or it has no room for the model.
+
+    A part of a GPU is slower by what its neighbours cost, `rules.interference`. Of several towers in
+    one engine the largest stands for all: it takes longest.
+    """
+    main = service.components[0]
+    found = profiles.hardware(
+        main,
+        main.shape,
+        footprint.gpu,
+        engine=footprint.engine,
+        tp=footprint.tp,
+        pp=footprint.pp,
+        share=footprint.share,
+        quantisation=footprint.quantisation,
+        role=service.tasks,
+        tower=_with_tower(service),
+        generator=_with_generator(service),
+        chunk_tokens=footprint.chunk_tokens,
+        max_batch=footprint.max_batch,
+        context_tokens=context_tokens,
+    )
+    if found is None or (found.steps is not None and not found.kv_tokens):
+        return None
+    slower = 1 / (1 - rules.interference) if footprint.share < 1 else 1.0
+    return _scaled(found, slower)
+
+
+def _scaled(hardware: Hardware, factor: float) -> Hardware:
+    return replace(
+        hardware,
+        steps=hardware.steps and hardware.steps.scaled(factor),
+        encode=hardware.encode and hardware.encode.scaled(factor),
+        generate=hardware.generate and hardware.generate.scaled(factor),
+    )
+
+
+def _parameters(component: Component) -> float:
+    return component.shape.parameters if component.shape else 0.0
+
+
+def _with_tower(service: Service) -> tuple[Component, TowerShape | None] | None:
+    tower = max(service.towers, key=_parameters, default=None)
+    if tower is None or service.llm is None:
+        return None
+    return tower, tower.shape if isinstance(tower.shape, TowerShape) else None
+
+
+def _with_generator(service: Service) -> tuple[Component, GeneratorShape | None] | None:
+    generator = service.generator
+    if generator is None or service.llm is None:
+        return None
+    return generator, generator.shape if isinstance(generator.shape, GeneratorShape) else None

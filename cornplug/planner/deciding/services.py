@@ -1,0 +1,148 @@
+"""Which services the applications need, and the paths of each request class through them.
+
+A service is a set of components and the tasks that one of its replicas does of E (encode),
+P (prefill), D (decode) and G (generate). Applications share a service when its components are
+the same; two encoders whose towers have one fingerprint are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.planner.given.classes import RequestClass, request_classes
+from cornplug.planner.given.inputs import Component, PlanInput, Structure
+
+EVERY: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
+
+
+@dataclass(frozen=True)
+class Service:
+    tasks: str
+    llm: Component | None = None
+    towers: tuple[Component, ...] = ()
+    generator: Component | None = None
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The one whose model stands on the command line first."""
+        first = (self.llm,) if self.llm else ()
+        return first + self.towers + ((self.generator,) if self.generator else ())
+
+    @property
+    def name(self) -> str:
+        return "+".join(c.name for c in self.components) + "/" + self.tasks
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def can_replace(self, other: Service) -> bool:
+        """It does what `other` does, with towers or a generator more."""
+        return (
+            self.llm == other.llm
+            and {t.name for t in self.towers} >= {t.name for t in other.towers}
+            and other.generator in (None, self.generator)
+            and set(self.tasks) - set("EG") == set(other.tasks) - set("EG")
+        )
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way of a request class: services in the order in which it visits them."""
+
+    structure: str
+    stages: tuple[Service, ...]
+
+
+def towers(given: PlanInput) -> dict[str, Component]:
+    """Encoder -> the encoder that stands for all with its fingerprint: the first in the input."""
+    first: dict[str, Component] = {}
+    encoders = [c for c in given.components if c.kind == "encoder"]
+    return {c.name: first.setdefault(c.fingerprint or f"name:{c.name}", c) for c in encoders}
+
+
+def paths(given: PlanInput) -> dict[str, tuple[Path, ...]]:
+    """Request class -> its paths: its own, and those through engines that others' media need."""
+    shared = towers(given)
+    own = {name: tuple(_own_paths(c, given.component, shared)) for name, c in request_classes(given).items()}
+    known = tuple(dict.fromkeys(s for ways in own.values() for way in ways for s in way.stages if s.llm))
+    return {
+        name: tuple(dict.fromkeys(w for way in ways for w in _with_replacements(way, known)))
+        for name, ways in own.items()
+    }
+
+
+def services(ways: Iterable[Path]) -> tuple[Service, ...]:
+    return tuple(dict.fromkeys(s for way in ways for s in way.stages))
+
+
+def _own_paths(
+    of: RequestClass, components: dict[str, Component], shared: dict[str, Component]
+) -> list[Path]:
+    listed = of.app.structures or EVERY
+    bases = [s for s in listed if s != "+G"] or ["monolith"]
+    llm = components[of.app.llm]
+    media = tuple({shared[m.encoder].name: shared[m.encoder] for m in of.request.media}.values())
+    generator = components[of.request.generates.generator] if of.request.generates else None
+    found: dict[tuple[Service, ...], Path] = {}
+    for base in bases:
+        for apart in _generator_apart(base, generator, listed):
+            stages = _stages(base, llm, media, generator, apart=apart)
+            name = _structure(base, media=bool(media), apart=apart)
+            found.setdefault(stages, Path(name, stages))
+    return list(found.values())
+
+
+def _generator_apart(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
+    """A generator goes with an LLM that is whole, or apart. Beside a divided LLM it is always apart."""
+    if generator is None:
+        return (False,)
+    if "P+D" in base:
+        return (True,)
+    if "+G" not in listed:
+        return (False,)
+    return (True,) if set(listed) == {"+G"} else (False, True)
+
+
+def _structure(base: str, *, media: bool, apart: bool) -> str:
+    if not media:
+        base = {"E+PD": "monolith", "E+P+D": "P+D"}.get(base, base)
+    return base + ("+G" if apart else "")
+
+
+def _stages(
+    base: str,
+    llm: Component,
+    media: tuple[Component, ...],
+    generator: Component | None,
+    *,
+    apart: bool,
+) -> tuple[Service, ...]:
+    encoders_apart = base.startswith("E+")
+    encoders = tuple(Service("E", towers=(t,)) for t in media) if encoders_apart else ()
+    inside = () if encoders_apart else media
+    e = "E" if inside else ""
+    if "P+D" in base:
+        engines: tuple[Service, ...] = (Service(e + "P", llm, inside), Service("D", llm))
+    elif generator and not apart:
+        engines = (Service(e + "PDG", llm, inside, generator),)
+    else:
+        engines = (Service(e + "PD", llm, inside),)
+    last = (Service("G", generator=generator),) if generator and apart else ()
+    return encoders + engines + last
+
+
+def _with_replacements(way: Path, known: tuple[Service, ...]) -> list[Path]:
+    """The path, and it again through each engine with more towers (which text may use, too)."""
+    found = [way]
+    if any(s.tasks == "E" for s in way.stages):
+        return found
+    for i, stage in enumerate(way.stages):
+        if "P" not in stage.tasks:
+            continue
+        others = [s for s in known if s != stage and s.can_replace(stage)]
+        if way.stages[-1].tasks == "G":
+            others = [s for s in others if s.generator is None]
+        found += [Path(way.structure, (*way.stages[:i], s, *way.stages[i + 1 :])) for s in others]
+    return found

@@ -1,0 +1,69 @@
+"""Decisions about an engine that become flags, and the geometry of the KV that it hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.planner.deciding.footprints import Footprint
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.given import shapes
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.inputs import LLMShape, Workload
+from cornplug.planner.performance import memory, roofline
+from cornplug.planner.plan import EngineSettings, KVGeometry
+from cornplug.planner.simulation.times import Hardware
+
+PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
+ELEMENT_BYTES: Final = 2
+
+
+def engine_settings(
+    service: Service, footprint: Footprint, shape: LLMShape, hardware: Hardware
+) -> EngineSettings:
+    llm = service.llm
+    assert llm is not None, "settings are of an engine"
+    kv_rank_bytes = shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
+    speculates = llm.speculative if llm.acceptance else "none"
+    context = llm.max_model_len or shape.max_context
+    return EngineSettings(
+        max_model_len=min(context, hardware.kv_tokens),
+        max_batch=footprint.max_batch,
+        chunk_tokens=footprint.chunk_tokens,
+        kv_tokens=hardware.kv_tokens,
+        kv_bytes=hardware.kv_tokens * kv_rank_bytes,
+        memory_share=memory.engine_share(
+            footprint.gpu,
+            engine=footprint.engine,
+            ranks=footprint.tp * footprint.pp,
+            share=footprint.share,
+            chunk_tokens=footprint.chunk_tokens,
+            max_batch=footprint.max_batch,
+            towers="E" in service.tasks,
+        ),
+        prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
+        weights_bytes=shapes.weights_bytes(shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp),
+        speculative=speculates,
+        speculative_tokens=roofline.DRAFTS[speculates][0],
+        speculative_model=llm.speculative_model if speculates != "none" else None,
+        priority=PRIORITY[footprint.workload],
+    )
+
+
+def _prefill_tokens_s(service: Service, footprint: Footprint, hardware: Hardware) -> float | None:
+    if hardware.steps is None or "P" not in service.tasks:
+        return None
+    return footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens)
+
+
+def kv_geometry(shape: LLMShape, draws: Sequence[Draw]) -> KVGeometry:
+    """For prompts as long as the longest of `draws`."""
+    latent = shape.mla_rank is not None
+    return KVGeometry(
+        layers=shape.layers,
+        kv_heads=1 if latent else shape.kv_heads,
+        head_dim=shape.mla_rank or shape.head_dim,
+        element_bytes=ELEMENT_BYTES,
+        mla=latent,
+        max_prompt_tokens=max(d.prompt_tokens for d in draws),
+    )

@@ -1,0 +1,98 @@
+"""Capacity where only throughputs are known: requests a second, no times.
+
+An encoder's throughput is of items (pictures), a language model's and a generator's of requests.
+What one replica does of several components it does one after the other, so its rate is the
+harmonic sum: 1 / (sum of 1 / rate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cornplug.planner.deciding.footprints import Footprint
+from cornplug.planner.deciding.services import Service
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.inputs import Component, Measured, Profile, Rules, Throughput
+
+
+def given(service: Service, component: Component, footprint: Footprint) -> Throughput | None:
+    """The component's throughput there, if that is what its first fitting profile holds."""
+    for profile in component.profiles:
+        if _fits(profile, service, component, footprint):
+            return profile if isinstance(profile, Throughput) else None
+    return None
+
+
+def role(service: Service, component: Component) -> str:
+    """What `component` does of the service's tasks."""
+    if component.kind == "encoder":
+        return "E"
+    return "G" if component.kind == "generator" else service.tasks.strip("EG")
+
+
+def rate(
+    service: Service,
+    profiles: Mapping[str, Throughput],
+    footprint: Footprint,
+    of: RequestClass,
+    items: Mapping[str, float],
+    rules: Rules,
+) -> float:
+    """Requests a second of a class that one replica carries; 0: not under its SLO, or not known.
+
+    `profiles`: component -> its throughput. `items`: encoder -> mean items to encode, one request.
+    Parts of a GPU carry their part, less what neighbours cost (`rules.interference`).
+    """
+    whole = profiles.get(service.llm.name) if service.llm else None
+    parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
+    seconds = 0.0
+    for name, profile in parts.items():
+        per_s = _requests_per_s(profile, of)
+        if not per_s:
+            return 0.0
+        seconds += _visits(name, service, of, items) / per_s
+    scale = footprint.share * (1 - rules.interference if footprint.share < 1 else 1)
+    return scale * _efficiency(service, profiles, rules) / seconds if seconds else float("inf")
+
+
+def _requests_per_s(profile: Throughput, of: RequestClass) -> float:
+    bound = of.slo.tpot_s
+    if bound is not None and profile.tpot_s.get(of.name, 0.0) > bound:
+        return 0.0
+    if isinstance(profile.requests_per_s, dict):
+        return profile.requests_per_s.get(of.name, 0.0)
+    return profile.requests_per_s
+
+
+def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, float]) -> float:
+    """Times that one request uses the component: an encoder for each item, a generator if it does."""
+    if any(t.name == name for t in service.towers):
+        return items.get(name, 0.0)
+    if service.generator and service.generator.name == name:
+        return 1.0 if of.request.generates else 0.0
+    return 1.0
+
+
+def _efficiency(service: Service, profiles: Mapping[str, Throughput], rules: Rules) -> float:
+    """Of a prefill-decode pair, unless the rate was measured in that role."""
+    tasks = service.tasks.strip("EG")
+    if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
+        return 1.0
+    return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
+
+
+def _fits(profile: Profile, service: Service, component: Component, f: Footprint) -> bool:
+    if not isinstance(profile, Throughput | Measured):
+        return True
+    same = (profile.gpu, profile.tp, profile.pp, profile.quantisation) == (
+        f.gpu.name, f.tp, f.pp, _quantisation(component, f)
+    )  # fmt: skip
+    fits = same and profile.engine in (None, f.engine)
+    if isinstance(profile, Throughput):
+        fits = fits and profile.role in (None, role(service, component), service.tasks)
+    return fits
+
+
+def _quantisation(component: Component, f: Footprint) -> str:
+    """A tower or generator beside an LLM keeps its own precision."""
+    return f.quantisation if f.quantisation in component.quantisations else "none"

@@ -1,0 +1,167 @@
+"""A drawn-up plan is rehearsed: simulated times, who misses a bound, and the times that it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.planner.deciding import caches
+from cornplug.planner.deciding.draw_up import group_name
+from cornplug.planner.deciding.problem import Problem, nic_bytes_s
+from cornplug.planner.deciding.variants import EMBEDDING_EDGE_S
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.inputs import LLMShape
+from cornplug.planner.plan import Outlook, Plan, Route, Times
+from cornplug.planner.simulation import rehearsal
+from cornplug.planner.simulation.simulator import Station
+from cornplug.planner.solving.pool import Solution
+
+REQUESTS: Final = 4000
+"""Of one class in a rehearsal: a 99th percentile then rests on 40 of them."""
+NOISE: Final = 0.02
+"""Of a percentile of so many requests: a miss by less is none."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A bound that a class does not keep in simulation."""
+
+    of: str
+    what: str
+    """ttft, tpot or e2e."""
+    bound_s: float
+    simulated_s: float
+
+    @property
+    def times(self) -> float:
+        return self.simulated_s / self.bound_s
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All that a rehearsal of a plan needs."""
+
+    stations: dict[str, Station]
+    routes: list[Route]
+    classes: dict[str, rehearsal.Class]
+    delays: Callable[[str, str, Draw], float]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    plan: Plan
+    """Its outlook has the simulated times."""
+    misses: tuple[Miss, ...]
+    stage: Stage | None
+    """None: of none of its classes all times are known."""
+
+
+def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
+    """The whole plan, simulated.
+
+    Classes that visit a service of which only a throughput is known have no times.
+    """
+    stage = _stage(problem, solution, plan)
+    if stage is None:
+        return Trial(plan, (), None)
+    found = rehearsal.rehearse(
+        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed + 1
+    )
+    outlook = [_with_times(o, found, "simulated_") for o in plan.outlook]
+    misses = tuple(m for o in outlook for m in _misses(o))
+    return Trial(plan.model_copy(update={"outlook": outlook}), misses, stage)
+
+
+def predicted(trial: Trial) -> Plan:
+    """The rehearsed plan, with what it promises: times that were found without that simulation."""
+    stage = trial.stage
+    if stage is None:
+        return trial.plan
+    found = rehearsal.predict(
+        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed
+    )
+    outlook = [_with_times(o, found, "") for o in trial.plan.outlook]
+    return trial.plan.model_copy(update={"outlook": outlook})
+
+
+def _stage(problem: Problem, solution: Solution, plan: Plan) -> Stage | None:
+    stations = _stations(problem, solution)
+    timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
+    whole = {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
+    routes = [r for r in timed if _name(r) in whole]
+    if not routes:
+        return None
+    rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
+    classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
+    return Stage(stations, routes, classes, _delays(problem), problem.given.rules.seed + 1)
+
+
+def _name(route: Route) -> str:
+    return f"{route.app}/{route.request}"
+
+
+def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
+    """Group -> station, of the groups whose times are known."""
+    return {
+        group_name(cell): problem.cells[cell].station(replicas)
+        for cell, replicas in solution.replicas.items()
+        if replicas and problem.cells[cell].timed
+    }
+
+
+def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> rehearsal.Class:
+    assumed = next(
+        w.assumed
+        for name, w in problem.ways.items()
+        if w.of.name == of.name and w.assumed.names <= solution.levels
+    )
+    draws = problem.samples.of(of, assumed)
+    return rehearsal.Class(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
+
+
+def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
+    """Seconds between two stages: an embedding's fetch, or the KV's way."""
+    table = problem.equipment.gpus
+    slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
+    per_token = max(
+        (caches.kv_bytes_per_token(c) for c in problem.given.components if c.kind == "llm"), default=0
+    )
+
+    hidden = max(
+        (c.shape.hidden for c in problem.given.components if isinstance(c.shape, LLMShape)), default=0
+    )
+
+    def seconds(before: str, after: str, draw: Draw) -> float:
+        if before == "E":
+            # A token is made of one patch or more.
+            moved = sum(draw.patches) * hidden * caches.ELEMENT_BYTES
+            return EMBEDDING_EDGE_S + moved / slowest if draw.patches else 0.0
+        return draw.prompt_tokens * per_token / slowest if after == "D" else 0.0
+
+    return seconds
+
+
+def _with_times(outlook: Outlook, found: Mapping[str, rehearsal.Result], prefix: str) -> Outlook:
+    times = found.get(f"{outlook.app}/{outlook.request}")
+    if times is None:
+        return outlook
+    return outlook.model_copy(
+        update={f"{prefix}ttft": times.ttft, f"{prefix}tpot": times.tpot, f"{prefix}e2e": times.e2e}
+    )
+
+
+def _misses(outlook: Outlook) -> list[Miss]:
+    bounds: list[tuple[str, float | None, Times | None]] = [
+        ("ttft", outlook.slo_ttft_s, outlook.simulated_ttft),
+        ("tpot", outlook.slo_tpot_s, outlook.simulated_tpot),
+        ("e2e", outlook.slo_e2e_s, outlook.simulated_e2e),
+    ]
+    found = []
+    for what, bound, times in bounds:
+        value = getattr(times, outlook.slo_percentile) if times else None
+        if bound is not None and value is not None and value > bound * (1 + NOISE):
+            found.append(Miss(f"{outlook.app}/{outlook.request}", what, bound, value))
+    return found

@@ -1,0 +1,57 @@
+"""How much of a service a request uses, and how a larger cache makes that less.
+
+Capacities hold for the smallest caches of the input. With a larger one a request counts for
+less: for the part of its encoding and prefilling that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.planner.deciding.caches import Assumed
+from cornplug.planner.deciding.services import Service, towers
+from cornplug.planner.given import lengths
+from cornplug.planner.given.classes import RequestClass
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.simulation.times import Hardware
+
+TOGETHER: Final = 32
+"""Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
+
+
+def items_to_encode(given: PlanInput, of: RequestClass, assumed: Assumed) -> dict[str, float]:
+    """Encoder -> mean items of one request whose embeddings are not cached."""
+    shared = towers(given)
+    found: dict[str, float] = {}
+    for media in of.request.media:
+        missed = lengths.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
+        name = shared[media.encoder].name
+        found[name] = found.get(name, 0.0) + missed
+    return found
+
+
+def encoding_left(
+    given: PlanInput, service: Service, of: RequestClass, assumed: Assumed, base: Assumed
+) -> float:
+    """Items to encode at a service of towers only, in requests with the smallest caches; 0: none."""
+    with_it, without = items_to_encode(given, of, assumed), items_to_encode(given, of, base)
+    names = [t.name for t in service.towers]
+    before = sum(without.get(n, 0.0) for n in names)
+    return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0
+
+
+def seconds(hardware: Hardware, tasks: str, draws: Sequence[Draw]) -> float:
+    """Of a replica's time for one request: the mean of its stages, decoding shared with others."""
+    total = 0.0
+    for d in draws:
+        if "E" in tasks and hardware.encode and d.patches:
+            total += hardware.encode(sum(d.patches))
+        if "P" in tasks and hardware.steps:
+            total += hardware.steps.prefill(d.computed_tokens)
+        if "D" in tasks and hardware.steps:
+            total += (d.output_tokens - 1) * hardware.steps.decode(TOGETHER) / TOGETHER
+        if "G" in tasks and hardware.generate and d.units:
+            total += hardware.generate(d.units)
+    return total / len(draws)

@@ -1,0 +1,37 @@
+"""Request classes: what an application asks for, in one record. Each is a demand of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cornplug.planner.given.inputs import Application, PlanInput, Request, Slo
+
+
+@dataclass(frozen=True)
+class RequestClass:
+    app: Application
+    request: Request
+
+    @property
+    def name(self) -> str:
+        """The demand's: "application/request"."""
+        return f"{self.app.name}/{self.request.name}"
+
+    @property
+    def slo(self) -> Slo:
+        return self.request.slo or self.app.slo
+
+    @property
+    def rate(self) -> float:
+        """Requests a second that are planned for."""
+        return self.request.rate * self.request.peak
+
+    @property
+    def online(self) -> bool:
+        return self.app.workload == "online"
+
+
+def request_classes(given: PlanInput) -> dict[str, RequestClass]:
+    """By name, in the order of the input."""
+    classes = [RequestClass(app, request) for app in given.applications for request in app.requests]
+    return {c.name: c for c in classes}

@@ -1,0 +1,86 @@
+"""Requests of a class, drawn from its distributions or its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.given import lengths, traces
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.given.inputs import Media, Request
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Shares of look-ups that caches answer."""
+
+    embedding: Mapping[str, float]
+    """Encoder -> share of its items; 0 for an encoder that is not named."""
+    prefix: float
+    """Share of requests whose shared prefix is cached."""
+
+
+def draw(
+    request: Request,
+    rng: np.random.Generator,
+    n: int,
+    *,
+    patches_per_token: Mapping[str, int],
+    hits: Hits,
+) -> list[Draw]:
+    """`n` requests. Items add their tokens to the prompt, whether their embeddings are cached or not.
+
+    `patches_per_token` is by encoder; one that is not named computes a patch a token. The shared
+    prefix stands first, so that its hit caches no more than the text. Raises as `traces.read`.
+    """
+    text, output = _text_and_output(request, rng, n)
+    tokens = text.copy()
+    patches: list[list[int]] = [[] for _ in range(n)]
+    for media in request.media:
+        per_token = patches_per_token.get(media.encoder, 1)
+        hit_rate = hits.embedding.get(media.encoder, 0.0)
+        owner, item_tokens = _items(media, rng, n)
+        np.add.at(tokens, owner, item_tokens)
+        missed = rng.random(len(owner)) >= hit_rate
+        for i, size in zip(owner[missed].tolist(), (item_tokens[missed] * per_token).tolist(), strict=True):
+            patches[i].append(size)
+    cached = _cached(request, rng, text, hits.prefix)
+    units = lengths.sample(request.generates.units, rng, n) if request.generates else np.zeros(n)
+    return [
+        Draw(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
+        for prompt_tokens, cached_tokens, items, output_tokens, work in zip(
+            tokens.tolist(), cached.tolist(), patches, output.tolist(), units.tolist(), strict=True
+        )
+    ]
+
+
+def _text_and_output(
+    request: Request, rng: np.random.Generator, n: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if request.trace is None:
+        return (
+            lengths.sample(request.prompt, rng, n),
+            np.maximum(lengths.sample(request.output, rng, n), 1),
+        )
+    trace = traces.read(request.trace, request.trace_format)
+    # Both lengths of one request together: long prompts and short answers may go hand in hand.
+    rows = rng.integers(len(trace.at_s), size=n)
+    return trace.prompt_tokens[rows], trace.output_tokens[rows]
+
+
+def _items(media: Media, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each item of all requests: whose it is, and its tokens."""
+    owner = np.repeat(np.arange(n), lengths.sample(media.items, rng, n))
+    return owner, lengths.sample(media.tokens, rng, len(owner))
+
+
+def _cached(
+    request: Request, rng: np.random.Generator, text: NDArray[np.int64], hit_rate: float
+) -> NDArray[np.int64]:
+    if request.prefix is None:
+        return np.zeros_like(text)
+    shared = np.minimum(text, request.prefix.tokens)
+    return np.where(rng.random(len(text)) < hit_rate, shared, 0)

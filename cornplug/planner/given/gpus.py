@@ -1,0 +1,131 @@
+"""The GPU and price tables that come with cornplug, with a plan's own rows over them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given.input_error import InputError, nearest
+from cornplug.planner.given.inputs import Gpu, NodeClass, PlanInput, Positive, Table
+
+_PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
+
+
+class Price(Table):
+    """A row of a price table."""
+
+    shape: str
+    """The cloud's name of the machine: p5.48xlarge."""
+    gpu: str
+    gpus: int
+    price_per_hour: Positive
+    """Dollars for the whole machine."""
+    source: str
+    date: str
+
+
+def gpu_table(given: PlanInput) -> dict[str, Gpu]:
+    """All devices by name: cornplug's, and the plan's own in their place or beside them."""
+    return {**_known_gpus(), **{gpu.name: gpu for gpu in given.gpus}}
+
+
+def price_table(given: PlanInput) -> tuple[Price, ...]:
+    """The plan's price table, or cornplug's. Raises ConfigError for a file that is none."""
+    if given.prices is None:
+        return _known_prices()
+    try:
+        content = given.prices.read_bytes()
+    except OSError as e:
+        raise ConfigError(
+            str(given.prices), f"the price table cannot be read: {e.strerror}", "Name a file."
+        ) from e
+    return _prices(content, str(given.prices))
+
+
+def node_classes(given: PlanInput) -> tuple[NodeClass, ...]:
+    """The pool with every price filled in, and every GPU in the table.
+
+    A class without price and shape costs what the first row with its GPU and number of GPUs does.
+    Raises ConfigError: a GPU, shape or price that is not known, a shape that is another machine.
+    """
+    gpus, prices = gpu_table(given), price_table(given)
+    return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
+
+
+def priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Price]) -> NodeClass:
+    """The `i`-th class of the pool. Raises InputError as `node_classes`."""
+    if nodes.gpu not in gpus:
+        remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
+        raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
+    if nodes.shape is None:
+        if nodes.price_per_hour is not None:
+            return nodes
+        found = next((p for p in prices if (p.gpu, p.gpus) == (nodes.gpu, nodes.gpus)), None)
+        if found is None:
+            shapes = [f"{p.shape} ({p.gpus})" for p in prices if p.gpu == nodes.gpu]
+            raise InputError(
+                ("pool", i),
+                f"no price for a machine with {nodes.gpus} x {nodes.gpu}",
+                f"Write price_per_hour = DOLLARS; shapes in the table (GPUs): {', '.join(shapes) or 'none'}.",
+            )
+        return nodes.model_copy(update={"price_per_hour": found.price_per_hour, "shape": found.shape})
+    return _of_shape(i, nodes, prices)
+
+
+def _of_shape(i: int, nodes: NodeClass, prices: Sequence[Price]) -> NodeClass:
+    found = next((p for p in prices if p.shape == nodes.shape), None)
+    if found is None:
+        if nodes.price_per_hour is not None:
+            return nodes
+        known = [p.shape for p in prices if p.gpu == nodes.gpu] or [p.shape for p in prices]
+        remedy = f"{nearest(str(nodes.shape), known)} Or write price_per_hour = DOLLARS."
+        raise InputError(("pool", i, "shape"), f"no shape {nodes.shape!r} in the price table", remedy)
+    if (found.gpu, found.gpus) != (nodes.gpu, nodes.gpus):
+        raise InputError(
+            ("pool", i, "shape"),
+            f"{found.shape} has {found.gpus} x {found.gpu}, not {nodes.gpus} x {nodes.gpu}",
+            f"Write gpu = {found.gpu!r} and gpus = {found.gpus}, or another shape.",
+        )
+    if nodes.price_per_hour is not None:
+        return nodes
+    return nodes.model_copy(update={"price_per_hour": found.price_per_hour})
+
+
+@cache
+def _known_gpus() -> dict[str, Gpu]:
+    rows = tomllib.loads(_data("gpus.toml").decode())["gpus"]
+    return {row["name"]: _gpu(row) for row in rows}
+
+
+def _gpu(row: dict[str, Any]) -> Gpu:
+    date = row.pop("date")
+    return Gpu.model_validate({**row, "source": f"{row['source']}, {date}"})
+
+
+@cache
+def _known_prices() -> tuple[Price, ...]:
+    return _prices(_data("prices.toml"), "prices.toml")
+
+
+def _prices(content: bytes, name: str) -> tuple[Price, ...]:
+    try:
+        rows = tomllib.loads(content.decode()).get("prices")
+        if not isinstance(rows, list):
+            raise ConfigError(name, "no [[prices]] in it", _PRICE_TABLES)
+        return tuple(Price.model_validate(row) for row in rows)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(name, f"no TOML: {e}", _PRICE_TABLES) from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        problem = f"row {first['input']}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(name, problem, _PRICE_TABLES) from e
+
+
+def _data(name: str) -> bytes:
+    return (files("cornplug.planner") / "data" / name).read_bytes()

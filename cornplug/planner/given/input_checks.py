@@ -1,0 +1,233 @@
+"""What one table of a plan's input says of another: names that exist, files that are there, SLOs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given import gpus, shapes, tables, traces
+from cornplug.planner.given.input_error import InputError, Place, nearest
+from cornplug.planner.given.inputs import (
+    Application,
+    Component,
+    Kind,
+    Measured,
+    PlanInput,
+    Profile,
+    Request,
+    Slo,
+    Throughput,
+)
+
+_CURVES: Final = (
+    ("prefill_tokens", "prefill_s"),
+    ("decode_requests", "decode_s"),
+    ("encode_patches", "encode_s"),
+    ("units", "unit_s"),
+)
+_ENCODER_APART: Final = frozenset({"E+PD", "E+P+D"})
+
+
+def errors(given: PlanInput) -> Iterator[InputError]:
+    """All of them, in no order; where names are not unique, only those."""
+    doubles = list(_duplicates(("components",), [c.name for c in given.components]))
+    yield from doubles
+    if doubles:
+        return
+    yield from _duplicates(("applications",), [a.name for a in given.applications])
+    yield from _duplicates(("pool",), [n.name for n in given.pool])
+    yield from _duplicates(("gpus",), [g.name for g in given.gpus])
+    yield from _machines(given)
+    for i, component in enumerate(given.components):
+        yield from _component(("components", i), component, given)
+    for i, application in enumerate(given.applications):
+        yield from _application(("applications", i), application, given)
+    if given.change is not None and not given.change.plan.is_file():
+        yield InputError(
+            ("change", "plan"), f"no file {given.change.plan}", "Name the plan.json of what runs now."
+        )
+
+
+def _duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            first = f"{place[-1]}[{names.index(name)}]"
+            yield InputError((*place, i, "name"), f"{name!r} is {first}'s name", "Choose another one.")
+
+
+def _machines(given: PlanInput) -> Iterator[InputError]:
+    try:
+        prices = gpus.price_table(given)
+    except ConfigError as e:
+        yield _at(("prices",), e)
+        return
+    table = gpus.gpu_table(given)
+    for i, nodes in enumerate(given.pool):
+        try:
+            gpus.priced(i, nodes, table, prices)
+        except InputError as e:
+            yield e
+
+
+# Components ---------------------------------------------------------------------------------
+
+
+def _component(place: Place, component: Component, given: PlanInput) -> Iterator[InputError]:
+    if component.tower_of is not None:
+        yield from _reference((*place, "tower_of"), component.tower_of, "llm", given)
+    if component.speculative == "eagle3" and component.speculative_model is None:
+        yield InputError(
+            (*place, "speculative_model"), "missing, which EAGLE-3 needs", "Name the draft model."
+        )
+    for i, profile in enumerate(component.profiles):
+        yield from _profile((*place, "profiles", i), profile, given)
+    yield from _size(place, component, given)
+
+
+def _size(place: Place, component: Component, given: PlanInput) -> Iterator[InputError]:
+    if component.checkpoint is not None and not (component.checkpoint / "config.json").is_file():
+        problem = f"no config.json in {component.checkpoint}"
+        yield InputError((*place, "checkpoint"), problem, "Name a checkpoint's folder, or give shape.")
+        return
+    if component.shape is not None:
+        return
+    try:
+        checkpoint = shapes.checkpoint_of(component, given.component)
+    except ConfigError as e:
+        key = e.field.removeprefix(f"components[{component.name}].")
+        if key != e.field:  # otherwise it is told of at the LLM whose tower this is
+            yield _at((*place, key), e)
+        return
+    if checkpoint is None:
+        if not all(_says_all(p, component.kind) for p in component.profiles):
+            yield InputError(
+                (*place, "shape"),
+                f"the size of {component.name!r} is not known, which its profile needs",
+                "Give shape, or checkpoint = a folder with config.json, or a profile of throughputs.",
+            )
+        return
+    yield from _quantised(place, component, checkpoint.config)
+
+
+def _says_all(profile: Profile, kind: Kind) -> bool:
+    """Whether nothing else is asked of the model: of an LLM's times, how much KV cache there is."""
+    if isinstance(profile, Measured) and kind == "llm":
+        return profile.kv_tokens is not None or profile.file is not None
+    return isinstance(profile, (Throughput, Measured))
+
+
+def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
+    """A checkpoint that is quantised already cannot be served in another way."""
+    method = str((config.get("quantization_config") or {}).get("quant_method", ""))
+    if component.kind == "llm" and method in ("awq", "gptq", "fp8") and component.quantisations != [method]:
+        yield InputError(
+            (*place, "quantisations"),
+            f"{component.quantisations} for a checkpoint whose weights are {method}",
+            f'Write quantisations = ["{method}"].',
+        )
+
+
+def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[InputError]:
+    if isinstance(profile, (Throughput, Measured)):
+        known = list(gpus.gpu_table(given))
+        if profile.gpu not in known:
+            remedy = f"{nearest(profile.gpu, known)} Or describe it in a [[gpus]] table."
+            yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
+    if isinstance(profile, Measured):
+        yield from _curves(place, profile)
+    if isinstance(profile, Throughput):
+        demands = [f"{a.name}/{r.name}" for a in given.applications for r in a.requests]
+        rates = profile.requests_per_s if isinstance(profile.requests_per_s, dict) else {}
+        for key, table in (("requests_per_s", rates), ("tpot_s", profile.tpot_s)):
+            for name in table:
+                if name not in demands:
+                    problem = f'no request type "{name}"'
+                    yield InputError((*place, key, name), problem, nearest(name, demands))
+
+
+def _curves(place: Place, profile: Measured) -> Iterator[InputError]:
+    given = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
+    if profile.file is not None:
+        try:
+            tables.read(profile.file)
+        except ConfigError as e:
+            yield _at((*place, "file"), e)
+    if profile.file is None and not given:
+        yield InputError(place, "no times", "Give file, or points such as prefill_tokens and prefill_s.")
+    for x, y in given:
+        xs, ys = getattr(profile, x), getattr(profile, y)
+        if len(xs) != len(ys):
+            yield InputError((*place, y), f"{len(ys)} times for {len(xs)} {x}", "Write one for each.")
+        if any(b <= a for a, b in pairwise(xs)):
+            yield InputError((*place, x), f"{xs} does not grow", "Write each point once, the smallest first.")
+
+
+# Applications -------------------------------------------------------------------------------
+
+
+def _application(place: Place, application: Application, given: PlanInput) -> Iterator[InputError]:
+    yield from _reference((*place, "llm"), application.llm, "llm", given)
+    yield from _duplicates((*place, "requests"), [r.name for r in application.requests])
+    yield from _structures(place, application)
+    for i, request in enumerate(application.requests):
+        at = (*place, "requests", i)
+        yield from _request(at, request, given)
+        if application.workload == "online" and not _bounds(request.slo or application.slo):
+            yield InputError(
+                (*at, "slo"),
+                f"no bound on the times of {application.name}/{request.name}, which is online",
+                'Write slo = { ttft_s = 1.0, tpot_s = 0.05 }, or workload = "offline" for the application.',
+            )
+
+
+def _structures(place: Place, application: Application) -> Iterator[InputError]:
+    wanted = set(application.structures or ())
+    place = (*place, "structures")
+    if application.structures == []:
+        yield InputError(place, "empty, so nothing may be planned for it", "Leave it out to allow all.")
+    if "+G" in wanted and not any(r.generates for r in application.requests):
+        yield InputError(place, '"+G", and no request has generates', 'Leave "+G" out, or add generates.')
+    ways = wanted - {"+G"}
+    if ways and ways <= _ENCODER_APART and not any(r.media for r in application.requests):
+        remedy = 'Add "monolith" or "P+D", or [[applications.requests.media]].'
+        yield InputError(place, "only with an encoder apart, and no request has media", remedy)
+
+
+def _request(place: Place, request: Request, given: PlanInput) -> Iterator[InputError]:
+    for i, media in enumerate(request.media):
+        yield from _reference((*place, "media", i, "encoder"), media.encoder, "encoder", given)
+    if request.generates is not None:
+        at = (*place, "generates", "generator")
+        yield from _reference(at, request.generates.generator, "generator", given)
+    if request.trace is not None:
+        try:
+            traces.read(request.trace, request.trace_format)
+        except ConfigError as e:
+            yield _at((*place, "trace"), e)
+
+
+def _bounds(slo: Slo) -> bool:
+    return any(bound is not None for bound in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+
+
+def _reference(place: Place, name: str, kind: Kind, given: PlanInput) -> Iterable[InputError]:
+    found = given.component.get(name)
+    if found is not None and found.kind == kind:
+        return
+    known = [c.name for c in given.components if c.kind == kind]
+    problem = f"{name!r} is {_a(found.kind)}, not {_a(kind)}" if found else f"no component {name!r}"
+    yield InputError(place, problem, nearest(name, known))
+
+
+def _a(kind: Kind) -> str:
+    return f"a {kind}" if kind == "generator" else f"an {kind}"
+
+
+def _at(place: Place, error: ConfigError) -> InputError:
+    """What another module found, at the key that led there."""
+    text = str(error).removesuffix(f". {error.remedy}")
+    if error.field.startswith("components["):
+        text = text.removeprefix(f"{error.field}: ")
+    return InputError(place, text, error.remedy)

@@ -1,0 +1,82 @@
+"""Lengths in tokens, items or units: a number, a log-normal, or a histogram."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.given.inputs import Histogram, Length, LogNormal
+
+_NORMAL: Final = NormalDist()
+
+
+def mean(length: Length) -> float:
+    """Expected length. Of a log-normal, of what is left below its `max`; rounding is not counted.
+
+    E[X | X <= m] = mean * Phi(z - sigma) / Phi(z), z = (ln m - mu) / sigma.
+    """
+    if isinstance(length, int):
+        return float(length)
+    if isinstance(length, Histogram):
+        return float(np.average(length.values, weights=length.weights))
+    mu, sigma = _underlying(length)
+    if sigma == 0:
+        return length.mean
+    z = (math.log(length.max) - mu) / sigma
+    return length.mean * _NORMAL.cdf(z - sigma) / _NORMAL.cdf(z)
+
+
+def quantile(length: Length, q: float) -> int:
+    """Smallest length that a share `q` (0 to 1) of all does not exceed."""
+    if not 0 <= q <= 1:
+        raise ValueError(f"q is a share from 0 to 1, not {q}")
+    if isinstance(length, int):
+        return length
+    if isinstance(length, Histogram):
+        return _quantile_of(length, q)
+    mu, sigma = _underlying(length)
+    if sigma == 0:
+        return _whole(length.mean)
+    below = q * _NORMAL.cdf((math.log(length.max) - mu) / sigma)
+    if below <= 0:
+        return 1
+    return min(_whole(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
+
+
+def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
+    """`n` lengths. A log-normal is rounded, and is at least 1."""
+    if isinstance(length, int):
+        return np.full(n, length, np.int64)
+    if isinstance(length, Histogram):
+        weights = np.asarray(length.weights)
+        chosen: NDArray[np.int64] = rng.choice(np.asarray(length.values), n, p=weights / weights.sum())
+        return chosen
+    mu, sigma = _underlying(length)
+    drawn = rng.lognormal(mu, sigma, n)
+    # `max` is no less than `mean` (checked in inputs.py), so that each round keeps over half.
+    while (beyond := drawn > length.max).any():
+        drawn[beyond] = rng.lognormal(mu, sigma, int(beyond.sum()))
+    tokens: NDArray[np.int64] = np.maximum(np.rint(drawn), 1).astype(np.int64)
+    return tokens
+
+
+def _underlying(length: LogNormal) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm."""
+    variance = math.log1p(length.cv**2)
+    return math.log(length.mean) - variance / 2, math.sqrt(variance)
+
+
+def _whole(length: float) -> int:
+    return max(round(length), 1)
+
+
+def _quantile_of(histogram: Histogram, q: float) -> int:
+    order = np.argsort(histogram.values)
+    shares = np.cumsum(np.asarray(histogram.weights)[order])
+    # A rounding error in the sums must not push q = 1 past the last value.
+    at = min(int(np.searchsorted(shares, q * shares[-1] * (1 - 1e-12))), len(order) - 1)
+    return histogram.values[int(order[at])]

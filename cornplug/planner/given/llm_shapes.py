@@ -1,0 +1,180 @@
+"""A language model's size from config.json: parameters by arithmetic, as its modules are built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cornplug.errors import CheckpointError
+from cornplug.planner.given.inputs import LLMShape
+
+Json = Mapping[str, Any]
+
+_LLAMA: Final[Json] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_DEFAULTS: Final[Mapping[str, Json]] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+"""What transformers' config classes fill in: published checkpoints with a tower leave their LLM's out."""
+
+_QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
+_HEAD_NORMS: Final = ("qwen3", "gemma3")
+_TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
+
+
+def text_config(config: Json) -> Json:
+    """The language model's part of config.json, with its class's defaults."""
+    for name in ("text_config", "llm_config"):
+        if isinstance(nested := config.get(name), Mapping):
+            return {**_DEFAULTS.get(str(nested.get("model_type")), {}), **nested}
+    return {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+
+
+def from_config(config: Json, counted: int | None = None) -> LLMShape:
+    """The shape that config.json describes. `counted`: its parameters, where the weights are there.
+
+    Raises CheckpointError("bad_config") for a file without the fields of a decoder.
+    """
+    text = text_config(config)
+    attention = _attention(text)
+    experts = _experts(text)
+    layers, hidden = _number(text, "num_hidden_layers"), _number(text, "hidden_size")
+    gated = 3 * hidden
+    dense_mlp = gated * _number(text, "intermediate_size") if experts.layers < layers else 0
+    norms = hidden * (4 if _is(text, ("gemma2", "gemma3")) else 2)
+    embeddings = _number(text, "vocab_size") * hidden * (1 if _tied(config, text) else 2)
+    total = (
+        embeddings
+        + layers * (attention.parameters + norms)
+        + (layers - experts.layers) * dense_mlp
+        + experts.layers * (experts.router + experts.shared + experts.number * experts.one)
+        + hidden
+    )
+    idle = experts.layers * (experts.number - experts.chosen) * experts.one
+    parameters = counted or total
+    return LLMShape(
+        layers=layers,
+        hidden=hidden,
+        heads=_number(text, "num_attention_heads"),
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        parameters=parameters,
+        active_parameters=parameters - idle if idle else None,
+        mla_rank=attention.mla_rank,
+        max_context=int(text.get("max_position_embeddings") or 32768),
+        embedding_parameters=embeddings,
+    )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    parameters: int
+    """Of one layer."""
+    kv_heads: int
+    head_dim: int
+    mla_rank: int | None = None
+
+
+def _attention(text: Json) -> _Attention:
+    hidden, heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
+    if text.get("kv_lora_rank"):
+        return _latent_attention(text, hidden, heads)
+    head_dim = int(text.get("head_dim") or hidden // heads)
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    parameters = hidden * (2 * q + 2 * kv)
+    if text.get("attention_bias"):
+        parameters += q + 2 * kv + hidden
+    elif str(text.get("model_type")) in _QKV_BIAS:
+        parameters += q + 2 * kv
+    if _is(text, _HEAD_NORMS):
+        parameters += 2 * head_dim
+    return _Attention(parameters, kv_heads, head_dim)
+
+
+def _latent_attention(text: Json, hidden: int, heads: int) -> _Attention:
+    """MLA (DeepSeek-V2, -V3): queries and keys-values through low ranks; `mla_rank` is what is cached."""
+    rank, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
+    nope, value = _number(text, "qk_nope_head_dim"), _number(text, "v_head_dim")
+    q_rank = text.get("q_lora_rank")
+    q_width = heads * (nope + rope)
+    queries = hidden * q_rank + q_rank + q_rank * q_width if q_rank else hidden * q_width
+    keys_values = hidden * (rank + rope) + rank + rank * heads * (nope + value)
+    return _Attention(queries + keys_values + heads * value * hidden, heads, nope + rope, rank + rope)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    layers: int = 0
+    number: int = 0
+    chosen: int = 0
+    """Of `number`, for one token."""
+    one: int = 0
+    """Parameters of one expert of one layer."""
+    shared: int = 0
+    router: int = 0
+
+
+def _experts(text: Json) -> _Experts:
+    number = next((int(text[n]) for n in _EXPERT_COUNTS if text.get(n)), 0)
+    if not number:
+        return _Experts()
+    hidden = _number(text, "hidden_size")
+    width = int(text.get("moe_intermediate_size") or _number(text, "intermediate_size"))
+    shared = int(text.get("n_shared_experts") or 0) * width * 3 * hidden
+    if own := text.get("shared_expert_intermediate_size"):  # Qwen2-MoE: one shared expert, with a gate
+        shared = 3 * hidden * int(own) + hidden
+    layers = sum(_is_sparse(text, i) for i in range(_number(text, "num_hidden_layers")))
+    return _Experts(
+        layers, number, _number(text, "num_experts_per_tok"), 3 * hidden * width, shared, hidden * number
+    )
+
+
+_EXPERT_COUNTS: Final = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def _is_sparse(text: Json, layer: int) -> bool:
+    """Whether a layer has experts: DeepSeek's two fields, Qwen's two, or all of them (Mixtral)."""
+    if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
+        return False
+    if "moe_layer_freq" in text:
+        return layer % int(text["moe_layer_freq"]) == 0
+    return (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
+
+
+def _tied(config: Json, text: Json) -> bool:
+    by_default = str(text.get("model_type")) in _TIED_BY_DEFAULT
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", by_default)))
+
+
+def _is(text: Json, families: tuple[str, ...]) -> bool:
+    return str(text.get("model_type", "")).startswith(families)
+
+
+def _number(text: Json, name: str) -> int:
+    value = text.get(name)
+    if not isinstance(value, int) or value <= 0:
+        raise CheckpointError(
+            f"config.json of {text.get('model_type')!r} has no {name}. Give the component's [shape] instead.",
+            reason="bad_config",
+        )
+    return value

@@ -1,0 +1,252 @@
+"""Tables of measured times: the CSV that `cornplug profile` writes and a profile's `file` names.
+
+    # machine: 2 cores of ...
+    # date: 2026-11-21
+    kind,gpu,tp,pp,engine,quantisation,quantity,x,seconds
+    prefill,H100,8,1,vllm,none,prompt_tokens,2048,0.252
+    kv_tokens,H100,8,1,vllm,none,tokens,89235,
+
+Above the header stand lines of provenance, `# key: value`. `quantity` says what `x` counts, and is
+fixed for each kind (`QUANTITIES`). `engine` may be empty: the row holds for both.
+
+kind       x                                          seconds
+prefill    prompt tokens of one iteration             of the iteration
+decode     requests that one iteration gives a token  of the iteration
+kv_token   tokens of context in the batch             that they add to a decode iteration
+overhead   requests                                   of API, network and tokenizer, off the device
+encode     patches of one encoder batch               of the batch
+generate   units of one request                       of the request
+kv_tokens  tokens of KV cache that the engine has     empty
+mixed      an iteration of both kinds takes the longer of the two times this; empty seconds
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given.inputs import Measured
+
+COLUMNS: Final = ("kind", "gpu", "tp", "pp", "engine", "quantisation", "quantity", "x", "seconds")
+QUANTITIES: Final = {
+    "prefill": "prompt_tokens",
+    "decode": "requests",
+    "kv_token": "context_tokens",
+    "overhead": "requests",
+    "encode": "patches",
+    "generate": "units",
+    "kv_tokens": "tokens",
+    "mixed": "factor",
+}
+TIMELESS: Final = frozenset({"kv_tokens", "mixed"})
+"""Kinds whose figure is x itself."""
+_CHOICES: Final = {
+    "kind": tuple(QUANTITIES),
+    "engine": ("vllm", "sglang", ""),
+    "quantisation": ("none", "fp8", "awq", "gptq"),
+}
+_CURVES: Final = {
+    "prefill": ("prefill_tokens", "prefill_s"),
+    "decode": ("decode_requests", "decode_s"),
+    "encode": ("encode_patches", "encode_s"),
+    "generate": ("units", "unit_s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured point."""
+
+    kind: str
+    gpu: str
+    x: float
+    seconds: float | None = None
+    """None for the kinds in TIMELESS."""
+    tp: int = 1
+    pp: int = 1
+    engine: str | None = None
+    """None: holds for either."""
+    quantisation: str = "none"
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: tuple[Row, ...]
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def profiles(self) -> list[tuple[str, int, int, str | None, str]]:
+        """(gpu, tp, pp, engine, quantisation) of which it has rows, in their order."""
+        return list(dict.fromkeys((r.gpu, r.tp, r.pp, r.engine, r.quantisation) for r in self.rows))
+
+
+def write(path: Path, table: Table) -> None:
+    """Write a table that `read` gives back equal, but for line breaks in provenance (blanks)."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        for key, value in table.provenance.items():
+            file.write(f"# {key}: {' '.join(value.split())}\n")
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(COLUMNS)
+        for r in table.rows:
+            seconds = "" if r.seconds is None else repr(r.seconds)
+            engine = r.engine or ""
+            lines.writerow(
+                (
+                    r.kind,
+                    r.gpu,
+                    r.tp,
+                    r.pp,
+                    engine,
+                    r.quantisation,
+                    QUANTITIES[r.kind],
+                    f"{r.x:.12g}",
+                    seconds,
+                )
+            )
+
+
+def read(path: Path) -> Table:
+    """Read a table. Raises ConfigError with file, line and column for what is not one."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            str(path), f"cannot be read: {error}", "Give a CSV of `cornplug profile`"
+        ) from error
+    provenance: dict[str, str] = {}
+    rows: list[Row] = []
+    header = False
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if line.startswith("#"):
+            key, _, value = line[1:].partition(":")
+            provenance[key.strip()] = value.strip()
+        elif not header:
+            _check_header(f"{path}:{number}", line)
+            header = True
+        else:
+            rows.append(_row(f"{path}:{number}", next(csv.reader([line]))))
+    if not rows:
+        raise ConfigError(str(path), "has no rows", "Write it with `cornplug profile`")
+    _refuse_doubles(path, rows)
+    return Table(tuple(rows), provenance)
+
+
+def _check_header(place: str, line: str) -> None:
+    found = tuple(cell.strip() for cell in next(csv.reader([line])))
+    if found != COLUMNS:
+        raise ConfigError(place, f"header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
+
+
+def _row(place: str, cells: list[str]) -> Row:
+    if len(cells) != len(COLUMNS):
+        raise ConfigError(place, f"{len(cells)} columns", f"Write {len(COLUMNS)}: {','.join(COLUMNS)}")
+    given = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
+    for column, choices in _CHOICES.items():
+        if given[column] not in choices:
+            remedy = f"Write one of {', '.join(c or repr(c) for c in choices)}"
+            raise ConfigError(f"{place} {column}", f"{given[column]!r} is not known", remedy)
+    kind = given["kind"]
+    if given["quantity"] != QUANTITIES[kind]:
+        raise ConfigError(f"{place} quantity", f"{given['quantity']!r}", f"{kind} counts {QUANTITIES[kind]}")
+    if kind in TIMELESS and given["seconds"]:
+        raise ConfigError(f"{place} seconds", f"{kind} has no time", "Leave it empty; the figure is x")
+    if not given["gpu"]:
+        raise ConfigError(
+            f"{place} gpu", "is empty", "Name the device, as the input file does: H100, cpu-core"
+        )
+    return Row(
+        kind=kind,
+        gpu=given["gpu"],
+        x=_number(place, "x", given["x"]),
+        seconds=None if kind in TIMELESS else _number(place, "seconds", given["seconds"]),
+        tp=_count(place, "tp", given["tp"]),
+        pp=_count(place, "pp", given["pp"]),
+        engine=given["engine"] or None,
+        quantisation=given["quantisation"],
+    )
+
+
+def _number(place: str, column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{place} {column}", f"{text!r} is no positive number", "Write one: 0.252")
+    return value
+
+
+def _count(place: str, column: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{place} {column}", f"{text!r} is no count", "Write 1, 2, 4 or 8")
+    return int(text)
+
+
+def _refuse_doubles(path: Path, rows: Iterable[Row]) -> None:
+    seen: set[tuple[object, ...]] = set()
+    for r in rows:
+        # Of these a profile has one figure, whatever x it was measured at.
+        x = None if r.kind in TIMELESS or r.kind in ("kv_token", "overhead") else r.x
+        key = (r.kind, r.gpu, r.tp, r.pp, r.engine, r.quantisation, x)
+        if key in seen:
+            raise ConfigError(
+                str(path), f"{r.kind} of {r.gpu} TP{r.tp} at x = {r.x:g} stands twice", "Keep one of the rows"
+            )
+        seen.add(key)
+
+
+def loaded(profile: Measured, engine: str) -> Measured:
+    """The profile with the points of its file; points given inline stay where the file has none.
+
+    Rows of the profile's GPU, TP, PP and quantisation count, of this engine or of neither.
+    Raises ConfigError if the file has no such row: a profile that silently measures nothing would
+    look like a component that no replica can serve.
+    """
+    if profile.file is None:
+        return profile
+    table = read(profile.file)
+    rows = [r for r in table.rows if _fits(r, profile, engine)]
+    if not rows:
+        have = "; ".join(f"{g} TP{t} PP{p} {e or 'any engine'} {q}" for g, t, p, e, q in table.profiles())
+        wanted = f"{profile.gpu} TP{profile.tp} PP{profile.pp} {engine} {profile.quantisation}"
+        raise ConfigError(str(profile.file), f"has no rows for {wanted}", f"It has: {have}")
+    source = profile.source
+    if table.provenance:
+        source += ": " + ", ".join(f"{k} {v}" for k, v in table.provenance.items())
+    return profile.model_copy(update={**_points(rows), "source": source})
+
+
+def _fits(row: Row, profile: Measured, engine: str) -> bool:
+    same = (row.gpu, row.tp, row.pp, row.quantisation)
+    return same == (profile.gpu, profile.tp, profile.pp, profile.quantisation) and row.engine in (
+        None,
+        engine,
+    )
+
+
+def _points(rows: Iterable[Row]) -> dict[str, Any]:
+    """Fields of `Measured` that these rows fill. An engine's own row goes before one of both."""
+    of: dict[str, dict[float, Row]] = {}
+    for r in sorted(rows, key=lambda r: (r.kind, r.engine is not None, r.x)):
+        of.setdefault(r.kind, {})[r.x] = r
+    fields: dict[str, Any] = {}
+    for kind, (x_field, s_field) in _CURVES.items():
+        points = sorted(of.get(kind, {}).values(), key=lambda r: r.x)
+        if points:
+            whole = kind != "generate"
+            fields[x_field] = [int(r.x) if whole else r.x for r in points]
+            fields[s_field] = [r.seconds for r in points]
+    for kind, name in (("kv_token", "kv_token_s"), ("overhead", "request_overhead_s")):
+        for r in of.get(kind, {}).values():
+            fields[name] = (r.seconds or 0.0) / r.x
+    for r in of.get("kv_tokens", {}).values():
+        fields["kv_tokens"] = int(r.x)
+    for r in of.get("mixed", {}).values():
+        fields["mixed_factor"] = r.x
+    return fields

@@ -1,0 +1,66 @@
+"""Reading a plan's TOML file: every error of it at once, each with its line and a remedy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given import input_checks, toml_problems
+from cornplug.planner.given.input_error import InputError, field
+from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.given.toml_lines import line_of, lines_of
+
+_WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+def read(path: Path) -> PlanInput:
+    """What the file says; paths in it are relative to it.
+
+    Raises ConfigError. Its text has a line for each error, "plan.toml:17 applications[0].llm: problem.
+    Remedy", in the order of the file; its `field` is the first one's. What one table says of another is
+    checked once every table is right in itself.
+    """
+    text = _text(path)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise _syntax_error(path, text, e) from e
+    try:
+        given = PlanInput.model_validate(data, context={"folder": path.parent})
+    except ValidationError as e:
+        raise _together(path, text, toml_problems.problems(e, data)) from e
+    if errors := list(input_checks.errors(given)):
+        raise _together(path, text, errors)
+    return given
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").replace("\r\n", "\n")
+    except OSError as e:
+        raise ConfigError(str(path), f"cannot be read: {e.strerror}", "Name a plan's TOML file.") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(str(path), "no UTF-8 text", "Name a plan's TOML file.") from e
+
+
+def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
+    found = _WHERE.search(str(error))
+    line = int(found[1]) if found and found[1] else text.count("\n") + 1
+    problem = _WHERE.sub("", str(error))
+    content = text.splitlines()[line - 1].strip() if line <= text.count("\n") + 1 and text else ""
+    remedy = "TOML wants key = value, texts in quotes, and headers such as [rules] or [[components]]."
+    return ConfigError(f"{path}:{line}", f"{problem}: {content}" if content else problem, remedy)
+
+
+def _together(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
+    lines = lines_of(text)
+    placed = sorted(((line_of(lines, e.place), e) for e in errors), key=lambda pair: pair[0])
+    (line, first), *others = placed
+    more = [f"{path}:{at} {e}" for at, e in others]
+    return ConfigError(f"{path}:{line} {field(first.place)}", first.problem, "\n".join([first.remedy, *more]))

@@ -1,0 +1,1 @@
+"""From a plan to processes: command lines, scripts, and a one-host launcher."""

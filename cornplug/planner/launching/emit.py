@@ -1,0 +1,292 @@
+"""A plan as commands: one for each process, with the engines' own flags, and the files beside them.
+
+`${HOST_n}`, `${RUN_DIR}` and `${PLAN_DIR}` in a command are left open: a host that the plan does not
+name, a folder of that host for sockets and logs, the folder of the files here. `resolved` fills them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import Template
+from typing import Literal, assert_never
+
+from cornplug.planner.launching import flags_sglang, flags_vllm
+from cornplug.planner.launching import transfer as transfers
+from cornplug.planner.launching.addresses import Site, sites
+from cornplug.planner.launching.routers import Router, entries, routers
+from cornplug.planner.launching.surroundings import (
+    LEAST_STORE_GIB,
+    STORE_SOCKET,
+    Surroundings,
+    around,
+    bind,
+    encoder_socket,
+    is_cpu,
+    role_of,
+    store_gib,
+)
+from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.plan import Plan
+
+Kind = Literal["store", "encoder", "engine", "router", "external"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process."""
+
+    group: str
+    """Of the plan; "store", "kv-server" or a router's name where it belongs to none."""
+    replica: int
+    host: str
+    argv: tuple[str, ...]
+    """Empty for what we do not start: a generator of some other server."""
+    env: Mapping[str, str]
+    kind: Kind
+    port: int | None = None
+    health: str | None = None
+    """URL that answers 200 to this host once it serves."""
+    socket: str | None = None
+    """Unix socket that is there once it serves, where it has no URL."""
+    rank: int = 0
+    """Over 0: the part of a replica on a further node, which serves nothing itself."""
+    cores: tuple[int, ...] = ()
+    """It is kept to these cores; empty: anywhere."""
+    beside_others: bool = False
+    """Others share its GPU: the next is started when this one is ready, for each takes of the memory
+    that it finds."""
+    remarks: tuple[str, ...] = field(default=())
+
+    @property
+    def url(self) -> str | None:
+        return None if self.port is None else f"http://{self.host}:{self.port}"
+
+    def resolved(self, values: Mapping[str, str]) -> Command:
+        """With `values` in place of its variables ("HOST_1" -> "10.0.0.1"); others stay."""
+
+        def fill(text: str) -> str:
+            return Template(text).safe_substitute(values)
+
+        return replace(
+            self,
+            host=fill(self.host),
+            argv=tuple(map(fill, self.argv)),
+            env={name: fill(value) for name, value in self.env.items()},
+            health=None if self.health is None else fill(self.health),
+            socket=None if self.socket is None else fill(self.socket),
+        )
+
+
+def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[Command]:
+    """Every process of a plan, in the order in which they are started.
+
+    Raises ConfigError for a plan that is not placed, or lacks an engine's settings.
+    """
+    placed = sites(plan)
+    surroundings = [around(plan, site, placed, transfer=transfer) for site in placed]
+    engines = [
+        _engine(site, its)
+        for site, its in zip(placed, surroundings, strict=True)
+        if site.group.engine != "cornplug"
+    ]
+    front = routers(plan, placed, transfer=transfer)
+    return [
+        *_stores(plan, placed, surroundings),
+        *_kv_servers(placed, transfer),
+        *_encoders(plan, placed, surroundings),
+        *engines,
+        *(_router(one) for one in front if one.argv),
+    ]
+
+
+def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
+    """Text of the files that the commands refer to, by name."""
+    placed = sites(plan)
+    table = entries(plan, routers(plan, placed, transfer=transfer), placed)
+    found = {"routes.json": json.dumps(table, indent=2) + "\n"}
+    if plan.reservations:
+        found["qos.toml"] = qos_toml(plan)
+    return found
+
+
+def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+    """Write launch scripts, one a host, and what they refer to; the paths, in the order to run them."""
+    from cornplug.planner.launching.scripts import scripts
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in (scripts(plan, transfer=transfer) | files(plan, transfer=transfer)).items():
+        path = folder / name
+        path.write_text(text)
+        path.chmod(0o755 if name.endswith(".sh") else 0o644)
+        paths.append(path)
+    return paths
+
+
+def qos_toml(plan: Plan) -> str:
+    """Classes of service of the encoder and of admission, as CORNPLUG_CONFIG takes them."""
+    lines = [f"# Of the plan {plan.name!r}."]
+    for one in plan.reservations:
+        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
+        lines += [f"priority = {one.priority}"]
+        lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
+        lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
+    return "\n".join(lines) + "\n"
+
+
+def _down(share: float) -> float:
+    """To four digits: the shares of all classes may not add up to over 1."""
+    return math.floor(share * 1e4) / 1e4
+
+
+def _stores(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundings]) -> list[Command]:
+    wanting = [s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything]
+    size = max(store_gib(plan), LEAST_STORE_GIB)
+    return [
+        Command(
+            "store",
+            number,
+            host,
+            ("cornplug", "serve-store", "--socket", STORE_SOCKET, "--size", f"{size:g}GiB"),
+            {},
+            "store",
+            socket=STORE_SOCKET,
+        )
+        for number, host in enumerate(dict.fromkeys(wanting))
+    ]
+
+
+def _kv_servers(placed: Sequence[Site], transfer: Transfer) -> list[Command]:
+    """LMCache's server on each host of a vLLM pair that hands over through it."""
+    if transfer != "lmcache":
+        return []
+    pairs = [s for s in placed if s.group.engine == "vllm" and role_of(s.group) != "PD" and s.group.kv]
+    found = []
+    for number, host in enumerate(dict.fromkeys(s.host for s in pairs)):
+        here = [s.group for s in pairs if s.host == host]
+        # Each replica's buffer, of all its ranks: the server holds whole pages of all heads.
+        size = sum(transfers.buffer_bytes(group.kv) for group in here if group.kv) / 2**30
+        argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
+        found.append(
+            Command(
+                "kv-server", number, host, argv, env, "store", health=_health(transfers.LMCACHE_HTTP_PORT)
+            )
+        )
+    return found
+
+
+def _encoders(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundings]) -> list[Command]:
+    """A group's replicas on one host are one service of several processes, behind one socket."""
+    stored = {s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything}
+    together: dict[tuple[str, str], list[Site]] = {}
+    for site in placed:
+        if site.group.engine == "cornplug":
+            together.setdefault((site.group.name, site.host), []).append(site)
+    return [
+        _encoder(plan, here, number=number, store=host in stored)
+        for number, ((_, host), here) in enumerate(together.items())
+    ]
+
+
+def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool) -> Command:
+    site = here[0]
+    devices = sorted({device for one in here for device in one.devices})
+    cpu = is_cpu(site.group)
+    argv = ["cornplug", "encoder"]
+    for model in site.group.encoder_models or [site.group.model]:
+        argv += ["--model", model]
+    argv += ["--device", "cpu" if cpu else "cuda", "--host", bind(plan, site.host), "--port", str(site.port)]
+    argv += ["--socket", encoder_socket(site)]
+    argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
+    argv += ["--threads", "1"] if cpu else []
+    argv += ["--store-socket", STORE_SOCKET] if store else ["--no-store"]
+    env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    if plan.reservations:
+        env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
+    shared = len(here) - len(devices)
+    remark = f"{shared} of its {len(here)} replicas share a device with another: one process"
+    return Command(
+        site.group.name,
+        number,
+        site.host,
+        tuple(argv),
+        env,
+        "encoder",
+        site.port,
+        _health(site.port, bind(plan, site.host)),
+        cores=tuple(devices) if cpu else (),
+        beside_others=site.group.share < 1,
+        remarks=(remark,) if shared else (),
+    )
+
+
+def _engine(site: Site, its: Surroundings) -> Command:
+    group = site.group
+    argv: list[str] = []
+    env: dict[str, str] = {}
+    match group.engine:
+        case "vllm":
+            argv, env = flags_vllm.argv(site, its), flags_vllm.env(site, its)
+        case "sglang":
+            argv, env = flags_sglang.argv(site, its), flags_sglang.env(site, its)
+        case "external":
+            devices = ",".join(map(str, site.devices))
+            env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}
+        case "cornplug":
+            raise ValueError("encoders have commands of their own")
+        case _:
+            assert_never(group.engine)
+    return Command(
+        group.name,
+        site.replica,
+        site.host,
+        tuple(argv),
+        env,
+        "engine" if argv else "external",
+        site.port,
+        None if site.rank or not argv else _health(site.port, its.bind),
+        rank=site.rank,
+        cores=site.devices if is_cpu(group) and argv else (),
+        beside_others=group.share < 1,
+        remarks=_remarks(site, its),
+    )
+
+
+def _remarks(site: Site, its: Surroundings) -> tuple[str, ...]:
+    group = site.group
+    found = []
+    if group.engine == "external":
+        found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
+    elif "G" in group.tasks:
+        found.append("The generator's part is not served by this engine: put its server beside it.")
+    if group.engine == "vllm" and its.by_value and its.role != "D":
+        found.append(
+            "Its encoders are on other hosts: clients ask those of routes.json, and send the rows "
+            "(EncoderClient, as_vllm_part(by_value=True))."
+        )
+    if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
+        found.append("KV goes through two connectors, so they are given in the long form.")
+    return tuple(found)
+
+
+def _router(router: Router) -> Command:
+    return Command(
+        router.name,
+        0,
+        router.host,
+        router.argv,
+        {},
+        "router",
+        router.port,
+        _health(router.port),
+        remarks=(f"Planned: {router.weights}",),
+    )
+
+
+def _health(port: int, bound: str = "0.0.0.0") -> str:  # noqa: S104
+    host = "127.0.0.1" if bound == "0.0.0.0" else bound  # noqa: S104
+    return f"http://{host}:{port}/health"

@@ -1,0 +1,188 @@
+"""A plan's decisions as the command line of `python -m sglang.launch_server` (0.5.23)."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from cornplug.planner.launching import transfer
+from cornplug.planner.launching.addresses import Site
+from cornplug.planner.launching.attention import backend_of
+from cornplug.planner.launching.flags_vllm import settings_of
+from cornplug.planner.launching.surroundings import STORE_SOCKET, Surroundings, is_cpu
+from cornplug.planner.plan import EngineSettings, Group
+
+# The second: the first picture waits 16 s for the compiler without it.
+_CPU_ENV: Final = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MOST_GRAPHS: Final = 512
+_BESIDE_OTHERS: Final = "0.9"
+
+
+def argv(site: Site, around: Surroundings) -> list[str]:
+    """The whole line. Raises ConfigError for a group without engine settings."""
+    group, settings = site.group, settings_of(site.group)
+    return [
+        "python", "-m", "sglang.launch_server", "--model-path", group.model,
+        "--host", around.bind, "--port", str(site.port), "--enable-metrics",
+        *_parallel(site),
+        *_batches(group, settings, around),
+        *_memory(group, settings),
+        *_precision(group, around),
+        *_attention(group, around),
+        *_speculation(settings),
+        *_schedule(group, settings, around),
+        *_pair(site, around),
+        *_encoding(group, around),
+        *_sharing(around),
+    ]  # fmt: skip
+
+
+def env(site: Site, around: Surroundings) -> dict[str, str]:
+    """What has no flag."""
+    group = site.group
+    # Else each health check computes a token.
+    found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | around.sharing.env
+    if is_cpu(group):
+        found |= _CPU_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
+    else:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
+    if around.unequal_pair and group.kv is not None:
+        found |= transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
+    return found
+
+
+def _parallel(site: Site) -> list[str]:
+    flags = []
+    if site.group.tp > 1:
+        flags += ["--tp-size", str(site.group.tp)]
+    if site.group.pp > 1:
+        flags += ["--pp-size", str(site.group.pp)]
+    if site.ranks > 1:
+        flags += ["--nnodes", str(site.ranks), "--node-rank", str(site.rank)]
+        flags += ["--dist-init-addr", site.master]
+    return flags
+
+
+def _batches(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+    # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
+    page = transfer.LEAST_PAGE_TOKENS
+    chunk = max(settings.chunk_tokens // page, 1) * page
+    flags = [
+        "--context-length", str(settings.max_model_len),
+        "--max-running-requests", str(settings.max_batch),
+        "--chunked-prefill-size", str(chunk),
+    ]  # fmt: skip
+    if not is_cpu(group) and around.role != "P":
+        flags += ["--cuda-graph-max-bs-decode", str(min(settings.max_batch, _MOST_GRAPHS))]
+    return flags
+
+
+def _memory(group: Group, settings: EngineSettings) -> list[str]:
+    """SGLang's fraction is of what is free when it starts, so beside others tokens are counted."""
+    tokens = ["--max-total-tokens", str(settings.kv_tokens)]
+    if is_cpu(group):
+        return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]
+    if group.share < 1:
+        return [*tokens, "--mem-fraction-static", _BESIDE_OTHERS]
+    return ["--mem-fraction-static", f"{settings.memory_share:.4g}"]
+
+
+def _precision(group: Group, around: Surroundings) -> list[str]:
+    """AWQ and GPTQ stand in the checkpoint; naming them would keep SGLang from its faster kernels."""
+    flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
+    if group.kv is not None and group.kv.element_bytes == 1:
+        flags += ["--kv-cache-dtype", "fp8_e4m3"]
+    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+        flags += ["--dtype", "bfloat16"]
+    return flags
+
+
+def _attention(group: Group, around: Surroundings) -> list[str]:
+    if is_cpu(group):
+        flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
+        return [*flags, "--mm-attention-backend", "sdpa"] if "E" in group.tasks else flags
+    backend = backend_of(group, around.pair_gpus)
+    flags = ["--attention-backend", backend] if backend else []
+    if group.kv is not None and ((backend is not None and group.kv.mla) or around.role != "PD"):
+        flags += ["--page-size", str(transfer.page_tokens(group.kv))]
+    return flags
+
+
+def _speculation(settings: EngineSettings) -> list[str]:
+    """SGLang wants all three numbers or none."""
+    if settings.speculative == "none":
+        return []
+    tokens = settings.speculative_tokens
+    flags = ["--speculative-algorithm", "NEXTN" if settings.speculative == "mtp" else "EAGLE3"]
+    if settings.speculative_model:
+        flags += ["--speculative-draft-model-path", settings.speculative_model]
+    return [
+        *flags, "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(tokens + 1),
+    ]  # fmt: skip
+
+
+def _schedule(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+    """SGLang has priorities with the policies "fcfs" and "lof" only, and bounds no queue of a pair:
+    there the router does."""
+    flags: list[str] = []
+    if around.ranks_requests:
+        # vLLM's direction, so that a request's priority means one thing in both engines.
+        flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
+        # As vLLM takes a request that says nothing.
+        flags += ["--default-priority-value", "0", "--retraction-policy", "priority"]
+        flags += ["--schedule-policy", "fcfs"]
+    elif around.role != "D" and group.workload != "offline":
+        flags += ["--schedule-policy", "lpm" if group.workload == "online" else "hrrn"]
+    if around.role == "PD" and group.workload == "semi-online":
+        flags += ["--prefill-decode-interval", "4"]
+    if group.workload == "offline":
+        flags += ["--stream-interval", "10"]
+        if around.role == "PD" and settings.speculative == "none":
+            flags += ["--enable-mixed-chunk"]
+    if group.workload == "online" and around.role == "PD" and around.ttft_s is not None and group.capacity:
+        flags += ["--max-queued-requests", str(math.ceil(max(group.capacity.values()) * around.ttft_s) or 1)]
+    return flags
+
+
+def _pair(site: Site, around: Surroundings) -> list[str]:
+    if around.role == "PD":
+        return []
+    backend = "mooncake" if around.transfer == "mooncake" else "nixl"
+    flags = ["--disaggregation-mode", "prefill" if around.role == "P" else "decode"]
+    flags += ["--disaggregation-transfer-backend", backend]
+    if around.role == "P":
+        flags += ["--disaggregation-bootstrap-port", str(site.bootstrap_port)]
+    if _may_switch(site.group, backend):
+        flags += ["--enable-pd-role-switch"]
+    return flags
+
+
+def _may_switch(group: Group, backend: str) -> bool:
+    """Whether SGLang can change this server's role while it runs, for a later plan."""
+    speculates = group.settings is not None and group.settings.speculative != "none"
+    return backend == "mooncake" and group.pp == 1 and not speculates
+
+
+def _encoding(group: Group, around: Surroundings) -> list[str]:
+    if around.encoder_urls:
+        return [
+            "--language-only", "--encoder-urls", *around.encoder_urls,
+            "--encoder-transfer-backend", "zmq_to_scheduler",
+        ]  # fmt: skip
+    if "E" not in group.tasks:
+        return []
+    data = ["--mm-enable-dp-encoder"] if group.tp > 1 and group.workload == "offline" else []
+    return ["--enable-multimodal", *data]
+
+
+def _sharing(around: Surroundings) -> list[str]:
+    sharing = around.sharing
+    if not sharing.anything:
+        return []
+    flags = ["--enable-cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
+    return flags + (["--cornplug-encoder", sharing.encoder_socket] if sharing.encoder_socket else [])

@@ -1,0 +1,187 @@
+"""A plan's decisions as the command line of `vllm serve` (0.32)."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.launching import transfer
+from cornplug.planner.launching.addresses import Site
+from cornplug.planner.launching.attention import backend_of
+from cornplug.planner.launching.surroundings import STORE_SOCKET, Sharing, Surroundings, is_cpu
+from cornplug.planner.plan import EngineSettings, Group
+
+_CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def argv(site: Site, around: Surroundings) -> list[str]:
+    """The whole line. Raises ConfigError for a group without engine settings."""
+    group, settings = site.group, settings_of(site.group)
+    return [
+        "vllm", "serve", group.model, "--host", around.bind, "--port", str(site.port),
+        *_parallel(site),
+        *_batches(group, settings),
+        *_memory(group, settings),
+        *_precision(group, around),
+        *_attention(group, around),
+        *_speculation(settings),
+        *_by_workload(group),
+        *_admission(group, settings, around),
+        *_connectors(group, around),
+        "--shutdown-timeout", str(around.drain_s),
+    ]  # fmt: skip
+
+
+def env(site: Site, around: Surroundings) -> dict[str, str]:
+    """What has no flag."""
+    found = dict(around.sharing.env)
+    if is_cpu(site.group):
+        found |= _CPU_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
+    else:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
+    if around.role != "PD" and around.transfer == "nixl":
+        found |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": site.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(site.side_port),
+        }
+    if around.role == "P" and around.transfer == "mooncake":
+        found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(site.bootstrap_port)
+    if around.role != "PD" and around.transfer == "lmcache":
+        # Its keys are Python's hashes: both sides must make the same.
+        found["PYTHONHASHSEED"] = "0"
+    if around.admits:
+        found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
+    return found
+
+
+def settings_of(group: Group) -> EngineSettings:
+    """Raises ConfigError where a language model's group has none."""
+    if group.settings is None:
+        raise ConfigError(
+            f"groups[{group.name!r}].settings",
+            "an engine's group without settings",
+            "Make the plan again with `cornplug plan`.",
+        )
+    return group.settings
+
+
+def _parallel(site: Site) -> list[str]:
+    group = site.group
+    flags = []
+    if group.tp > 1:
+        flags += ["--tensor-parallel-size", str(group.tp)]
+    if group.pp > 1:
+        flags += ["--pipeline-parallel-size", str(group.pp)]
+    if site.ranks > 1:
+        address, _, port = site.master.rpartition(":")
+        flags += ["--nnodes", str(site.ranks), "--node-rank", str(site.rank)]
+        flags += ["--master-addr", address, "--master-port", port]
+        flags += ["--headless"] if site.rank else []
+    return flags
+
+
+def _batches(group: Group, settings: EngineSettings) -> list[str]:
+    # vLLM refuses fewer tokens in an iteration than requests.
+    tokens = max(settings.chunk_tokens, settings.max_batch)
+    return [
+        "--max-model-len", str(settings.max_model_len),
+        "--max-num-seqs", str(settings.max_batch),
+        "--max-num-batched-tokens", str(tokens),
+        *(["--enforce-eager"] if is_cpu(group) else []),
+    ]  # fmt: skip
+
+
+def _memory(group: Group, settings: EngineSettings) -> list[str]:
+    """Beside others on one GPU the cache's size is given exactly: what is free at the time of
+    profiling depends on who started first. The share stays, for vLLM checks it at start."""
+    exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
+    if is_cpu(group):
+        return exact
+    share = ["--gpu-memory-utilization", f"{settings.memory_share:.4g}"]
+    return [*share, *exact] if group.share < 1 else share
+
+
+def _precision(group: Group, around: Surroundings) -> list[str]:
+    """AWQ and GPTQ stand in the checkpoint; naming them would keep vLLM from its faster kernels."""
+    flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
+    if group.kv is not None and group.kv.element_bytes == 1:
+        flags += ["--kv-cache-dtype", "fp8"]
+    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+        # As the encoder service's own: embeddings and KV of another dtype are others.
+        flags += ["--dtype", "bfloat16"]
+    return flags
+
+
+def _attention(group: Group, around: Surroundings) -> list[str]:
+    backend = backend_of(group, around.pair_gpus)
+    flags = ["--attention-backend", backend] if backend else []
+    if group.kv is not None and (group.kv.mla or around.role != "PD"):
+        flags += ["--block-size", str(transfer.page_tokens(group.kv))]
+    return flags
+
+
+def _speculation(settings: EngineSettings) -> list[str]:
+    if settings.speculative == "mtp":
+        how = {"method": "mtp", "num_speculative_tokens": settings.speculative_tokens}
+        return ["--speculative-config", json.dumps(how)]
+    if settings.speculative == "eagle3":
+        return [
+            "--spec-method", "eagle3", "--spec-model", settings.speculative_model or "",
+            "--spec-tokens", str(settings.speculative_tokens),
+        ]  # fmt: skip
+    return []
+
+
+def _by_workload(group: Group) -> list[str]:
+    if group.workload == "offline":
+        encoder = ["--mm-encoder-tp-mode", "data"] if "E" in group.tasks and group.tp > 1 else []
+        return ["--performance-mode", "throughput", "--stream-interval", "10", *encoder]
+    return ["--performance-mode", "interactivity"] if group.workload == "online" else []
+
+
+def _admission(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+    """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
+    flags = ["--scheduling-policy", "priority"] if around.ranks_requests else []
+    rate = settings.prefill_tokens_s
+    if group.workload == "online" and around.role != "D" and around.ttft_s is not None and rate:
+        flags += [
+            "--max-num-queued-tokens",
+            str(max(math.ceil(around.ttft_s * rate), settings.max_model_len)),
+        ]
+    if around.admits:
+        flags += ["--middleware", "cornplug.vllm_connector.admission.Admission"]
+    return flags
+
+
+def _connectors(group: Group, around: Surroundings) -> list[str]:
+    sharing = around.sharing
+    # Services on other hosts are asked by the clients, who then send the rows.
+    remote = ["--enable-mm-embeds"] if around.by_value else []
+    if around.role == "PD":
+        return [*_short(sharing), *remote]
+    connectors = [transfer.vllm_config(around.role, around.transfer)]
+    if sharing.kv:
+        connectors.append(_ours(sharing, "kv_connector", "CornplugConnector"))
+    flags = ["--kv-transfer-config", json.dumps(transfer.vllm_together(*connectors))]
+    if sharing.embeddings:
+        flags += ["--ec-transfer-config", json.dumps(_ours(sharing, "ec_connector", "CornplugECConnector"))]
+    return [*flags, *remote]
+
+
+def _short(sharing: Sharing) -> list[str]:
+    if not sharing.anything:
+        return []
+    flags = ["--kv-connector", "cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
+    return flags + (["--cornplug-encoder", sharing.encoder_socket] if sharing.encoder_socket else [])
+
+
+def _ours(sharing: Sharing, key: str, name: str) -> dict[str, Any]:
+    """Beside another connector `--kv-connector cornplug` has no room: the long form says the same."""
+    kind = key.partition("_")[0]
+    extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET}
+    if sharing.encoder_socket:
+        extra["encoder.socket"] = sharing.encoder_socket
+    failure = {"kv_load_failure_policy": "recompute"} if kind == "kv" else {}
+    return {key: name, f"{kind}_role": f"{kind}_both", **failure, f"{key}_extra_config": extra}

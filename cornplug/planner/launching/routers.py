@@ -1,0 +1,200 @@
+"""Routers in front of a plan's engines, and which address each request class is sent to.
+
+Command lines of vllm-router 0.1.17 and sglang-router 0.3.2. Neither takes weights: policies that
+follow the load give a faster replica more by themselves. The planned weights are beside each line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cornplug.planner.launching.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, Site
+from cornplug.planner.launching.surroundings import around, caches_for, one_a_host
+from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.plan import Group, Plan, Route, Stage
+
+# Both routers know of the load what they sent and has not come back: the lesser of two drawn ones is
+# the nearest to "least work" that they have.
+_POLICY: Final = {
+    "least_work": "power_of_two",
+    "join_shortest_queue": "power_of_two",
+    "random": "random",
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Engines that one router stands before: mixed ones, or prefill and decode of one engine."""
+
+    engine: str
+    serving: tuple[str, ...]
+    """Groups that do both prefill and decode."""
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (*self.serving, *self.prefill, *self.decode)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router's process, or none: a pool of one server is its own address."""
+
+    name: str
+    pool: Pool
+    host: str
+    port: int
+    argv: tuple[str, ...]
+    weights: str
+    """For people: what the plan sends where."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def pools_of(plan: Plan, route: Route) -> list[tuple[Pool, float]]:
+    """Where a route's requests enter, with the share of them; empty for one without a language model."""
+    engine = {group.name: group.engine for group in plan.groups}
+    serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
+    if serving:
+        kinds = {engine[name] for name in serving.groups}
+        # Both routers take any OpenAI server; one that is neither's, or of both kinds, gets vLLM's.
+        one = "sglang" if kinds == {"sglang"} else "vllm"
+        return [(Pool(one, tuple(sorted(serving.groups))), 1.0)]
+    if not prefill or not decode:
+        return []
+    return [
+        (Pool(kind, (), _of(prefill, kind, engine), _of(decode, kind, engine)), share)
+        for kind in sorted({engine[name] for name in prefill.groups})
+        if (share := sum(w for name, w in prefill.groups.items() if engine[name] == kind)) > 0
+    ]
+
+
+def routers(plan: Plan, placed: Sequence[Site], *, transfer: Transfer) -> list[Router]:
+    """One for each pool, on the first host; those with a single server stand for it."""
+    pools: dict[Pool, list[tuple[Route, float]]] = defaultdict(list)
+    for route in plan.routes:
+        for pool, share in pools_of(plan, route):
+            pools[pool].append((route, share))
+    found: list[Router] = []
+    for pool, routes in pools.items():
+        servers = [s for s in placed if s.group.name in pool.groups and s.rank == 0]
+        host, number = placed[0].host, sum(bool(r.argv) for r in found)
+        weights = _weights(plan, pool, [route for route, _ in routes])
+        if len(servers) == 1:
+            found.append(
+                Router(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
+            )
+            continue
+        port = ROUTER_PORT + number
+        argv = _argv(plan, pool, servers, port, ROUTER_METRICS_PORT + number, transfer)
+        found.append(Router(f"router-{number + 1}", pool, host, port, tuple(argv), weights))
+    return found
+
+
+def entries(plan: Plan, front: Sequence[Router], placed: Sequence[Site]) -> dict[str, dict[str, Any]]:
+    """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}.
+
+    Where clients are to encode first, and send the rows, "encoders" says whom to ask.
+    """
+    priority = {f"{one.app}/{one.request}": -one.priority for one in plan.outlook}
+    address = {router.pool: router.url for router in front}
+    rates: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+    for route in plan.routes:
+        for pool, share in pools_of(plan, route):
+            encoders = _asked_by_clients(plan, route, pool, placed)
+            rates[f"{route.app}/{route.request}"][address[pool], *encoders] += route.rate * share
+    return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
+
+
+def _asked_by_clients(plan: Plan, route: Route, pool: Pool, placed: Sequence[Site]) -> list[str]:
+    encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
+    reader = next(s for s in placed if s.group.name in (pool.serving or pool.prefill))
+    if pool.engine != "vllm" or not encoders or not around(plan, reader, [*placed], transfer="nixl").by_value:
+        return []
+    return [site.url for site in one_a_host([s for s in placed if s.group.name in encoders])]
+
+
+def _normalised(urls: Mapping[tuple[str, ...], float]) -> list[dict[str, Any]]:
+    total = sum(urls.values())
+    found = []
+    for (url, *encoders), rate in sorted(urls.items(), key=lambda item: (-item[1], item[0])):
+        weight = round(rate / total, 4) if total else 1.0
+        found.append({"weight": weight, "url": url} | ({"encoders": encoders} if encoders else {}))
+    return found
+
+
+def _argv(
+    plan: Plan, pool: Pool, servers: Sequence[Site], port: int, metrics_port: int, transfer: Transfer
+) -> list[str]:
+    first = servers[0].group
+    prefix_cached = bool(caches_for(plan, "prefix", {c for s in servers for c in s.group.components}))
+    policy = "cache_aware" if prefix_cached else _POLICY[first.router]
+    command = ["vllm-router"] if pool.engine == "vllm" else ["python", "-m", "sglang_router.launch_router"]
+    command += ["--host", "0.0.0.0", "--port", str(port), "--prometheus-port", str(metrics_port)]  # noqa: S104
+    if pool.serving:
+        return [*command, "--worker-urls", *(s.url for s in servers), "--policy", policy]
+    kind = ["--vllm-pd-disaggregation"] if pool.engine == "vllm" else ["--pd-disaggregation"]
+    if pool.engine == "vllm":
+        kind += ["--kv-connector", "mooncake" if transfer == "mooncake" else "nixl"]
+    for site in servers:
+        if site.group.name in pool.prefill:
+            bootstrap = pool.engine == "sglang" or transfer == "mooncake"
+            kind += ["--prefill", site.url, *([str(site.bootstrap_port)] if bootstrap else [])]
+        else:
+            kind += ["--decode", site.url]
+    decode = next(s.group for s in servers if s.group.name in pool.decode)
+    kind += ["--prefill-policy", policy, "--decode-policy", _POLICY[decode.router]]
+    return [*command, *kind, *_queue(plan, servers, pool)]
+
+
+def _queue(plan: Plan, servers: Sequence[Site], pool: Pool) -> list[str]:
+    """Bounds before a pair: SGLang's servers have none of their own there."""
+    bounds = [around(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
+    ttft = min((b for b in bounds if b is not None), default=None)
+    if ttft is None:
+        return []
+    running = sum(
+        s.group.settings.max_batch for s in servers if s.group.name in pool.decode and s.group.settings
+    )
+    rates = [
+        max(s.group.capacity.values()) for s in servers if s.group.name in pool.prefill and s.group.capacity
+    ]
+    waiting = math.ceil(sum(rates) * ttft)
+    return [
+        "--max-concurrent-requests", str(max(running, 1)), "--queue-size", str(max(waiting, 1)),
+        "--queue-timeout-secs", str(max(math.ceil(ttft), 1)),
+    ]  # fmt: skip
+
+
+def _online(group: Group) -> bool:
+    return group.workload == "online"
+
+
+def _stage(route: Route, tasks: str) -> Stage | None:
+    """The stage that does exactly these of prefill and decode, whatever else it does."""
+    for stage in route.stages:
+        if {task for task in stage.tasks if task in "PD"} == set(tasks):
+            return stage
+    return None
+
+
+def _of(stage: Stage, kind: str, engine: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in stage.groups if engine[name] == kind))
+
+
+def _weights(plan: Plan, pool: Pool, routes: Sequence[Route]) -> str:
+    rates: dict[str, float] = defaultdict(float)
+    for route in routes:
+        for stage in route.stages:
+            for name, weight in stage.groups.items():
+                if name in pool.groups:
+                    rates[name] += route.rate * weight
+    return ", ".join(f"{name} {rate:.4g}/s" for name, rate in sorted(rates.items()))

@@ -1,0 +1,231 @@
+"""What an engine's command line depends on beyond its own group: who encodes for it, what it
+shares on its host, whom it hands KV to, which bounds its requests have. Read off the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cornplug.encoder_service.configured import url_name
+from cornplug.planner.launching.addresses import Site, sites
+from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.plan import CacheSize, Group, Outlook, Plan
+
+STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
+LEAST_STORE_GIB: Final = 1.0
+"""Where a plan has no cache but engines take embeddings from a service beside them."""
+_DRAIN_S: Final = (30, 600)
+
+Role = Literal["P", "D", "PD"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """An engine's part in its host's store."""
+
+    app: str
+    kv: bool
+    embeddings: bool
+    encoder_socket: str | None
+    """Of an encoder service on the same host."""
+
+    @property
+    def anything(self) -> bool:
+        return self.kv or self.embeddings
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What is not planned to be shared costs a copy for nothing."""
+        off = {
+            "CORNPLUG_ENGINE_SHARE_KV": self.kv,
+            "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
+        }
+        return {name: "false" for name, on in off.items() if not on} if self.anything else {}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    bind: str
+    """Address that servers listen at."""
+    role: Role
+    transfer: Transfer
+    sharing: Sharing
+    encoder_urls: tuple[str, ...]
+    """Of the services that encode for this engine, on whatever host; none: it does so itself."""
+    by_value: bool
+    """Requests come with embeddings: some of those that prefill them have no encoder on their host."""
+    unequal_pair: bool
+    """It hands KV to, or takes it from, a group of another tensor parallelism."""
+    pair_gpus: frozenset[str]
+    """Device types of both sides of its transfers; its own alone without any."""
+    ttft_s: float | None
+    """Tightest bound of the classes that come here."""
+    drain_s: int
+    """Longest time that a request under way may still take."""
+    ranks_requests: bool
+    """Requests of different priority meet here."""
+    admits: bool
+    """Classes of service with deadlines stand before it."""
+    agrees_on_dtype: bool
+    """Embeddings or KV pass between it and others: all are bfloat16."""
+
+
+def role_of(group: Group) -> Role:
+    has = {task for task in group.tasks if task in "PD"}
+    return "PD" if has == {"P", "D"} or not has else ("P" if "P" in has else "D")
+
+
+def is_cpu(group: Group) -> bool:
+    """Whether its devices are cores: the device types of the table that begin with "cpu"."""
+    return group.gpu.startswith("cpu")
+
+
+def bind(plan: Plan, host: str) -> str:
+    """What a server on `host` listens at: of a plan of one host nothing is offered elsewhere."""
+    return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
+
+
+def encoder_socket(site: Site) -> str:
+    """Short whatever the group's name: a unix socket's path has at most 107 bytes."""
+    return f"${{RUN_DIR}}/encoder-{site.port}.sock"
+
+
+def encoder_url(site: Site, model: str) -> str:
+    """Where SGLang finds the encoder of `model`: a service of several models wants its name."""
+    return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
+
+
+def classes_of(plan: Plan, group: Group) -> list[Outlook]:
+    """The request classes that visit it."""
+    visitors = {
+        (route.app, route.request)
+        for route in plan.routes
+        if any(group.name in stage.groups for stage in route.stages)
+    }
+    return [one for one in plan.outlook if (one.app, one.request) in visitors]
+
+
+def encoders_of(plan: Plan, group: Group) -> list[str]:
+    """Names of the groups that encode for it, on some route."""
+    found: dict[str, None] = {}
+    for route in plan.routes:
+        before: list[str] = []
+        for stage in route.stages:
+            if group.name in stage.groups and role_of(group) != "D":
+                found |= dict.fromkeys(before)
+            if stage.tasks == "E":
+                before += stage.groups
+    return list(found)
+
+
+def pairs_of(plan: Plan, group: Group) -> set[str]:
+    """Names of the groups on the other side of a transfer."""
+    return {
+        name
+        for route in plan.routes
+        if any(group.name in stage.groups for stage in route.stages)
+        for stage in route.stages
+        if group.name not in stage.groups and set(stage.tasks) & set("PD")
+        for name in stage.groups
+    }
+
+
+def caches_for(plan: Plan, kind: str, components: set[str]) -> list[CacheSize]:
+    return [c for c in plan.caches if c.kind == kind and c.gib > 0 and c.component in components]
+
+
+def store_gib(plan: Plan) -> float:
+    """GiB of each host's store; 0 where nothing is planned to be cached."""
+    return sum(cache.gib for cache in plan.caches)
+
+
+def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer: Transfer) -> Surroundings:
+    """Surroundings of one engine's process."""
+    placed = sites(plan) if placed is None else placed
+    group = site.group
+    groups = {one.name: one for one in plan.groups}
+    encoders = [s for s in placed if s.group.name in encoders_of(plan, group) and s.rank == 0]
+    visiting = classes_of(plan, group)
+    bounds = [one.slo_ttft_s for one in visiting if one.slo_ttft_s is not None]
+    role = role_of(group)
+    return Surroundings(
+        bind=bind(plan, site.host),
+        role=role,
+        transfer=transfer,
+        sharing=_sharing(plan, site, encoders),
+        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in one_a_host(encoders))),
+        by_value=_by_value(plan, group, placed),
+        pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
+        unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
+        ttft_s=min(bounds, default=None),
+        drain_s=_drain_s(visiting),
+        ranks_requests=len({one.priority for one in visiting}) > 1,
+        admits=role != "D" and _admits(plan, group),
+        agrees_on_dtype=role != "PD" or bool(encoders),
+    )
+
+
+def one_a_host(encoders: list[Site]) -> list[Site]:
+    """A group's replicas on one host are one service."""
+    first: dict[tuple[str, str], Site] = {}
+    for site in encoders:
+        first.setdefault((site.group.name, site.host), site)
+    return list(first.values())
+
+
+def _sharing(plan: Plan, site: Site, encoders: list[Site]) -> Sharing:
+    group = site.group
+    beside = [e for e in one_a_host(encoders) if e.host == site.host]
+    fitting = [e for e in beside if group.model in e.group.encoder_models] or beside
+    role = role_of(group)
+    encoded = {name for e in encoders for name in e.group.components}
+    return Sharing(
+        app=_app(plan, group),
+        kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
+        embeddings=role != "D"
+        and (bool(fitting) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
+        encoder_socket=encoder_socket(fitting[0]) if fitting else None,
+    )
+
+
+def _app(plan: Plan, group: Group) -> str:
+    """Whom an engine of several applications names: the one of the most urgent class of service."""
+    urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
+    reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
+    return [*reserved, *group.apps, group.components[0]][0]
+
+
+def _by_value(plan: Plan, group: Group, placed: list[Site]) -> bool:
+    """A router does not tell replicas apart, so it is one answer for all of a route."""
+    for route in plan.routes:
+        if not any(group.name in stage.groups for stage in route.stages):
+            continue
+        encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
+        readers = {name for stage in route.stages if "P" in stage.tasks for name in stage.groups}
+        near = {site.host for site in placed if site.group.name in encoders}
+        if near and any(site.host not in near for site in placed if site.group.name in readers):
+            return True
+    return False
+
+
+def _admits(plan: Plan, group: Group) -> bool:
+    """Whether a class of service of its applications has a deadline."""
+    return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
+
+
+def _shares_kv(group: Group) -> bool:
+    """README, Limits: what runs as stock."""
+    if group.kv is not None and group.kv.element_bytes < 2:
+        return False
+    if group.engine == "vllm":
+        return group.kv is None or not group.kv.mla
+    speculates = group.settings is not None and group.settings.speculative != "none"
+    return group.pp == 1 and not speculates and role_of(group) == "PD"
+
+
+def _drain_s(visiting: list[Outlook]) -> int:
+    longest = [t for one in visiting for t in (one.e2e.p99, one.e2e.p95, one.slo_e2e_s) if t is not None]
+    least, most = _DRAIN_S
+    return min(max(math.ceil(max(longest, default=60.0)), least), most)

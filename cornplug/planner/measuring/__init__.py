@@ -1,0 +1,1 @@
+"""`cornplug profile`: a component's times on this machine."""

@@ -1,0 +1,136 @@
+"""`vllm bench serve` as a stopwatch: the requests of a list, so many at a time, each timed.
+
+It speaks the completions API, so SGLang is timed by it as well. Prompts are random tokens that no
+two requests share, so that a prefix cache finds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.planner.measuring.measure_points import Ask, Timed
+
+_CHUNK_TOKENS: Final = 16
+"""Of one hash id: tokens that are drawn together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that an engine serves."""
+
+    url: str
+    name: str
+    """As the engine calls it."""
+    tokenizer: str
+    """Folder or hub id."""
+    max_model_len: int
+
+
+def command(served: Served, trace: Path, result: Path, *, requests: int, concurrency: int) -> list[str]:
+    """The command that sends the trace's requests and writes `result`."""
+    return [
+        vllm(),
+        *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
+        *("--base-url", served.url, "--model", served.name, "--tokenizer", served.tokenizer),
+        *("--dataset-name", "timed_trace", "--dataset-path", str(trace), "--no-self-timed"),
+        *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
+        *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
+        *("--timed-trace-label-input-length", "prompt_tokens"),
+        *("--timed-trace-label-output-length", "output_tokens"),
+        *("--num-prompts", str(requests), "--max-concurrency", str(concurrency)),
+        # Its own first request would leave the first prompt in a prefix cache.
+        *("--request-rate", "inf", "--ready-check-timeout-sec", "0", "--temperature", "0"),
+        *("--save-result", "--save-detailed", "--result-dir", str(result.parent)),
+        *("--result-filename", result.name, "--disable-tqdm"),
+    ]
+
+
+def measure(
+    served: Served, asks: Sequence[Ask], *, concurrency: int, first_id: int = 0, timeout_s: float = 3600
+) -> list[Timed]:
+    """Send `asks` in their order and time them.
+
+    Args:
+        first_id: prompts of other numbers are other prompts.
+
+    Raises CornplugError with the end of what the command printed when it fails, or when any
+    request did.
+    """
+    with tempfile.TemporaryDirectory(prefix="cornplug-bench-") as folder:
+        trace, result = Path(folder) / "trace.jsonl", Path(folder) / "result.json"
+        trace.write_text(trace_lines(asks, first_id))
+        line = command(served, trace, result, requests=len(asks), concurrency=concurrency)
+        done = subprocess.run(
+            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s
+        )
+        if done.returncode or not result.exists():
+            raise CornplugError(
+                f"`vllm bench serve` ended with status {done.returncode}:\n{_tail(done.stdout)}",
+                reason="bench",
+            )
+        return timed(asks, json.loads(result.read_text()))
+
+
+def trace_lines(asks: Sequence[Ask], first_id: int) -> str:
+    """The JSON lines of a trace whose prompts share no hash id, and so no tokens by design."""
+    lines, unused = [], first_id * 1_000_000
+    for ask in asks:
+        chunks = -(-ask.prompt_tokens // _CHUNK_TOKENS)
+        lines.append(
+            json.dumps(
+                {
+                    "at_s": 0,
+                    "prompt_tokens": ask.prompt_tokens,
+                    "output_tokens": ask.output_tokens,
+                    "hash_ids": list(range(unused, unused + chunks)),
+                }
+            )
+        )
+        unused += chunks
+    return "\n".join(lines) + "\n"
+
+
+def timed(asks: Sequence[Ask], result: dict[str, Any]) -> list[Timed]:
+    """Each ask with its times, from the command's detailed result.
+
+    Raises CornplugError where a request failed, or its answer has another length than asked for.
+    """
+    for i, error in enumerate(result["errors"]):
+        if error:
+            last = str(error).strip().splitlines()[-1]
+            raise CornplugError(f"request {i} ({asks[i]}) failed: {last}", reason="bench")
+    got = [
+        Ask(prompt, output)
+        for prompt, output in zip(result["input_lens"], result["output_lens"], strict=True)
+    ]
+    wrong = [i for i, (ask, ours) in enumerate(zip(asks, got, strict=True)) if ask != ours]
+    if wrong:
+        raise CornplugError(
+            f"request {wrong[0]} should be {asks[wrong[0]]} and was {got[wrong[0]]}", reason="bench"
+        )
+    return [Timed(ask, seconds) for ask, seconds in zip(asks, result["latencies"], strict=True)]
+
+
+def vllm() -> str:
+    """The command `vllm`, beside this interpreter or on the path.
+
+    Raises ConfigError with the remedy where there is none.
+    """
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise ConfigError("vllm", "is not installed, and its `bench serve` is the stopwatch", "Install vLLM")
+    return found
+
+
+def _tail(text: str, lines: int = 25) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])

@@ -1,0 +1,214 @@
+"""`cornplug profile`: times of a component on this machine, as a table that plans can be made of.
+
+    cornplug profile llm --model DIR --gpu H100 --out llm.csv            starts the engine itself
+    cornplug profile llm --url http://HOST:PORT --gpu H100 --out llm.csv measures one that runs
+    cornplug profile encoder --model DIR --gpu L4 --out tower.csv
+
+In a plan's input:  profiles = [{ kind = "table", gpu = "H100", file = "llm.csv" }]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Shown
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given import provenance, shapes, tables
+from cornplug.planner.given.inputs import Component, TowerShape
+from cornplug.planner.launching.emit import Command
+from cornplug.planner.measuring import measure_encoder, measure_engine, measure_server
+from cornplug.planner.measuring.measure_points import Grid
+from cornplug.planner.reporting import wording
+
+READY_S = 900.0
+Report = Callable[[str, float], None]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and write the table; 0. Raises CornplugError with the remedy."""
+    argv = list(argv)
+    args = _parser().parse_args(argv)
+    _check(args)
+    command = shlex.join(["cornplug", "profile", *argv])
+    console = Console(stderr=True)
+    with _bar(console, args.out.name) as report:
+        rows, facts = (_llm if args.kind == "llm" else _encoder)(args, report)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    about = {**provenance.machine(), "measured": facts, "command": command}
+    tables.write(args.out, tables.Table(tuple(rows), about))
+    _show(Console(), rows, args.out)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for arguments that do not go together."""
+    if args.model is None and (args.url is None or args.kind == "encoder"):
+        raise ConfigError("--model", "is missing", "Give the checkpoint's folder or hub id")
+    if args.url is not None and args.flags:
+        raise ConfigError("-- FLAGS", "the server runs already", "Leave them out, or leave out --url")
+    if args.repeats < 2:
+        raise ConfigError("--repeats", f"{args.repeats} have no median", "Give 3 or more")
+
+
+def _llm(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row], str]:
+    grid = Grid(
+        prompts=args.prompts, batches=args.batches, output_tokens=args.output_tokens, repeats=args.repeats
+    )
+    with ExitStack() as stack:
+        url = args.url or stack.enter_context(_engine(args, grid, report))
+        target = measure_engine.served(url, args.tokenizer or args.model)
+        cell = {**_cell(args), "engine": args.engine}
+        rows = measure_engine.rows(target, grid, report, **cell)
+        return rows, f"{args.engine} {measure_engine.version(url)}, median of {grid.repeats}"
+
+
+def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row], str]:
+    with ExitStack() as stack:
+        url = args.url or stack.enter_context(_service(args, report))
+        rows = measure_encoder.rows(
+            url,
+            args.model,
+            edges=args.edges,
+            batches=args.batches,
+            repeats=args.repeats,
+            patches_per_token=args.patches_per_token or _patches_per_token(args.model),
+            progress=report,
+            **_cell(args),
+        )
+        return rows, f"the encoder service, as its HTTP clients wait, median of {args.repeats}"
+
+
+def _patches_per_token(model: str) -> int:
+    """Raises ConfigError for a model whose tower's size is not known here."""
+    tower = Component(name="tower", kind="encoder", model=model)
+    shape = shapes.shape_of(tower, {tower.name: tower})
+    assert isinstance(shape, TowerShape)
+    return shape.patches_per_token
+
+
+def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
+    return {"gpu": args.gpu, "tp": args.tp, "pp": args.pp, "quantisation": args.quantisation}
+
+
+@contextmanager
+def _engine(args: argparse.Namespace, grid: Grid, report: Report) -> Iterator[str]:
+    """An engine of ours; its address."""
+    report("starting the engine", 0.0)
+    command = measure_server.engine(args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args))
+    with _log(args) as log, measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
+        yield url
+
+
+@contextmanager
+def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
+    """An encoder service of ours; its address."""
+    report("starting the encoder service", 0.0)
+    with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
+        command = measure_server.encoder(args.model, folder=Path(folder), cores=_cores(args))
+        with measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
+            yield url
+
+
+def _with(command: Command, args: argparse.Namespace) -> Command:
+    """And the flags that the command line passes on."""
+    return replace(command, argv=(*command.argv, *args.flags))
+
+
+def _cores(args: argparse.Namespace) -> Sequence[int]:
+    """On a machine without a GPU a device is a core, and a component has as many as it has ranks."""
+    mine = sorted(os.sched_getaffinity(0))
+    return [] if measure_server.has_gpu() else mine[: args.tp * args.pp]
+
+
+@contextmanager
+def _log(args: argparse.Namespace) -> Iterator[Path]:
+    """Where the server's output goes: beside the table with --keep-log, else away."""
+    if args.keep_log:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        yield args.out.with_suffix(".log")
+        return
+    with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder:
+        yield Path(folder) / "server.log"
+
+
+@contextmanager
+def _bar(console: Console, name: str) -> Iterator[Report]:
+    """A progress bar on stderr; `(what, share done)` moves it."""
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+
+        def report(what: str, share: float) -> None:
+            progress.update(task, description=what, completed=share)
+
+        yield report
+
+
+def _show(console: Console, rows: Sequence[tables.Row], path: Path) -> None:
+    shown = Shown("kind", "of", "x", "time", title=str(path))
+    for row in rows:
+        shown.add_row(row.kind, tables.QUANTITIES[row.kind], f"{row.x:,g}", wording.seconds(row.seconds))
+    console.print(shown)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """ "64,256" -> (64, 256), growing."""
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} are no whole numbers; give them as 64,256,1024") from e
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cornplug profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags after -- go to the server as they are: ... -- --dtype float16",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    llm = kinds.add_parser("llm", help="a language model, through an engine and `vllm bench serve`")
+    llm.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="default: %(default)s")
+    llm.add_argument("--tokenizer", help="folder or hub id, where it is not the model's")
+    llm.add_argument(
+        "--prompts", type=_counts, default=(64, 256, 1024, 4096), help="prompt tokens, e.g. 64,256,1024"
+    )
+    llm.add_argument(
+        "--batches", type=_counts, default=(1, 2, 4, 8, 16, 32), help="requests that decode together"
+    )
+    llm.add_argument("--output-tokens", type=int, default=32, help="of those that time decoding")
+    encoder = kinds.add_parser("encoder", help="a tower, through cornplug's encoder service")
+    encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the pictures, in pixels")
+    encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="pictures sent at once")
+    encoder.add_argument(
+        "--patches-per-token",
+        type=int,
+        help="of the tower, for a token of the LLM; default: as in config.json",
+    )
+    for kind in (llm, encoder):
+        kind.add_argument("--model", help="folder or hub id")
+        kind.add_argument("--url", help="of a server that runs; without it one is started")
+        kind.add_argument("--gpu", required=True, help="the device's name in plans: H100, cpu-core")
+        kind.add_argument("--tp", type=int, default=1, help="default: 1")
+        kind.add_argument("--pp", type=int, default=1, help="default: 1")
+        kind.add_argument("--quantisation", choices=("none", "fp8", "awq", "gptq"), default="none")
+        kind.add_argument("--repeats", type=int, default=5, help="of each point; default: 5")
+        kind.add_argument("--out", type=Path, required=True, help="CSV to write")
+        kind.add_argument("--keep-log", action="store_true", help="leave the server's log beside the CSV")
+        kind.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the server")
+    return parser

@@ -1,0 +1,145 @@
+"""The times of an encoder service, measured as its clients see them."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+import httpx
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from cornplug.encoder_service.client import EncoderClient
+from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.planner.given.tables import Row
+
+_DEADLINE_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Tower passes of a service so far, by its own count."""
+
+    count: float
+    seconds: float
+
+    def since(self, before: Passes) -> Passes:
+        return Passes(self.count - before.count, self.seconds - before.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """So many pictures, sent at once."""
+
+    pictures: int
+    tokens: int
+    """Rows of all their embeddings."""
+    seconds: float
+    """From sending to the last answer, of one picture sent alone."""
+    passes: Passes
+
+
+def rows(
+    url: str,
+    model: str,
+    *,
+    edges: Sequence[int],
+    batches: Sequence[int],
+    repeats: int,
+    patches_per_token: int,
+    progress: Callable[[str, float], None],
+    **cell: str | int | None,
+) -> list[Row]:
+    """Encode pictures of noise, which nobody has seen before; `cell` are `Row`'s other fields.
+
+    Args:
+        edges: pixels of the square pictures' sides; towers of one size make all alike.
+        batches: pictures at a time.
+
+    Raises EncoderError, CornplugError.
+    """
+    rounds: list[Round] = []
+    with EncoderClient(url, deadline_s=_DEADLINE_S) as client:
+        name = _served_name(client, model)
+        steps = [(edge, batch) for edge in edges for batch in batches]
+        for i, (edge, batch) in enumerate(steps):
+            progress(f"{batch} pictures of {edge} pixels at a time", i / len(steps))
+            _round(client, url, name, edge, batch)  # warms up
+            rounds += [_round(client, url, name, edge, batch) for _ in range(repeats)]
+    progress("done", 1.0)
+    return points(rounds, patches_per_token, **cell)
+
+
+def points(rounds: Sequence[Round], patches_per_token: int, **cell: str | int | None) -> list[Row]:
+    """The table's rows: what a client waits for a batch of so many patches.
+
+    That is the tower's time for such a pass, by the service's own count, and what a picture sent
+    alone waits longer than its pass: reading, resizing, the way there and back. Pictures sent at
+    once need not go through the tower at once: the mean of their passes counts, which is exact
+    where a pass takes a + b * patches.
+    """
+    alone = [r for r in rounds if r.pictures == 1]
+    if not alone:
+        raise ConfigError("batches", "a picture alone is missing", "Begin with 1: 1,2,4")
+    around_s = max(median(r.seconds - r.passes.seconds for r in alone), 0.0)
+    passes: dict[int, list[float]] = {}
+    for r in rounds:
+        patches = round(r.tokens / r.passes.count) * patches_per_token
+        passes.setdefault(patches, []).append(r.passes.seconds / r.passes.count)
+    return [
+        Row(kind="encode", x=patches, seconds=median(seconds) + around_s, **cell)  # type: ignore[arg-type]
+        for patches, seconds in sorted(passes.items())
+    ]
+
+
+def passes(url: str) -> Passes:
+    """What the service's /metrics say. Raises CornplugError where it is no encoder service."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+    except httpx.HTTPError as e:
+        raise CornplugError(f"{url}: {e}. Is this an encoder service's address?", reason="server") from e
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels
+    }
+    names = ("tower_seconds_count", "tower_seconds_sum")
+    try:
+        return Passes(*(values[f"cornplug_encoder_{name}"] for name in names))
+    except KeyError as e:
+        raise CornplugError(f"{url}/metrics has no {e.args[0]}: no encoder service", reason="server") from e
+
+
+def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> Round:
+    # Packed beforehand: a client's files are ready, too.
+    files = [_noise(edge) for _ in range(batch)]
+    before, began = passes(url), time.perf_counter()
+    tokens = 0
+    for _, answer in client.encode_many(files, model=model, concurrency=batch):
+        if not isinstance(answer, EmbeddingRef):
+            raise answer
+        tokens += answer.shape[0]
+    seconds = time.perf_counter() - began
+    return Round(batch, tokens, seconds, passes(url).since(before))
+
+
+def _noise(edge: int) -> bytes:
+    """A PNG that was never seen before."""
+    out = io.BytesIO()
+    Image.frombytes("RGB", (edge, edge), os.urandom(3 * edge * edge)).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _served_name(client: EncoderClient, model: str) -> str:
+    """What the service calls the model. Raises ConfigError naming those it has."""
+    names = [str(row["name"]) for row in client.models()]
+    if model in names:
+        return model
+    raise ConfigError("model", f"{model} is not served there", f"It serves: {', '.join(names)}")

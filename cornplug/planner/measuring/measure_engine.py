@@ -1,0 +1,115 @@
+"""The iteration times of a language model's engine, measured through its API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cornplug.errors import CornplugError
+from cornplug.planner.given.tables import Row
+from cornplug.planner.measuring import bench_serve
+from cornplug.planner.measuring.bench_serve import Served
+from cornplug.planner.measuring.measure_points import Grid
+
+_CACHED_MAX = 0.02
+"""Share of prompt tokens found in the engine's prefix cache beyond which times are not prefill's."""
+
+
+def served(url: str, tokenizer: str | None) -> Served:
+    """The model that an engine serves.
+
+    Args:
+        tokenizer: where it is not what the engine was started with.
+
+    Raises CornplugError when nothing answers there.
+    """
+    (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
+    if "id" not in model:
+        raise CornplugError(f"{url} serves no model", reason="server")
+    return Served(
+        url, model["id"], tokenizer or model.get("root") or model["id"], model.get("max_model_len") or 32_768
+    )
+
+
+def rows(
+    target: Served, grid: Grid, progress: Callable[[str, float], None], **cell: str | int | None
+) -> list[Row]:
+    """Measure every point of the grid. `cell` are `Row`'s other fields.
+
+    Raises CornplugError when a request fails, or when the engine answered from its prefix cache.
+    """
+    grid = grid.within(target.max_model_len)
+    parts = len(grid.batches)
+    cached = _cached_tokens(target.url)
+    progress("requests one by one", 0.0)
+    alone = bench_serve.measure(target, grid.alone(), concurrency=1)
+    together = {}
+    for i, batch in enumerate(grid.batches[1:], start=1):
+        progress(f"{batch} requests at a time", i / parts)
+        together[batch] = bench_serve.measure(target, grid.together(batch), concurrency=batch, first_id=i)
+    progress("done", 1.0)
+    prompt_tokens = sum(t.ask.prompt_tokens for timed in (alone, *together.values()) for t in timed)
+    found = _cached_tokens(target.url) - cached
+    if found > _CACHED_MAX * prompt_tokens:
+        raise CornplugError(
+            f"the engine found {found:g} of {prompt_tokens} prompt tokens in its prefix cache. "
+            "Start it with --no-enable-prefix-caching (SGLang: --disable-radix-cache)",
+            reason="cached",
+        )
+    kv_tokens = capacity_tokens(target.url)
+    room = [Row(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
+    return [*grid.rows(alone, together, **cell), *room]
+
+
+def capacity_tokens(url: str) -> int:
+    """Tokens of KV cache that the engine says it has; 0 where it does not say."""
+    for family in text_string_to_metric_families(_metrics(url)):
+        for sample in family.samples:
+            if sample.name == "vllm:cache_config_info":
+                return int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
+    try:
+        return int(_get_json(f"{url}/get_server_info").get("max_total_num_tokens") or 0)
+    except CornplugError:
+        return 0
+
+
+def version(url: str) -> str:
+    """What the engine calls its version; "unknown" where it does not say."""
+    for path, field in (("/version", "version"), ("/get_server_info", "version")):
+        try:
+            return str(_get_json(url + path)[field])
+        except (CornplugError, KeyError):
+            continue
+    return "unknown"
+
+
+def _cached_tokens(url: str) -> float:
+    """Prompt tokens that the engine has found in a cache since it began, by its own count."""
+    names = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(_metrics(url))
+        for sample in family.samples
+        if sample.name in names
+    )
+
+
+def _metrics(url: str) -> str:
+    """The text of /metrics; SGLang has none unless it was asked to."""
+    try:
+        answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False)
+    except httpx.TransportError as e:
+        raise CornplugError(f"{url} does not answer: {e}", reason="server") from e
+    return answer.text if answer.status_code == 200 else ""
+
+
+def _get_json(url: str) -> dict[str, Any]:
+    try:
+        answer = httpx.get(url, timeout=10, trust_env=False).raise_for_status()
+    except httpx.HTTPError as e:
+        raise CornplugError(f"{url}: {e}. Is this an engine's address?", reason="server") from e
+    body: dict[str, Any] = answer.json()
+    return body

@@ -1,0 +1,141 @@
+"""What to ask an engine to learn its iteration times, and those times from its answers. Pure.
+
+one token in, one out       an iteration of one token, and all that is off the device
+n tokens in, one out        one of n prompt tokens
+many tokens out, b at once  many that give b requests one token each
+... of a long prompt        the same over more context
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.planner.given.tables import Row
+
+_SHORT_TOKENS = 16
+"""A prompt that decoding is timed after: its context adds next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    ask: Ask
+    seconds: float
+    """From sending it to its last token.
+
+    The times of single tokens would not do: an engine whose API process is late sends several at once.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The points that are measured."""
+
+    prompts: tuple[int, ...]
+    """Prompt tokens, growing."""
+    batches: tuple[int, ...]
+    """Requests that decode together, growing, from 1."""
+    output_tokens: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        for field, values in (("prompts", self.prompts), ("batches", self.batches)):
+            if not values or values[0] < 1 or any(b <= a for a, b in pairwise(values)):
+                raise ConfigError(field, f"{values} does not grow", "Give whole numbers above 0: 64,256,1024")
+        if self.batches[0] != 1:
+            raise ConfigError("batches", "a request alone is missing", "Begin with 1: 1,2,4,8")
+        if self.output_tokens < 8:
+            raise ConfigError("output_tokens", f"{self.output_tokens} are too few to time", "Give 32")
+
+    def within(self, max_model_len: int) -> Grid:
+        """Without the prompts that a model of this context cannot take.
+
+        Raises ConfigError when none are left.
+        """
+        fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
+        if not fitting:
+            raise ConfigError(
+                "prompts",
+                f"none fits into {max_model_len} tokens with {self.output_tokens} of output",
+                f"Give one of at most {max_model_len - self.output_tokens}",
+            )
+        return replace(self, prompts=fitting)
+
+    def alone(self) -> list[Ask]:
+        """Asked one after the other. The first of each kind only warms up.
+
+        Kinds take turns, so that whatever else happens on the machine meets all of them.
+        """
+        kinds = [
+            Ask(1, 1),
+            *(Ask(p, 1) for p in (_SHORT_TOKENS, *self.prompts)),
+            *(Ask(p, self.output_tokens) for p in (_SHORT_TOKENS, self.prompts[-1])),
+        ]
+        return list(dict.fromkeys(kinds)) * (self.repeats + 1)
+
+    def together(self, batch: int) -> list[Ask]:
+        """Asked `batch` at a time; all end together, so these are waves. The first two only warm up."""
+        wave = [Ask(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
+        return wave * (self.repeats // 2 + 2)
+
+    def rows(
+        self, alone: Sequence[Timed], together: Mapping[int, Sequence[Timed]], **cell: str | int | None
+    ) -> list[Row]:
+        """The table's rows for these answers, warm-up among them; `cell` are `Row`'s other fields.
+
+        Decode times are given at an empty context: what the context adds is a row of its own.
+        What is off the device is what a one-token prompt takes longer than an iteration for one
+        request, for its prefill is such an iteration.
+        """
+        kept = alone[len(alone) // (self.repeats + 1) :]
+        batches = {1: self._step_s(kept, _SHORT_TOKENS)}
+        for batch, timed in together.items():
+            batches[batch] = self._step_s(timed[2 * batch :], _SHORT_TOKENS)
+        context_s = self._context_s(kept, batches[1])
+        mean_context = _SHORT_TOKENS + self.output_tokens / 2
+        decode = {b: max(s - b * mean_context * context_s, s / 2) for b, s in sorted(batches.items())}
+        overhead_s = max(_seconds(kept, Ask(1, 1)) - decode[1], 0.0)
+
+        def row(kind: str, x: float, seconds: float) -> Row:
+            return Row(kind=kind, x=x, seconds=seconds, **cell)  # type: ignore[arg-type]
+
+        prefill = {p: max(_seconds(kept, Ask(p, 1)) - overhead_s, decode[1]) for p in self.prompts}
+        return [
+            *(row("prefill", p, s) for p, s in prefill.items()),
+            *(row("decode", b, s) for b, s in decode.items()),
+            *(row(kind, 1, s) for kind, s in (("kv_token", context_s), ("overhead", overhead_s)) if s > 0),
+        ]
+
+    def _step_s(self, timed: Sequence[Timed], prompt_tokens: int) -> float:
+        """Seconds of one decode iteration after prompts of this length.
+
+        Raises CornplugError where more tokens took no more time: noise was larger than the work.
+        """
+        many, one = (_seconds(timed, Ask(prompt_tokens, n)) for n in (self.output_tokens, 1))
+        if many <= one:
+            raise CornplugError(
+                f"{self.output_tokens} tokens after {prompt_tokens} took {many:.4f} s, and one {one:.4f} s: "
+                "the machine is busy with other work, or the model is too small to time",
+                reason="noise",
+            )
+        return (many - one) / (self.output_tokens - 1)
+
+    def _context_s(self, timed: Sequence[Timed], short_s: float) -> float:
+        """Seconds that one token of context adds to an iteration; 0 where it is lost in noise."""
+        longest = self.prompts[-1]
+        if longest <= _SHORT_TOKENS:
+            return 0.0
+        return max(self._step_s(timed, longest) - short_s, 0.0) / (longest - _SHORT_TOKENS)
+
+
+def _seconds(timed: Iterable[Timed], ask: Ask) -> float:
+    return median(t.seconds for t in timed if t.ask == ask)

@@ -1,0 +1,126 @@
+"""A server started only to be measured, and ended with all that it started."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+from cornplug.planner.given.inputs import Engine
+from cornplug.planner.launching.emit import Command
+from cornplug.planner.launching.processes import GRACE_S, Process, ProcessEnded
+from cornplug.planner.measuring.measure_points import Grid
+
+_POLL_S: Final = 0.5
+_QUIET: Final = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Else each /health of SGLang computes a token.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+}
+_CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+}
+
+
+def engine(kind: Engine, model: str, grid: Grid, *, tp: int, pp: int, cores: Sequence[int]) -> Command:
+    """An engine that computes each prompt in one iteration, all of it, and every batch of the grid.
+
+    Args:
+        cores: where its threads compute, one a rank; empty: on GPUs.
+    """
+    # One more prompt token than asked for is left to engines that count a token of their own.
+    most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    if kind == "vllm":
+        argv = [
+            *("vllm", "serve", model, *where, "--no-enable-prefix-caching"),
+            *("--max-num-batched-tokens", str(most_tokens), "--max-num-seqs", str(most_requests)),
+            *("--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)),
+        ]
+    else:
+        cpu = ("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.1")
+        argv = [
+            *("python", "-m", "sglang.launch_server", "--model-path", model, *where),
+            *("--disable-radix-cache", "--chunked-prefill-size", str(most_tokens)),
+            *("--max-running-requests", str(most_requests), "--tp-size", str(tp), "--pp-size", str(pp)),
+            *((*cpu, "--max-total-tokens", "32768", "--sleep-on-idle") if cores else ()),
+        ]
+    return _command("engine", argv, {**_QUIET, **(_on_cores(kind, cores) if cores else {})}, port, cores)
+
+
+def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> Command:
+    """The encoder service with this model's tower, and with no store. Its socket lies in `folder`."""
+    port = free_port()
+    argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
+    argv += ["--socket", str(folder / "encoder.sock")]
+    argv += ["--device", "cpu", "--threads", str(len(cores))] if cores else []
+    return _command("encoder", argv, {}, port, cores)
+
+
+@contextmanager
+def running(command: Command, *, log: Path, ready_s: float) -> Iterator[str]:
+    """Run a server for the block; its address.
+
+    Raises ProcessEnded with the end of `log` when it ends early or is not ready in time.
+    """
+    process = Process(command, log)
+    try:
+        process.start()
+        while not process.ready():
+            if time.monotonic() - process.began_s > ready_s:
+                raise ProcessEnded(f"{process.name} is not ready after {ready_s:g} s; {process.tail()}")
+            time.sleep(_POLL_S)
+        yield f"http://127.0.0.1:{command.port}"
+    finally:
+        process.terminate()
+        process.end(time.monotonic() + GRACE_S)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+    return port
+
+
+def has_gpu() -> bool:
+    """Whether the NVIDIA driver names a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return listed.stdout.startswith("GPU")
+
+
+def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:
+    bind = "|".join(map(str, cores))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bind, "SGLANG_CPU_OMP_THREADS_BIND": bind, **_CPU[kind]}
+
+
+def _command(
+    kind: Literal["engine", "encoder"],
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    port: int,
+    cores: Sequence[int],
+) -> Command:
+    return Command(
+        group="profile",
+        replica=0,
+        host="127.0.0.1",
+        argv=tuple(argv),
+        env=env,
+        kind=kind,
+        port=port,
+        health=f"http://127.0.0.1:{port}/health",
+        cores=tuple(cores),
+    )

@@ -1,0 +1,56 @@
+"""The largest rate of one request class that a station carries under its bounds.
+
+Closed forms (`screening.py`) find it in milliseconds, well enough to drop cells that nobody will
+want; the simulator (`confirming.py`) then finds it for the cells that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance import confirming, screening
+from cornplug.planner.performance.bounds import Bound
+from cornplug.planner.simulation.stations import Station
+
+__all__ = ["Bound", "capacity"]
+
+
+def capacity(
+    station: Station,
+    draws: Sequence[Draw],
+    bound: Bound,
+    *,
+    burst: float = 1.0,
+    seed: int = 0,
+    confirm: bool = True,
+) -> float:
+    """Requests a second of the class of `draws`, alone, that all of the station's replicas carry.
+
+    Without bounds that is what they carry at most, all busy; with them it is at most that.
+    0: not even a lone request meets the bounds, or one does not fit the KV cache. Infinite: the
+    requests need nothing here (all their embeddings are cached).
+
+    Args:
+        burst: squared coefficient of variation of the times between arrivals.
+        confirm: False: by closed forms alone, milliseconds; True: by simulation, some tenths of a
+            second. Both are remembered for equal arguments.
+    """
+    if not draws:
+        raise ValueError("a capacity is of a request class: give draws of it")
+    return _capacity(replace(station, name=""), tuple(draws), bound, burst, seed, confirm)
+
+
+@lru_cache(maxsize=16_384)
+def _capacity(
+    station: Station, draws: tuple[Draw, ...], bound: Bound, burst: float, seed: int, confirm: bool
+) -> float:
+    if not confirm:
+        return screening.screen(station, draws, bound, burst)
+    # By way of the cache: a cell is confirmed after it was screened.
+    screened = _capacity(station, draws, bound, burst, seed, False)
+    if not 0 < screened < float("inf"):
+        return screened
+    return confirming.confirm(station, draws, bound, burst=burst, seed=seed, screened=screened)

@@ -1,0 +1,191 @@
+"""A station's capacity by simulation: bisection over rates, with the same requests at each.
+
+The same draws and the same gaps between arrivals, only scaled, are simulated at every rate
+(common random numbers), so that what differs between two rates is the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance.bounds import Bound
+from cornplug.planner.simulation.simulator import Job, Outcome, Visit, simulate
+from cornplug.planner.simulation.stations import Station
+
+SIMULATIONS: Final = 8
+CLOSE: Final = 1.03
+"""Ratio of the rates between which the search ends."""
+MOST_JOBS: Final = 4000
+_JOBS: Final = {"mean": 1000, "p50": 1000, "p95": 1500, "p99": 3000}
+_MORE_WHERE_NOTHING_DECODES: Final = 2
+"""Queues of prompts and pictures remember longer than batches that decode, and cost less to simulate."""
+_HEAD: Final = 0.2
+"""Of the jobs: they find the station emptier than it will be, and are not counted."""
+
+
+def confirm(
+    station: Station, draws: Sequence[Draw], bound: Bound, *, burst: float, seed: int, screened: float
+) -> float:
+    """The largest simulated rate that meets the bounds, requests a second of all replicas; 0: none.
+
+    `screened`: where to begin, from closed forms.
+    """
+    most = saturated(station, draws, seed=seed)
+    if bound.seconds is None and bound.tpot_s is None:
+        return most
+    trial = _Trial.of(station, draws, bound, burst, seed, min(screened, most))
+    return _search(trial, min(screened, 0.97 * most), most)
+
+
+def saturated(station: Station, draws: Sequence[Draw], *, seed: int = 0) -> float:
+    """Requests a second that leave the station when all are there from the beginning.
+
+    One replica is simulated: with a queue at each, replicas do not help each other.
+    """
+    one = replace(station, replicas=1)
+    count = min(max(1000, 3 * _together(station, draws)), MOST_JOBS)
+    jobs = [Job(0.0, 0, draw, (Visit(0),)) for draw in _shuffled(draws, count, seed)]
+    seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
+    # What needs nothing here (its embeddings are cached, its only token is there) says nothing of time.
+    ends = np.sort(seconds[seconds > 0])
+    if not ends.size:
+        return math.inf
+    return _pace(ends, "D" in station.tasks) * count / len(ends) * station.replicas
+
+
+def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
+    """Ends a second; of requests that decode neither while the batch fills nor while it empties."""
+    first, last = int(0.25 * len(ends)), int(0.75 * len(ends))
+    if decodes and ends[last] > ends[first]:
+        return (last - first) / float(ends[last] - ends[first])
+    return len(ends) / float(ends[-1])
+
+
+def _together(station: Station, draws: Sequence[Draw]) -> int:
+    """Requests that decode together at most."""
+    if "D" not in station.tasks or "G" in station.tasks:
+        return 1
+    held = sum(d.prompt_tokens + d.output_tokens for d in draws) / len(draws)
+    return int(min(station.max_batch, max(station.kv_tokens / held, 1)))
+
+
+def _shuffled(draws: Sequence[Draw], count: int, seed: int) -> list[Draw]:
+    """So many draws, each as often as any other but for one."""
+    rng = np.random.default_rng(seed)
+    rounds = [rng.permutation(len(draws)) for _ in range(math.ceil(count / len(draws)))]
+    return [draws[i] for i in np.concatenate(rounds)[:count]]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One experiment, to be run at any rate."""
+
+    station: Station
+    scale: float
+    """Rate of the whole station / rate of the replicas that are simulated."""
+    draws: tuple[Draw, ...]
+    at_s: NDArray[np.float64]
+    """Arrivals at one request a second."""
+    bound: Bound
+    seed: int
+
+    @classmethod
+    def of(
+        cls, station: Station, draws: Sequence[Draw], bound: Bound, burst: float, seed: int, rate: float
+    ) -> _Trial:
+        """Long enough for a steady state, in which requests have come and gone several times.
+
+        Where that takes too many requests, fewer replicas are simulated. They pool less, so
+        their share of the capacity is on the safe side.
+        """
+        needed = 6 * rate * _lifetime_s(station, draws)
+        replicas = station.replicas
+        if needed > MOST_JOBS:
+            replicas = max(int(replicas * MOST_JOBS / needed), 1)
+        scale = station.replicas / replicas
+        least = _JOBS[bound.percentile] * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
+        count = int(min(max(least, needed / scale, 25 * replicas), MOST_JOBS))
+        return cls(
+            replace(station, replicas=replicas),
+            scale,
+            tuple(_shuffled(draws, count, seed)),
+            _arrivals(count, burst, seed + 1),
+            bound,
+            seed,
+        )
+
+    def stress(self, rate: float) -> float:
+        """The larger of time / bound, for the stage's time and for the time per token; over 1: missed."""
+        at_s = self.at_s * (self.scale / rate)
+        jobs = [Job(float(at), 0, draw, (Visit(0),)) for at, draw in zip(at_s, self.draws, strict=True)]
+        outcome = simulate([self.station], jobs, seed=self.seed)
+        return max(self._stage(outcome), self._tokens(outcome, at_s))
+
+    def _stage(self, outcome: Outcome) -> float:
+        if self.bound.seconds is None:
+            return 0.0
+        times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
+        return self.bound.of(times[self._head :]) / self.bound.seconds
+
+    def _tokens(self, outcome: Outcome, at_s: NDArray[np.float64]) -> float:
+        if self.bound.tpot_s is None or "D" not in self.station.tasks:
+            return 0.0
+        # The last requests decode alone. Those that were there when the last one came are left out,
+        # but never more than a third.
+        end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
+        tpot = outcome.tpot[self._head : max(int(end), 2 * len(at_s) // 3)]
+        return self.bound.of(tpot[~np.isnan(tpot)]) / self.bound.tpot_s
+
+    @property
+    def _head(self) -> int:
+        return int(_HEAD * len(self.draws))
+
+
+def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
+    """Gamma-distributed gaps, exactly one a second on average.
+
+    A sample's own mean would be taken for the class's, and is off by 1 / sqrt(count).
+    """
+    at_s: NDArray[np.float64] = np.cumsum(np.random.default_rng(seed).gamma(1 / burst, burst, count))
+    at_s *= count / at_s[-1]
+    return at_s
+
+
+def _lifetime_s(station: Station, draws: Sequence[Draw]) -> float:
+    """Mean seconds of decoding beside as many others as there may be."""
+    if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
+        return 0.0
+    steps = sum(d.output_tokens - 1 for d in draws) / len(draws)
+    many = _together(station, draws)
+    return steps * (station.steps.decode(many) + station.steps.decode(1)) / 2
+
+
+def _search(trial: _Trial, rate: float, most: float) -> float:
+    """Outwards from the screened rate, then between two: where a straight line in logarithms is 1."""
+    good, bad = 0.0, most
+    ease, stress = 0.0, math.inf
+    factor = 1.15
+    for _ in range(SIMULATIONS):
+        found = trial.stress(rate)
+        if found <= 1:
+            good, ease = rate, found
+        else:
+            bad, stress = rate, found
+        if good and bad / good < CLOSE:
+            break
+        if not good:
+            rate, factor = bad / factor, factor**1.5
+        elif stress == math.inf:
+            rate, factor = min(good * factor, math.sqrt(good * most)), factor**1.5
+        else:
+            share = math.log(1 / max(ease, 1e-3)) / math.log(stress / max(ease, 1e-3))
+            # Not too near to either end, lest the other one stay where it is.
+            rate = good * (bad / good) ** min(max(share, 0.2), 0.8)
+    return good

@@ -1,0 +1,292 @@
+"""What a replica of a cell can do: the first of a component's profiles that fits it.
+
+Parts of a GPU carry their part: times are divided by the share. What neighbours on the same GPU
+cost beyond that is the caller's (`rules.interference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given import shapes, tables
+from cornplug.planner.given.inputs import (
+    Component,
+    GeneratorShape,
+    Gpu,
+    LLMShape,
+    Measured,
+    Roofline,
+    Throughput,
+    TowerShape,
+)
+from cornplug.planner.performance import memory, roofline
+from cornplug.planner.simulation.times import ANY, Curve, Hardware, StepTimes
+
+Shape = LLMShape | TowerShape | GeneratorShape
+WEIGHTS_SHARE: Final = 0.9
+"""Of a GPU's memory that the weights of a tower or generator without KV may fill."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a cell that its times depend on."""
+
+    gpu: Gpu
+    engine: str
+    tp: int
+    pp: int
+    share: float
+    quantisation: str
+    chunk_tokens: int
+    max_batch: int
+    context_tokens: int | None
+
+
+def hardware(
+    component: Component,
+    shape: Shape | None,
+    gpu: Gpu,
+    *,
+    engine: str,
+    tp: int,
+    pp: int,
+    share: float,
+    quantisation: str,
+    role: str,
+    tower: tuple[Component, TowerShape | None] | None = None,
+    generator: tuple[Component, GeneratorShape | None] | None = None,
+    chunk_tokens: int,
+    max_batch: int,
+    context_tokens: int | None = None,
+) -> Hardware | None:
+    """What one replica does of `role`, letters out of "EPDG"; None: no profile fits this cell.
+
+    Args:
+        component: the LLM of a role with P or D, else the encoder or generator itself.
+        engine: "vllm" or "sglang"; of a tower or generator apart, whatever serves it.
+        shape: of `component`; None where only a throughput or a table is known.
+        tower, generator: what runs in the same engine as the LLM.
+        context_tokens: typical prompt, for the attention of a roofline; None: an iteration's own.
+
+    Raises:
+        ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
+    """
+    place = Place(gpu, engine, tp, pp, share, quantisation, chunk_tokens, max_batch, context_tokens)
+    for profile in component.profiles:
+        if isinstance(profile, Throughput):
+            found = _throughput(profile, place, role)
+        elif component.kind == "llm":
+            found = _engine(profile, component, shape, place, role, (tower, generator))
+        else:
+            found = _alone(profile, component, shape, place)
+        if found is not None:
+            return found
+    return None
+
+
+def _throughput(profile: Throughput, place: Place, role: str) -> Hardware | None:
+    if not _is_for(profile, place, place.quantisation) or profile.role not in (None, role):
+        return None
+    rates = profile.requests_per_s
+    return Hardware(
+        requests_per_s={
+            name: rate * place.share
+            for name, rate in (rates if isinstance(rates, dict) else {ANY: rates}).items()
+        },
+        tpot_s=dict(profile.tpot_s),
+        source=profile.source,
+        measured=True,
+    )
+
+
+def _engine(
+    profile: Measured | Roofline,
+    component: Component,
+    shape: Shape | None,
+    place: Place,
+    role: str,
+    beside: Iterable[tuple[Component, Shape | None] | None],
+) -> Hardware | None:
+    """An LLM's engine, with the tower and the generator that run in it."""
+    with_it = [part for part in beside if part is not None]
+    whole = _llm(profile, component, shape, place, role, _weights(with_it, place.tp))
+    for part in with_it:
+        if whole is None:
+            return None
+        whole = _together(whole, _first_timed(*part, place))
+    return whole
+
+
+def _llm(
+    profile: Measured | Roofline,
+    component: Component,
+    shape: Shape | None,
+    place: Place,
+    role: str,
+    extra_bytes: int,
+) -> Hardware | None:
+    llm = shape if isinstance(shape, LLMShape) else None
+    kv_tokens = None
+    if isinstance(profile, Roofline):
+        if llm is None or (place.quantisation == "fp8" and not place.gpu.fp8_tflops):
+            return None
+        steps: StepTimes | None = _estimated(profile, component, llm, place)
+        source = _roofline_source(place.gpu)
+    else:
+        if not _is_for(profile, place, place.quantisation):
+            return None
+        profile = tables.loaded(profile, place.engine)
+        steps, source = _measured_steps(profile, role, place.pp), profile.source
+        kv_tokens = profile.kv_tokens if place.share == 1 else None
+    if kv_tokens is None and llm is not None:
+        kv_tokens = memory.kv_tokens(
+            llm,
+            place.gpu,
+            engine="sglang" if place.engine == "sglang" else "vllm",
+            tp=place.tp,
+            pp=place.pp,
+            share=place.share,
+            quantisation=place.quantisation,
+            chunk_tokens=place.chunk_tokens,
+            max_batch=place.max_batch,
+            extra_bytes=extra_bytes,
+        )
+    if steps is None or kv_tokens is None:
+        return None
+    return Hardware(
+        steps=steps.scaled(1 / place.share),
+        kv_tokens=kv_tokens,
+        source=source,
+        measured=isinstance(profile, Measured),
+    )
+
+
+def _estimated(profile: Roofline, component: Component, shape: LLMShape, place: Place) -> StepTimes:
+    return roofline.llm_steps(
+        component,
+        shape,
+        place.gpu,
+        profile,
+        tp=place.tp,
+        pp=place.pp,
+        quantisation=place.quantisation,
+        chunk_tokens=place.chunk_tokens,
+        max_batch=place.max_batch,
+        context_tokens=place.context_tokens,
+    )
+
+
+def _measured_steps(profile: Measured, role: str, pp: int) -> StepTimes | None:
+    """Of a table that has what the role does. What the role does not do is never asked for."""
+    prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
+    decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)
+    if (prefill is None and "P" in role) or (decode is None and "D" in role):
+        return None
+    some = prefill or decode
+    if some is None:
+        return None
+    return StepTimes(
+        prefill=prefill or some,
+        decode=decode or some,
+        kv_token_s=profile.kv_token_s,
+        mixed_factor=profile.mixed_factor,
+        request_overhead_s=profile.request_overhead_s,
+        # What was measured from outside is the way through all stages, not one stage's time.
+        pipeline=1,
+    )
+
+
+def _alone(
+    profile: Measured | Roofline, component: Component, shape: Shape | None, place: Place
+) -> Hardware | None:
+    """A tower or a generator by itself."""
+    # A tower beside a quantised LLM keeps its own precision, as a generator does that has no other.
+    quantisation = place.quantisation if place.quantisation in component.quantisations else "none"
+    if component.kind == "encoder":
+        quantisation = "none"
+    if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
+        return None
+    if isinstance(profile, Measured):
+        if not _is_for(profile, replace(place, pp=profile.pp), quantisation):
+            return None
+        profile = tables.loaded(profile, place.engine)
+        encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
+        generate = _curve("units", profile.units, profile.unit_s)
+        source = profile.source
+    else:
+        encode, generate = _estimated_curves(profile, shape, place, quantisation)
+        source = _roofline_source(place.gpu)
+    curve = encode if component.kind == "encoder" else generate
+    if curve is None:
+        return None
+    curve = curve.scaled(1 / place.share)
+    measured = isinstance(profile, Measured)
+    if component.kind == "encoder":
+        return Hardware(encode=curve, source=source, measured=measured)
+    return Hardware(generate=curve, source=source, measured=measured)
+
+
+def _estimated_curves(
+    profile: Roofline, shape: Shape | None, place: Place, quantisation: str
+) -> tuple[Curve | None, Curve | None]:
+    if isinstance(shape, TowerShape):
+        return roofline.encode(shape, place.gpu, profile, tp=place.tp), None
+    if isinstance(shape, GeneratorShape) and (quantisation != "fp8" or place.gpu.fp8_tflops):
+        return None, roofline.generate(shape, place.gpu, profile, tp=place.tp, quantisation=quantisation)
+    return None, None
+
+
+def _first_timed(component: Component, shape: Shape | None, place: Place) -> Hardware | None:
+    for profile in component.profiles:
+        if not isinstance(profile, Throughput):
+            found = _alone(profile, component, shape, place)
+            if found is not None:
+                return found
+    return None
+
+
+def _together(engine: Hardware, part: Hardware | None) -> Hardware | None:
+    if part is None:
+        return None
+    source = engine.source if part.source == engine.source else f"{engine.source}; {part.source}"
+    return replace(
+        engine,
+        encode=part.encode or engine.encode,
+        generate=part.generate or engine.generate,
+        source=source,
+        measured=engine.measured and part.measured,
+    )
+
+
+def _is_for(profile: Throughput | Measured, place: Place, quantisation: str) -> bool:
+    given = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
+    return given == (place.gpu.name, place.tp, place.pp, quantisation) and profile.engine in (
+        None,
+        place.engine,
+    )
+
+
+def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: Place) -> bool:
+    room = place.gpu.memory_gib * 2**30 * place.share * WEIGHTS_SHARE
+    return shapes.weights_bytes(shape, quantisation, tp=place.tp) <= room
+
+
+def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:
+    """Bytes on a rank that towers and generators take from the KV cache."""
+    return sum(shapes.weights_bytes(shape, "none", tp=tp) for _, shape in parts if shape is not None)
+
+
+def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> Curve | None:
+    if not x and not seconds:
+        return None
+    if len(x) != len(seconds) or list(x) != sorted(set(x)):
+        problem = f"{len(x)} points with {len(seconds)} times, or not growing"
+        raise ConfigError(f"profiles.{name}", problem, "Give growing points, and one time for each")
+    return Curve.through(x, seconds)
+
+
+def _roofline_source(gpu: Gpu) -> str:
+    return f"roofline ({gpu.name}, {gpu.source})"

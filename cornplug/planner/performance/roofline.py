@@ -1,0 +1,161 @@
+"""Times estimated from a model's shape and the GPU table, where nothing was measured.
+
+An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus what
+its all-reduces move and a constant overhead. Source: Williams, Waterman and Patterson 2009; the
+FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. These are
+estimates: a plan says so of every cell that rests on one.
+
+Pipeline parallelism: the time between two prefill iterations is one stage's (`StepTimes.pipeline`
+lets the others count towards the first token). A decode iteration gives all b requests a token
+while b / pp of them pass through each stage, so it takes pp stages at b / pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.planner.given import shapes
+from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
+from cornplug.planner.simulation.times import Curve, StepTimes
+
+DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
+"""Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
+
+MTP is one layer; EAGLE-3 one layer and the head of the vocabulary."""
+PICTURE_PATCHES: Final = 4096
+"""Patches that attend to each other: more of them are a batch of several pictures."""
+_ACTIVATION_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank's GPU does per second, under a profile's efficiencies."""
+
+    flops: float
+    bytes: float
+    link: float
+    overhead_s: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, profile: Roofline, quantisation: str) -> Device:
+        """4-bit weights (awq, gptq) are computed with at 16 bits, fp8 at the GPU's fp8 peak."""
+        peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
+        return cls(
+            peak * 1e12 * profile.compute_efficiency,
+            gpu.bandwidth_gb_s * 1e9 * profile.bandwidth_efficiency,
+            gpu.link_gb_s * 1e9,
+            profile.step_overhead_s,
+        )
+
+    def seconds(self, flops: float, nbytes: float, sent: float = 0.0) -> float:
+        return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
+
+
+def llm_steps(
+    component: Component,
+    shape: LLMShape,
+    gpu: Gpu,
+    profile: Roofline,
+    *,
+    tp: int,
+    pp: int,
+    quantisation: str,
+    chunk_tokens: int,
+    max_batch: int,
+    context_tokens: int | None = None,
+) -> StepTimes:
+    """Iteration times of a language model on one replica.
+
+    Args:
+        component: for its speculation: with acceptance a and k drafted tokens an iteration yields
+            (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and checks k + 1 a request.
+        context_tokens: prompt tokens that those of an iteration attend to; None: each iteration is
+            one whole prompt.
+    """
+    device = Device.of(gpu, profile, quantisation)
+    weights = shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
+    layers = shape.layers / pp
+
+    def stage(tokens: float, attended: float) -> float:
+        attention = 2 * layers * shape.heads * shape.head_dim * tokens * attended
+        flops = 2 * _multiplied(shape) * tokens / pp + attention
+        sent = _all_reduced(layers, shape.hidden, tokens, tp)
+        if pp > 1:
+            sent += tokens * shape.hidden * _ACTIVATION_BYTES
+        return device.seconds(flops / tp, weights * _touched(shape, tokens), sent)
+
+    def prefill(tokens: float) -> float:
+        return stage(tokens, tokens if context_tokens is None else context_tokens)
+
+    drafted, draft_layers = DRAFTS[component.speculative if component.acceptance else "none"]
+    tokens_out = sum(component.acceptance**i for i in range(drafted + 1))
+
+    def decode(requests: float) -> float:
+        each = max(requests / pp, 1.0)
+        verify = pp * stage(each * (drafted + 1), 0.0)
+        draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
+        return (verify + draft) / tokens_out
+
+    return StepTimes(
+        prefill=_sampled(prefill, chunk_tokens + max_batch),
+        decode=_sampled(decode, max_batch),
+        kv_token_s=shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
+        request_overhead_s=profile.request_overhead_s,
+        pipeline=pp,
+    )
+
+
+def encode(shape: TowerShape, gpu: Gpu, profile: Roofline, *, tp: int, max_patches: int = 16384) -> Curve:
+    """Patches of one encoder batch -> seconds. Towers stay at 16 bits and are split over TP."""
+    device = Device.of(gpu, profile, "none")
+    weights = shapes.weights_bytes(shape, "none", tp=tp)
+
+    def batch(patches: float) -> float:
+        attended = min(patches, PICTURE_PATCHES)
+        flops = 2 * shape.parameters * patches + 4 * shape.layers * shape.hidden * patches * attended
+        return device.seconds(flops / tp, weights, _all_reduced(shape.layers, shape.hidden, patches, tp))
+
+    return _sampled(batch, max_patches, extra=(PICTURE_PATCHES,))
+
+
+def generate(shape: GeneratorShape, gpu: Gpu, profile: Roofline, *, tp: int, quantisation: str) -> Curve:
+    """Units of one request -> seconds; the weights are read at least once."""
+    device = Device.of(gpu, profile, quantisation)
+    weights = shapes.weights_bytes(shape, quantisation, tp=tp)
+    return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
+
+
+def _active(shape: LLMShape) -> float:
+    return shape.active_parameters or shape.parameters
+
+
+def _multiplied(shape: LLMShape) -> float:
+    """Weights that a prompt's token is multiplied by: embeddings are looked up, the head is for few."""
+    return max(_active(shape) - shape.embedding_parameters, 0.0)
+
+
+def _touched(shape: LLMShape, tokens: float) -> float:
+    """Share of the weights that an iteration reads: of experts, those that some token is sent to.
+
+    Every token picks its experts apart from the others: 1 - (1 - active share)^tokens.
+    """
+    idle: float = 1 - _active(shape) / shape.parameters
+    return 1 - idle ** max(tokens, 1.0) if idle > 0 else 1.0
+
+
+def _all_reduced(layers: float, hidden: int, tokens: float, tp: int) -> float:
+    """Bytes that a rank sends for the two all-reduces of each layer: a ring's 2 (tp - 1) / tp."""
+    return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
+
+
+def _sampled(seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()) -> Curve:
+    """A dozen points of it, at powers of two; between them it is nearly linear, and convex."""
+    points = {float(largest), *(x for x in extra if x < largest)}
+    x = 1.0
+    while x < largest:
+        points.add(x)
+        x *= 2
+    ordered = sorted(points | {2.0 * largest})
+    return Curve.through(ordered, [seconds(x) for x in ordered])

@@ -1,0 +1,263 @@
+"""One replica under a steady rate of requests of one class, by closed forms.
+
+What is computed once a request (encode, prefill, generate) keeps the replica for a while; what
+decodes shares the rest of the time. Both depend on how many there are at once, so a state is a
+fixed point: the more requests decode, the slower each; the more prompts wait, the more of them an
+iteration holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from cornplug.planner.performance.queueing import wait_mean
+from cornplug.planner.performance.screened_state import State
+from cornplug.planner.performance.sizes import Floats, Sizes, decode_s, encode_s, generate_s, prefill_s
+from cornplug.planner.simulation.stations import Station
+
+_T = TypeVar("_T", float, Floats)
+_ROUNDS: Final = 24
+"""Of a fixed point: beyond them the replica is so near to overload that the bounds decide."""
+
+
+@dataclass(frozen=True)
+class _Balance:
+    """Means of a steady state."""
+
+    decoding: float
+    fill: float
+    """How full iterations are with what waits: 0, each request in its own, to 1."""
+    service_s: float
+    iterations: float
+    """That hold a part of one prompt."""
+    pace: float
+    """Tokens a second of one request that decodes."""
+
+
+class Replica:
+    """What one replica of a station takes for draws of a class."""
+
+    def __init__(self, station: Station, of: Sizes, sigmas: float) -> None:
+        """`sigmas`: standard deviations above the mean for which there must be room."""
+        self._station = station
+        # A router that looks evens out what decodes: the fluctuations are those of all replicas.
+        self._spread = sigmas / (1 if station.router == "random" else station.replicas) ** 0.5
+        decodes, prefills = "D" in station.tasks, "P" in station.tasks
+        self._encode = encode_s(of, station)
+        self._alone = self._encode + prefill_s(of, station)
+        self._decode_alone = decode_s(of, station)
+        self._generate = generate_s(of, station)
+        self._size = of.patches if station.tasks == "E" else of.computed
+        self._steps = np.maximum(of.outputs - 1, 0.0) if decodes else np.zeros_like(of.outputs)
+        self._held = of.prompts + of.outputs if decodes else of.prompts
+        most = station.max_patches if station.tasks == "E" else station.chunk_tokens
+        self._mean_size = max(float(self._size.mean()), 1e-9)
+        self._largest = max(float(most), self._mean_size)
+        self._packed = self._when_packed()
+        self._apart = np.ceil(self._size / station.chunk_tokens) if prefills else np.zeros_like(self._size)
+        self._shared = self._size / station.chunk_tokens if prefills else self._apart
+        self._means = tuple(float(x.mean()) for x in (self._alone, self._packed, self._apart, self._shared))
+        self._mean_steps = float(self._steps.mean())
+        self._context = self._mean_context(of.prompts)
+        self.alone_s = float((self._alone + self._decode_alone + self._generate).mean())
+        """Mean seconds of a lone request."""
+
+    def at(self, rate: float) -> State | None:
+        """The state at so many requests a second; None: overloaded."""
+        if "G" in self._station.tasks:
+            return self._serial(rate)
+        return self._engine(rate) if "D" in self._station.tasks else self._batches(rate)
+
+    # Kinds of replica -----------------------------------------------------------------------
+
+    def _serial(self, rate: float) -> State | None:
+        """One request after the other, whole."""
+        service = self._alone + self._decode_alone + self._generate
+        if rate * service.mean() >= 1:
+            return None
+        own = self._alone + self._overhead_s if "P" in self._station.tasks else service
+        if not self._mean_steps:
+            return State(service, own)
+        token_s = float(self._decode_alone.sum() / self._steps.sum())
+        return State(service, own, token_s, token_s, steps=self._steps)
+
+    def _batches(self, rate: float) -> State | None:
+        """Prefill or encode, nothing decodes."""
+        alone_s, packed_s, _, _ = self._means
+        fill = self._fill(rate, alone_s, packed_s)
+        if fill is None:
+            return None
+        service = _between(self._alone, self._packed, fill)
+        if "P" in self._station.tasks and rate * (self._held * service).mean() > self._station.kv_tokens:
+            return None
+        return State(service, self._own(service, fill, 0.0))
+
+    def _engine(self, rate: float) -> State | None:
+        """Decode, with or without prefill in the same iterations."""
+        balance = self._balance(rate)
+        if balance is None or not self._has_room(rate, balance):
+            return None
+        token_s, fill = self._token_s(balance.decoding), balance.fill
+        service = _between(
+            self._beside(self._alone, self._apart, balance.decoding, token_s),
+            self._beside(self._packed, self._shared, balance.decoding, token_s),
+            fill,
+        )
+        if rate * service.mean() >= 1:
+            return None
+        lifetimes = self._steps / balance.pace
+        decoding_s = self._token_s(balance.decoding + self._spread * balance.decoding**0.5)
+        if not balance.iterations:
+            own = lifetimes + token_s / 2
+            return State(service, own, decoding_s, 1 / balance.pace, steps=self._steps)
+        count, each_s = self._interruptions(service, balance, token_s)
+        return State(
+            service=service,
+            own=self._own(service, fill, token_s),
+            token_s=decoding_s,
+            tpot_mean=1 / balance.pace,
+            interruptions=count * (rate * lifetimes + self._waiting(rate, service)),
+            interruption_s=each_s,
+            steps=self._steps,
+        )
+
+    def _interruptions(self, service: Floats, balance: _Balance, token_s: float) -> tuple[float, float]:
+        """Iterations with prompts for each prompt of others, and by how much each is longer.
+
+        Prompts differ in length, so what they add up to is compound Poisson: as variable as fewer
+        and longer ones, of E[S^2] / E[S], would be.
+        """
+        mean_s = float(service.mean())
+        variable = float((service**2).mean()) / mean_s**2
+        longer = max(mean_s - balance.iterations * token_s, 0.0)
+        return 1 / variable, longer * variable
+
+    def _waiting(self, rate: float, service: Floats) -> float:
+        """Prompts that wait at one replica; they follow a prompt at once, and so interrupt it first."""
+        mean_s = float(service.mean())
+        servers = 1 if self._station.router == "random" else self._station.replicas
+        wait_s = wait_mean(servers, servers * rate, mean_s, service_cv2=float(service.var()) / mean_s**2)
+        return rate * wait_s
+
+    # Means of a steady state ----------------------------------------------------------------
+
+    def _balance(self, rate: float) -> _Balance | None:
+        """The fixed point of how many decode, from none upwards: by Little's law, rate x time."""
+        found, decoding = self._with(rate, 0.0), 0.0
+        for _ in range(_ROUNDS):
+            if found is None or decoding > 1.5 * self._station.max_batch:
+                return None
+            now = rate * self._mean_steps / found.pace
+            if abs(now - decoding) <= 2e-3 * now:
+                return found
+            decoding = now
+            found = self._with(rate, decoding)
+        return found
+
+    def _with(self, rate: float, decoding: float) -> _Balance | None:
+        """Means with so many requests decoding; None: prompts overload it."""
+        token_s = self._token_s(decoding)
+        if "P" not in self._station.tasks:
+            return _Balance(decoding, 0.0, 0.0, 0.0, 1 / token_s)
+        alone_s, packed_s, apart, shared = self._means
+        alone_s = self._beside(alone_s, apart, decoding, token_s)
+        packed_s = self._beside(packed_s, shared, decoding, token_s)
+        fill = self._fill(rate, alone_s, packed_s)
+        if fill is None:
+            return None
+        service_s, iterations = _between(alone_s, packed_s, fill), _between(apart, shared, fill)
+        pace = (1 - rate * service_s) / token_s + rate * iterations
+        return _Balance(decoding, fill, service_s, iterations, pace)
+
+    def _fill(self, rate: float, alone_s: float, packed_s: float) -> float | None:
+        """How full iterations are with what waits; None: overloaded even with full ones.
+
+        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. What
+        j requests share of it each pays a j-th of, so that 1 - 1 / j of what can be saved is.
+        """
+        most = self._largest / self._mean_size
+        saved = 1 - 1 / most
+        if saved <= 0:
+            return 0.0 if rate * alone_s < 1 else None
+        fill = 1.0
+        for _ in range(_ROUNDS):
+            busy = rate * _between(alone_s, packed_s, fill)
+            if busy >= 1:
+                if fill == 1.0:
+                    return None
+                fill = (fill + 1) / 2
+                continue
+            together = min(1 + busy * busy / (1 - busy), most)
+            now = (1 - 1 / together) / saved
+            if abs(now - fill) < 2e-3:
+                break
+            fill = (fill + now) / 2
+        return fill
+
+    def _beside(self, service: _T, iterations: _T, decoding: float, token_s: float) -> _T:
+        """Seconds of iterations with prompts, with requests that decode in them."""
+        steps = self._station.steps
+        if steps is None or "P" not in self._station.tasks:
+            return service
+        per_token = 2 * (steps.prefill(self._largest) - steps.prefill(self._largest / 2)) / self._largest
+        mixed = 1 + (steps.mixed_factor - 1) * min(decoding, 1.0)
+        with_them = service + iterations * decoding * per_token
+        # The larger of the two, of floats and arrays alike.
+        return (with_them + iterations * token_s + abs(with_them - iterations * token_s)) * (mixed / 2)
+
+    def _has_room(self, rate: float, balance: _Balance) -> bool:
+        """For the requests and the KV tokens in use, and some standard deviations more."""
+        if balance.decoding + self._spread * balance.decoding**0.5 > self._station.max_batch:
+            return False
+        seconds = balance.service_s + self._steps / balance.pace
+        mean = rate * float((self._held * seconds).mean())
+        variance = rate * float((self._held**2 * seconds).mean())
+        return bool(mean + self._spread * variance**0.5 <= self._station.kv_tokens)
+
+    # Parts ----------------------------------------------------------------------------------
+
+    @property
+    def _overhead_s(self) -> float:
+        steps = self._station.steps
+        return steps.request_overhead_s if steps is not None and "P" in self._station.tasks else 0.0
+
+    def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
+        """A request's own time: alone or with what shares its iterations, then the pipeline's rest."""
+        together = 1 / (1 - fill * (1 - self._mean_size / self._largest))
+        # All that share an iteration leave at its end: half of the others' parts later than in turn.
+        others_s = (together - 1) / 2 * float(service.mean())
+        own: Floats = service + others_s + token_s / 2 + self._overhead_s
+        steps = self._station.steps
+        if steps is not None and steps.pipeline > 1:
+            chunk = self._station.chunk_tokens
+            own = own + (steps.pipeline - 1) * steps.prefill.on(np.minimum(self._size, chunk))
+        return own
+
+    def _when_packed(self) -> Floats:
+        """Service of a request that shares full iterations: its part of them."""
+        station = self._station
+        if station.tasks == "E" and station.encode is not None:
+            return self._size * (station.encode(self._largest) / self._largest)
+        if station.steps is None or "P" not in station.tasks:
+            return self._alone
+        packed: Floats = self._size * (station.steps.prefill(self._largest) / self._largest) + self._encode
+        return packed
+
+    def _mean_context(self, prompts: Floats) -> float:
+        """Tokens of context of a request that decodes, over the time that it does."""
+        total = self._steps.sum()
+        return float(((prompts + self._steps / 2) * self._steps).sum() / total) if total else 0.0
+
+    def _token_s(self, decoding: float) -> float:
+        """Seconds of an iteration that only decodes."""
+        steps = self._station.steps
+        assert steps is not None
+        many = max(decoding, 1.0)
+        return max(steps.decode(many) + steps.kv_token_s * many * self._context, 1e-9)
+
+
+def _between(low: _T, high: _T, share: float) -> _T:
+    return low + share * (high - low)

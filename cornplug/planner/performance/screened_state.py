@@ -1,0 +1,55 @@
+"""What closed forms say of one replica under a steady rate, and the share of its tokens that are slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cornplug.planner.performance.sizes import Floats
+
+
+@dataclass(frozen=True)
+class State:
+    """Times in seconds; arrays have one entry a draw."""
+
+    service: Floats
+    """Of the replica, for what is computed once a request."""
+    own: Floats
+    """From the end of the wait to the first token, or to leaving where nothing prefills."""
+    token_s: float = 0.0
+    """Of an iteration that only decodes, when some standard deviations more than the mean decode."""
+    tpot_mean: float = 0.0
+    interruptions: Floats | None = None
+    """Mean number of iterations with prompts of others, while a request decodes."""
+    interruption_s: float = 0.0
+    """By which such an iteration is longer."""
+    steps: Floats | None = None
+    """Iterations that a request decodes in."""
+
+    def slower_than(self, tpot_s: float) -> float:
+        """Share of requests whose time per token is longer."""
+        if self.steps is None:
+            return 0.0
+        many = self.steps > 0
+        steps = self.steps[many]
+        if not steps.size:
+            return 0.0
+        spare = (tpot_s - self.token_s * (1 + 0.5 / steps)) * steps
+        if self.interruptions is None or self.interruption_s <= 0:
+            return float(np.mean(spare < 0))
+        allowed = np.floor(spare / self.interruption_s)
+        return float(np.mean(_poisson_exceeds(self.interruptions[many], allowed)))
+
+
+def _poisson_exceeds(mean: Floats, count: Floats) -> Floats:
+    """P(Poisson(mean) > count), by Wilson and Hilferty's cube root; 1 for a negative count."""
+    k = np.maximum(count, 0.0) + 1
+    x = ((mean / k) ** (1 / 3) - 1 + 1 / (9 * k)) * 3 * np.sqrt(k)
+    return np.where(count < 0, 1.0, _normal_below(x))
+
+
+def _normal_below(x: Floats) -> Floats:
+    """The normal distribution function, to 3e-4: this is a screening."""
+    below: Floats = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return below

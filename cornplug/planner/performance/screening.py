@@ -1,0 +1,102 @@
+"""A station's capacity by closed forms, in milliseconds.
+
+A replica works off what is computed once a request (encode, prefill, generate) as a server of
+GI/G/c does, with iterations that hold more of it the more waits; what decodes runs beside it, in
+the time that is left. The wait has Allen and Cunneen's tail (`queueing.py`), a request's own time
+is its draw's, and the percentile is that of their sum over the draws. Requests that decode, and
+the KV tokens that they hold, are as M/G/infinity has them: Poisson, so that a percentile needs
+room for some standard deviations more than the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.performance.bounds import Bound
+from cornplug.planner.performance.queueing import erlang_c
+from cornplug.planner.performance.screened_load import Replica
+from cornplug.planner.performance.screened_state import State
+from cornplug.planner.performance.sizes import Sizes, sizes_of
+from cornplug.planner.simulation.stations import Station
+
+WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
+"""Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too
+short where requests are counted (simulated at 25 to 30 servers of Splitwise's prompts)."""
+
+
+def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float = 1.0) -> float:
+    """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
+    sizes = sizes_of(tuple(draws))
+    if not _fits(station, sizes):
+        return 0.0
+    replica = Replica(station, sizes, _sigmas(bound))
+
+    def meets(rate: float) -> bool:
+        state = replica.at(rate / station.replicas)
+        return state is not None and _meets(station, state, bound, rate, burst)
+
+    if replica.alone_s == 0:
+        return math.inf
+    return _largest(meets, 0.02 / replica.alone_s * station.replicas)
+
+
+def _meets(station: Station, state: State, bound: Bound, rate: float, burst: float) -> bool:
+    on_time = bound.seconds is None or _on_time(station, state, bound, bound.seconds, rate, burst)
+    if not on_time or bound.tpot_s is None:
+        return on_time
+    if bound.share is None:
+        return state.tpot_mean <= bound.tpot_s
+    return state.slower_than(bound.tpot_s) <= 1 - bound.share
+
+
+def _on_time(station: Station, state: State, bound: Bound, seconds: float, rate: float, burst: float) -> bool:
+    """Whether the percentile of wait and own time is within `seconds`."""
+    service_s = float(state.service.mean())
+    if service_s == 0:
+        return bound.of(state.own) <= seconds
+    servers, cv2 = station.replicas, float(state.service.var()) / service_s**2
+    if station.router == "random":
+        # Each replica has its own queue, of arrivals thinned at random.
+        servers, rate, burst = 1, rate / station.replicas, 1 + (burst - 1) / station.replicas
+    if rate * service_s >= servers:
+        return False
+    waits = erlang_c(servers, rate * service_s)
+    longer = WAIT_FACTOR[station.router] if servers > 1 else 1.0
+    mean = longer * (burst + cv2) / 2 / (servers / service_s - rate)
+    if bound.share is None:
+        return float(state.own.mean()) + waits * mean <= seconds
+    left = seconds - state.own
+    late = np.where(left < 0, 1.0, waits * np.exp(-np.maximum(left, 0.0) / max(mean, 1e-12)))
+    return float(late.mean()) <= 1 - bound.share
+
+
+def _sigmas(bound: Bound) -> float:
+    """Standard deviations above the mean for which a bound needs room; without one the mean does."""
+    if bound.seconds is None and bound.tpot_s is None:
+        return 0.0
+    return {"p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
+
+
+def _fits(station: Station, sizes: Sizes) -> bool:
+    """Whether the KV cache of a replica holds each of the requests by itself."""
+    if station.steps is None or "G" in station.tasks:
+        return True
+    held = sizes.prompts + sizes.outputs if "D" in station.tasks else sizes.prompts
+    return bool(held.max() <= station.kv_tokens)
+
+
+def _largest(meets: Callable[[float], bool], rate: float) -> float:
+    """The largest rate that meets, to 2 %, from one that is next to nothing; 0 if that does not."""
+    if not meets(rate):
+        return 0.0
+    step = 16.0
+    while step > 1.02:
+        while meets(rate * step):
+            rate *= step
+        step = math.sqrt(step)
+    return rate

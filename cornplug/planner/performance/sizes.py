@@ -1,0 +1,78 @@
+"""Draws of a class as arrays, and how long each takes with nothing beside it.
+
+The same times as the simulator's `replicas.py` has for one draw; closed forms ask for those of a
+class at hundreds of cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.simulation.replicas import batches_s
+from cornplug.planner.simulation.stations import Station
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """One entry a draw."""
+
+    draws: tuple[Draw, ...]
+    prompts: Floats
+    computed: Floats
+    outputs: Floats
+    patches: Floats
+    """Of all of a draw's items."""
+    units: Floats
+
+
+@lru_cache(maxsize=512)
+def sizes_of(draws: tuple[Draw, ...]) -> Sizes:
+    return Sizes(
+        draws,
+        np.array([float(d.prompt_tokens) for d in draws]),
+        np.array([float(d.computed_tokens) for d in draws]),
+        np.array([float(d.output_tokens) for d in draws]),
+        np.array([float(sum(d.patches)) for d in draws]),
+        np.array([d.units for d in draws]),
+    )
+
+
+def encode_s(sizes: Sizes, station: Station) -> Floats:
+    if station.encode is None or "E" not in station.tasks:
+        return np.zeros_like(sizes.prompts)
+    if sizes.patches.max() > station.max_patches:
+        # Items are whole: how many fit a batch is a matter of their order.
+        return np.array([batches_s(station, d.patches) for d in sizes.draws])
+    return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
+
+
+def prefill_s(sizes: Sizes, station: Station) -> Floats:
+    if station.steps is None or "P" not in station.tasks:
+        return np.zeros_like(sizes.prompts)
+    prefill = station.steps.prefill
+    if not station.chunked:
+        return prefill.on(sizes.computed)
+    whole, rest = np.divmod(sizes.computed, float(station.chunk_tokens))
+    alone: Floats = whole * prefill(station.chunk_tokens) + np.where(rest > 0, prefill.on(rest), 0.0)
+    return alone
+
+
+def decode_s(sizes: Sizes, station: Station) -> Floats:
+    """Of the iterations after the first token."""
+    if station.steps is None or "D" not in station.tasks:
+        return np.zeros_like(sizes.prompts)
+    steps = np.maximum(sizes.outputs - 1, 0.0)
+    context = steps * (sizes.prompts + (steps - 1) / 2)
+    alone: Floats = steps * station.steps.decode(1) + station.steps.kv_token_s * context
+    return alone
+
+
+def generate_s(sizes: Sizes, station: Station) -> Floats:
+    return np.zeros_like(sizes.units) if station.generate is None else station.generate.on(sizes.units)

@@ -1,0 +1,114 @@
+"""Whose load an engine's metrics show. Engines know no request classes; the running plan's routes do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.plan import Plan, Route
+from cornplug.planner.replanning.observed import Window
+
+EVERYTHING: Final = ""
+"""The scope of a source that shows all of the plan's engines."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one request class has of one scope's window."""
+
+    window: Window
+    rate: float
+    """Of the class, that the scope would see if the input were right."""
+    parts: Mapping[str, float]
+    """Class -> its part of the scope's requests, by the plan's routes."""
+    name: str
+    """The class."""
+    tasks: str
+    """Of the scope's engines: "P" of a P + D pair, "PD" where it is no single group."""
+
+    @property
+    def part(self) -> float:
+        return self.parts[self.name]
+
+    @property
+    def alone(self) -> bool:
+        """All of the scope's requests are of this class."""
+        return self.part > 1 - 1e-9
+
+    @property
+    def answers(self) -> bool:
+        """Each request is counted there once, with all of its output."""
+        return "D" in self.tasks or self.tasks == "G"
+
+    @property
+    def prefills(self) -> bool:
+        """Its cache hits are hits. What a decode engine is sent counts there as hits, too."""
+        return "P" in self.tasks
+
+
+def scopes(plan: Plan) -> dict[str, frozenset[str]]:
+    """Scope -> the request classes whose load it shows: all, an application, a class, or a group."""
+    found: dict[str, frozenset[str]] = {EVERYTHING: frozenset()}
+    for route in plan.routes:
+        name = class_of(route)
+        for scope in (EVERYTHING, route.app, name, *(g for s in route.stages for g in s.groups)):
+            found[scope] = found.get(scope, frozenset()) | {name}
+    return found
+
+
+def class_of(route: Route) -> str:
+    return f"{route.app}/{route.request}"
+
+
+def check(plan: Plan, scope: str) -> None:
+    """ConfigError: the plan has no such scope, or its engines would count a request twice."""
+    known = scopes(plan)
+    if scope not in known:
+        names = ", ".join(name for name in known if name)
+        raise ConfigError(
+            f"--metrics {scope}=...", "the plan has no such group or class", f"It has: {names}."
+        )
+    if scope in _tasks(plan):
+        return
+    for route in plan.routes:
+        stages = [s.tasks for s in route.stages]
+        if class_of(route) in known[scope] and any("D" in t and "P" not in t for t in stages):
+            groups = ", ".join(g for s in route.stages for g in s.groups)
+            raise ConfigError(
+                f"--metrics {scope or 'URL'}",
+                f"{class_of(route)} prefills in one engine and decodes in another: both count it",
+                f"Give each group's own address, GROUP=URL, of {groups}.",
+            )
+
+
+def shares(
+    name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, Window]
+) -> Iterator[Share]:
+    """Of class `name`. `rates`: class -> the input's rate. `windows`: scope -> what was observed."""
+    tasks = _tasks(plan)
+    for scope, window in windows.items():
+        expected = _expected(plan, scope, rates)
+        if expected.get(name, 0.0) > 0:
+            whole = sum(expected.values())
+            parts = {other: rate / whole for other, rate in expected.items()}
+            yield Share(window, expected[name], parts, name, tasks.get(scope, "PD"))
+
+
+def _tasks(plan: Plan) -> dict[str, str]:
+    return {g.name: g.tasks for g in plan.groups}
+
+
+def _expected(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
+    """Class -> requests a second that the scope would see of it, were the input right."""
+    planned: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    inside, group = scopes(plan)[scope], scope in _tasks(plan)
+    for route in plan.routes:
+        name = class_of(route)
+        planned[name] = planned.get(name, 0.0) + route.rate
+        if name in inside:
+            weight = max((s.groups.get(scope, 0.0) for s in route.stages), default=0.0) if group else 1.0
+            seen[name] = seen.get(name, 0.0) + route.rate * weight
+    return {name: rates.get(name, 0.0) * part / planned[name] for name, part in seen.items() if part}

@@ -1,0 +1,231 @@
+"""`cornplug replan`: does the observed load ask for another plan, and is the change worth it?
+
+Each run closes one window: the engines' metrics now, less what they were at the last run (or,
+asked for with --window, so many seconds ago). A change is advised when two windows one after
+the other ask for it. Nothing is started or stopped here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner import commands, plan_folder, progress_line
+from cornplug.planner.deciding.decide import Decision, decide
+from cornplug.planner.deciding.running import of_group
+from cornplug.planner.given.inputs import Change, PlanInput
+from cornplug.planner.plan import Plan
+from cornplug.planner.replanning import attribution, observed, replan_state, workload
+from cornplug.planner.replanning.changes import Step
+from cornplug.planner.replanning.observed import Snapshot, Window
+from cornplug.planner.replanning.verdict import Verdict, judge
+from cornplug.planner.replanning.workload import Difference
+
+CHANGE: Final = 3
+"""Exit status: a change is advised."""
+AS_PLANNED: Final = Verdict(False, "the load is what the running plan was made for", (), 0.0, 0.0)
+_WINDOW_S: Final = 60.0
+_STALE: Final = 10
+"""Windows: an older snapshot is of another time of the day."""
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0: leave it as it is; 3: change; 1: no plan carries the load. ConfigError: wrong input."""
+    args = _parser().parse_args(argv)
+    given, digest = commands.read(args.input)
+    old = Plan.load(args.plan)
+    known = hashlib.sha256(args.plan.read_bytes()).hexdigest()
+    sources = [_source(text, old) for text in args.metrics]
+    state_path = args.state or args.plan.with_name(f"{args.plan.stem}-state.json")
+    state = replan_state.load(state_path, known)
+    last = {name: kept.snapshot for name, kept in state.snapshots.items()}
+    before, after = _snapshots([address for _, address in sources], last, args.window)
+    if before is None:
+        replan_state.save(state_path, known, after, ())
+        print("First snapshot kept: run again when the metrics' files are newer.")
+        return 0
+    seen, differences = workload.updated(_running(given, args.plan), old, _windows(sources, before, after))
+    planned_for = _digest(digest, differences)
+    if planned_for == old.input_digest:
+        replan_state.save(state_path, known, after, ())
+        return _say(args, old, old, differences, AS_PLANNED, agreed=False)
+    try:
+        decision = _decided(seen, planned_for, quiet=args.json)
+    except (PlanInfeasible, PlanUnfinished) as e:
+        replan_state.save(state_path, known, after, ())
+        return commands.refused("replan", e)
+    assert seen.change is not None
+    same_work = all(d.what == "rate" for d in differences)
+    verdict = judge(old, decision, seen.change, same_work=same_work)
+    agreed = verdict.act and verdict.signature == tuple(state.wanted)
+    replan_state.save(state_path, known, after, verdict.signature)
+    if agreed and args.output is not None:
+        plan_folder.write(aged(old, decision.plan, time.time()), args.output)
+    return _say(args, old, decision.plan, differences, verdict, agreed=agreed)
+
+
+def _digest(of_file: str, differences: Sequence[Difference]) -> str:
+    """Of what a plan was made for: the file's own, or with the figures that were observed instead.
+
+    To two digits: the same plan is not made again for a load that is a little different.
+    """
+    if not differences:
+        return of_file
+    seen = [f"{d.demand} {d.what} {d.observed:.2g}" for d in differences]
+    return hashlib.sha256("\n".join([of_file, *seen]).encode()).hexdigest()
+
+
+def aged(old: Plan, new: Plan, now: float) -> Plan:
+    """The new plan, in which replicas that stay are as old as they were. A group with any new one is new."""
+    before = {of_group(g): g for g in old.groups}
+    groups = []
+    for g in new.groups:
+        same = before.get(of_group(g))
+        stays = same is not None and same.replicas >= g.replicas
+        groups.append(g.model_copy(update={"since": same.since if same is not None and stays else now}))
+    return new.model_copy(update={"groups": groups})
+
+
+def _source(text: str, plan: Plan) -> tuple[str, str]:
+    """ "SCOPE=ADDRESS", where SCOPE is one of the plan's; else all of it is the address."""
+    scope, equals, address = text.partition("=")
+    if equals and ("/" not in scope or scope in attribution.scopes(plan)) and ":" not in scope:
+        attribution.check(plan, scope)
+        return scope, address
+    return attribution.EVERYTHING, text
+
+
+def _snapshots(
+    addresses: Sequence[str], before: Mapping[str, Snapshot], window_s: float | None
+) -> tuple[dict[str, Snapshot] | None, dict[str, Snapshot]]:
+    """The two ends of a window. Files have no end that waiting would bring."""
+    now = {a: observed.read(a) for a in addresses}
+    live = all(a.startswith(("http://", "https://")) for a in addresses)
+    fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
+    if live:
+        wanted = window_s or _WINDOW_S
+        old = not fresh or any(now[a].at_s - before[a].at_s > _STALE * wanted for a in addresses)
+        if window_s is not None or old:
+            time.sleep(wanted)
+            return now, {a: observed.read(a) for a in addresses}
+    return (dict(before), now) if fresh else (None, now)
+
+
+def _windows(
+    sources: Iterable[tuple[str, str]], before: Mapping[str, Snapshot], after: Mapping[str, Snapshot]
+) -> dict[str, Window]:
+    by_scope: dict[str, list[str]] = {}
+    for scope, address in sources:
+        by_scope.setdefault(scope, []).append(address)
+    return {
+        scope: observed.between(_together(before, addresses), _together(after, addresses))
+        for scope, addresses in by_scope.items()
+    }
+
+
+def _together(snapshots: Mapping[str, Snapshot], addresses: Sequence[str]) -> Snapshot:
+    """Several engines as one: their series differ by where they come from."""
+    values = {
+        (name, (*labels, ("source", address))): value
+        for address in addresses
+        for (name, labels), value in snapshots[address].values.items()
+    }
+    return Snapshot(sum(snapshots[a].at_s for a in addresses) / len(addresses), values)
+
+
+def _running(given: PlanInput, plan: Path) -> PlanInput:
+    """The input with `plan` as what runs; the limits of change as the file has them."""
+    change = Change(plan=plan) if given.change is None else given.change.model_copy(update={"plan": plan})
+    return given.model_copy(update={"change": change})
+
+
+def _decided(given: PlanInput, digest: str, *, quiet: bool) -> Decision:
+    with progress_line.shown(Console(stderr=True), quiet=quiet) as line:
+        return decide(given, digest=digest, progress=line.phase, watch=line.watch)
+
+
+def _say(
+    args: argparse.Namespace,
+    old: Plan,
+    new: Plan,
+    differences: Sequence[Difference],
+    verdict: Verdict,
+    *,
+    agreed: bool,
+) -> int:
+    if args.json:
+        print(json.dumps(as_json(differences, verdict, agreed=agreed), indent=1))
+    else:
+        print("\n".join(lines(old, new, differences, verdict, agreed=agreed)))
+    return CHANGE if agreed else 0
+
+
+def lines(
+    old: Plan, new: Plan, differences: Sequence[Difference], verdict: Verdict, *, agreed: bool
+) -> list[str]:
+    """What is printed: one line when nothing is to be done."""
+    if not verdict.act:
+        return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}."]
+    if not agreed:
+        return [f"This window asks for a change ({verdict.reason}). Waiting for the next one to agree."]
+    said = [f"Change: {verdict.reason}."]
+    said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in differences]
+    said += [f"{n}. {step.text}" for n, step in enumerate(verdict.steps, 1)]
+    said.append(f"Cost: ${old.cost_per_hour:,.2f}/h → ${new.cost_per_hour:,.2f}/h")
+    return said
+
+
+def as_json(differences: Sequence[Difference], verdict: Verdict, *, agreed: bool) -> dict[str, object]:
+    return {
+        "act": agreed,
+        "waiting": verdict.act and not agreed,
+        "reason": verdict.reason,
+        "saves_per_hour": verdict.saves_per_hour,
+        "switching_cost": verdict.switching_cost,
+        "observed": [vars(d) for d in differences],
+        "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
+    }
+
+
+def _step(step: Step) -> dict[str, str]:
+    return {"kind": step.kind, "text": step.text}
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cornplug replan",
+        description="Compare the observed load with the plan, and say what to change if it is worth it.",
+        epilog="Exit status: 0 leave it as it is; 3 change; 1 no plan carries the load; 2 wrong input.",
+    )
+    parser.add_argument("input", type=Path, metavar="plan.toml")
+    parser.add_argument("--plan", type=Path, required=True, metavar="plan.json", help="what runs now")
+    parser.add_argument(
+        "--metrics",
+        action="append",
+        required=True,
+        metavar="[SCOPE=]SOURCE",
+        help="an engine's /metrics, a Prometheus query's address, or a file of either; repeatable. "
+        "SCOPE: the plan's group, application or application/request that it serves",
+    )
+    parser.add_argument(
+        "--window",
+        type=commands.positive,
+        metavar="S",
+        help="measure for so long now; default: since the last run",
+    )
+    parser.add_argument("--state", type=Path, metavar="FILE", help="default: beside plan.json")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write the new plan there")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    return parser

@@ -1,0 +1,59 @@
+"""What `cornplug replan` remembers from run to run: the last snapshots, and what the last window said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from cornplug.errors import ConfigError
+from cornplug.planner.plan import Record
+from cornplug.planner.replanning.observed import Snapshot
+
+
+class KeptSnapshot(Record):
+    at_s: float
+    values: list[tuple[str, list[tuple[str, str]], float]]
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.at_s, {(name, tuple(labels)): v for name, labels, v in self.values})
+
+
+class State(Record):
+    format: Literal[1] = 1
+    plan: str = ""
+    """SHA-256 of the plan.json that the rest belongs to."""
+    snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
+    wanted: list[str] = Field(default_factory=list)
+    """Signature of the change that the last window asked for; empty: none."""
+
+
+def load(path: Path, plan: str) -> State:
+    """The state of this very plan, or a fresh one. ConfigError: the file is none of ours."""
+    try:
+        state = State.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return State(plan=plan)
+    except (OSError, ValidationError) as e:
+        raise ConfigError(
+            f"--state {path}", f"is no state of replan ({e})", "Remove it, or name another."
+        ) from e
+    return state if state.plan == plan else State(plan=plan)
+
+
+def save(path: Path, plan: str, snapshots: Mapping[str, Snapshot], wanted: tuple[str, ...]) -> None:
+    """Replace the file at once: a run that is cut off leaves the old one."""
+    kept = {
+        source: KeptSnapshot(
+            at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]
+        )
+        for source, s in snapshots.items()
+    }
+    state = State(plan=plan, snapshots=kept, wanted=list(wanted))
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(state.model_dump_json() + "\n", encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,186 @@
+"""A plan's input with what was observed in place of what was assumed: rates, lengths, hit rates.
+
+An engine does not know request classes. What several classes bring to the same engines is divided
+among them as the running plan routes them: their rates grow alike, their lengths scale alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Final
+
+from cornplug.planner.given import lengths
+from cornplug.planner.given.inputs import Histogram, Length, LogNormal, PlanInput, Request
+from cornplug.planner.plan import Plan
+from cornplug.planner.replanning import attribution
+from cornplug.planner.replanning.attribution import Share
+from cornplug.planner.replanning.observed import Counts, Window
+
+TOLERANCE: Final = 0.05
+"""A difference below it, or below twice its own standard error, changes no input."""
+LENGTH_TOLERANCE: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure of the input that the metrics contradict."""
+
+    demand: str
+    what: str
+    """rate, prompt, output, prefix or embedding."""
+    planned: float
+    observed: float
+
+
+def updated(
+    given: PlanInput, plan: Plan, windows: Mapping[str, Window]
+) -> tuple[PlanInput, tuple[Difference, ...]]:
+    """`windows`: scope -> what its engines reported. What no scope shows stays as it was.
+
+    ConfigError for a scope that the plan does not know, or whose engines count a request twice.
+    """
+    for scope in windows:
+        attribution.check(plan, scope)
+    differences: list[Difference] = []
+    known = {f"{a.name}/{r.name}": r for a in given.applications for r in a.requests}
+    rates = {name: r.rate for name, r in known.items()}
+    apps = []
+    for app in given.applications:
+        requests = []
+        for request in app.requests:
+            name = f"{app.name}/{request.name}"
+            shares = list(attribution.shares(name, plan, rates, windows))
+            changes = _changes(app.name, name, known, shares, differences) if shares else {}
+            requests.append(request.model_copy(update=changes))
+        apps.append(app.model_copy(update={"requests": requests}))
+    return given.model_copy(update={"applications": apps}), tuple(differences)
+
+
+def _changes(
+    app: str, name: str, known: Mapping[str, Request], shares: Sequence[Share], found: list[Difference]
+) -> dict[str, object]:
+    """Fields of one request class that the metrics contradict."""
+    request = known[name]
+    changes: dict[str, object] = {}
+    answering = [s for s in shares if s.answers]
+    if answering:
+        changes |= _rate(name, request, answering, found)
+        if request.trace is None:
+            changes |= _lengths(name, known, answering, found)
+    changes |= _prefix(name, request, [s for s in shares if s.prefills], found)
+    changes |= _media(app, name, request, shares, found)
+    return changes
+
+
+def _rate(name: str, request: Request, shares: Sequence[Share], found: list[Difference]) -> dict[str, object]:
+    seen = sum(s.window.rate * s.part for s in shares)
+    expected = sum(s.rate for s in shares)
+    # Arrivals as random as Poisson's spread by the root of their number.
+    number = max(sum(s.window.requests * s.part for s in shares), 1.0)
+    rate = request.rate * seen / expected
+    if rate <= 0 or abs(rate / request.rate - 1) <= max(TOLERANCE, 2 * sqrt(request.burst / number)):
+        return {}
+    found.append(Difference(name, "rate", request.rate, rate))
+    return {"rate": rate}
+
+
+def _lengths(
+    name: str, requests: Mapping[str, Request], shares: Sequence[Share], found: list[Difference]
+) -> dict[str, object]:
+    """What several classes share scales with the mean of their mixture; a lone class gets its histogram."""
+    changes: dict[str, object] = {}
+    for what in ("prompt", "output"):
+        seen = [(counts, s) for s in shares if (counts := getattr(s.window, what)) is not None]
+        if not seen:
+            continue
+        number = sum(counts.number for counts, _ in seen)
+        ratio = sum(counts.total for counts, _ in seen) / sum(
+            counts.number * part * _tokens(requests[other], what)
+            for counts, s in seen
+            for other, part in s.parts.items()
+        )
+        if abs(ratio - 1) <= max(LENGTH_TOLERANCE, 2 / sqrt(number)):
+            continue
+        request = requests[name]
+        planned: Length = getattr(request, what)
+        expected = lengths.mean(planned)
+        beside = _tokens(request, what) - expected
+        mean = max((expected + beside) * ratio - beside, 1.0)
+        found.append(Difference(name, what, expected, mean))
+        alone = all(s.alone for _, s in seen) and not beside
+        changes[what] = _histogram([c for c, _ in seen]) if alone else _scaled(planned, mean / expected)
+    return changes
+
+
+def _tokens(request: Request, what: str) -> float:
+    """Mean, as the engine counts them: a prompt's media are tokens of it."""
+    if what == "output":
+        return lengths.mean(request.output)
+    media = sum(lengths.mean(m.items) * lengths.mean(m.tokens) for m in request.media)
+    return lengths.mean(request.prompt) + media
+
+
+def _histogram(seen: Sequence[Counts]) -> Histogram:
+    """Each bucket at its middle, all moved together so that the mean is the observed one."""
+    weights: dict[float, float] = {}
+    for counts in seen:
+        low = 0.0
+        for bound, count in zip(counts.bounds, counts.counts, strict=True):
+            high = bound if bound != float("inf") else 2 * low
+            if count:
+                weights[(low + high) / 2] = weights.get((low + high) / 2, 0.0) + count
+            low = high
+    number = sum(weights.values())
+    mean = sum(c.total for c in seen) / number
+    factor = mean / (sum(v * w for v, w in weights.items()) / number)
+    values = {max(round(v * factor), 1): 0.0 for v in weights}
+    for v, w in weights.items():
+        values[max(round(v * factor), 1)] += w
+    return Histogram(values=list(values), weights=list(values.values()))
+
+
+def _scaled(length: Length, factor: float) -> Length:
+    if isinstance(length, int):
+        return max(round(length * factor), 1)
+    if isinstance(length, LogNormal):
+        most = max(length.max, round(length.mean * factor) + 1)
+        return length.model_copy(update={"mean": length.mean * factor, "max": most})
+    return length.model_copy(update={"values": [max(round(v * factor), 1) for v in length.values]})
+
+
+def _prefix(
+    name: str, request: Request, shares: Sequence[Share], found: list[Difference]
+) -> dict[str, object]:
+    """An engine tells the share of tokens that were cached; of a class's prefix it is a hit rate.
+
+    Hit rates that come from a catalogue stay: they belong to cache sizes, not to what is running.
+    """
+    seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
+    if not seen or request.prefix is None or request.prefix.hit_rate is None:
+        return {}
+    tokens = _tokens(request, "prompt")
+    share = sum(c * n for c, n in seen) / max(sum(n for _, n in seen), 1e-9)
+    hit = min(share * tokens / min(request.prefix.tokens, tokens), 1.0)
+    if abs(hit - request.prefix.hit_rate) <= TOLERANCE:
+        return {}
+    found.append(Difference(name, "prefix", request.prefix.hit_rate, hit))
+    return {"prefix": request.prefix.model_copy(update={"hit_rate": hit})}
+
+
+def _media(
+    app: str, name: str, request: Request, shares: Sequence[Share], found: list[Difference]
+) -> dict[str, object]:
+    hits = [h[app] for s in shares if (h := s.window.embedding_hits) and app in h]
+    if not hits:
+        return {}
+    hit = sum(hits) / len(hits)
+    media = []
+    for item in request.media:
+        if item.hit_rate is None or abs(hit - item.hit_rate) <= TOLERANCE:
+            media.append(item)
+            continue
+        found.append(Difference(name, "embedding", item.hit_rate, hit))
+        media.append(item.model_copy(update={"hit_rate": hit}))
+    return {"media": media}

@@ -1,0 +1,1 @@
+"""A plan for people: on the terminal, as a page, with its reasons."""

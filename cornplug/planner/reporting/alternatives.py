@@ -1,0 +1,102 @@
+"""The plan's structural decisions, each taken back: what else could have been planned, as smaller pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+from cornplug.planner.given.inputs import Engine, PlanInput
+from cornplug.planner.reporting.what_if import Question
+from cornplug.planner.solving.pool import Pool, Solution, Variant
+
+MONOLITH = "monolith"
+
+
+def is_monolith(structure: str) -> bool:
+    """A generator apart leaves the language model's engine whole."""
+    return structure.removesuffix("+G") == MONOLITH
+
+
+def questions(pool: Pool, solution: Solution) -> Iterator[Question]:
+    """Only what the plan uses is taken away."""
+    yield from _structures(pool, solution)
+    yield from _gpus(pool, solution)
+    yield from _caches(pool, solution)
+
+
+def monoliths(pool: Pool) -> Pool:
+    """All of a request in one engine, for every class."""
+    return _variants(pool, lambda v: is_monolith(v.structure))
+
+
+def divided(pool: Pool) -> Pool:
+    """No monolith for classes that could do without one."""
+    able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
+    return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
+
+
+def structures(pool: Pool, solution: Solution) -> set[str]:
+    """What the plan uses."""
+    return {v.structure for v in pool.variants if solution.served.get(v.name, 0.0) > 0}
+
+
+def _structures(pool: Pool, solution: Solution) -> Iterator[Question]:
+    used = {s for s in structures(pool, solution) if not is_monolith(s)}
+    if used and any(is_monolith(v.structure) for v in pool.variants):
+        yield Question("monolith everywhere", "every request in one engine", monoliths(pool))
+    for name in sorted(used) if len(used) > 1 else ():
+        yield Question(f"without {name}", f"no request as {name}", _without_structure(pool, name))
+    if not used and divided(pool).variants != pool.variants:
+        yield Question("divided everywhere", "no monolith where there is another way", divided(pool))
+
+
+def _gpus(pool: Pool, solution: Solution) -> Iterator[Question]:
+    gpu = {n.name: n.gpu for n in pool.nodes}
+    used = {gpu[name] for name, n in solution.nodes.items() if n}
+    kinds = sorted(set(gpu.values()))
+    for kind in kinds if len(kinds) > 1 else ():
+        if kind in used:
+            yield Question(f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind]))
+    for kind in kinds if len(kinds) > 2 else ():  # of two, it is the same as without the other
+        if used != {kind}:
+            yield Question(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
+
+
+def _caches(pool: Pool, solution: Solution) -> Iterator[Question]:
+    chosen = [level for level in pool.levels if level.name in solution.levels]
+    if not any(level.bytes for level in chosen):
+        return
+    least: dict[str, float] = {}
+    for level in pool.levels:
+        least[level.cache] = min(level.bytes, least.get(level.cache, level.bytes))
+    kept = tuple(level for level in pool.levels if level.bytes == least[level.cache])
+    names = {level.name for level in kept}
+    small = _variants(replace(pool, levels=kept), lambda v: v.levels <= names)
+    yield Question("smallest caches", "every cache at the smallest of its sizes", small)
+
+
+def _variants(pool: Pool, keep: Callable[[Variant], bool]) -> Pool:
+    return replace(pool, variants=tuple(v for v in pool.variants if keep(v)))
+
+
+def _without_structure(pool: Pool, name: str) -> Pool:
+    return _variants(pool, lambda v: v.structure != name)
+
+
+def _on(pool: Pool, gpus: Collection[str]) -> Pool:
+    nodes = {n.name for n in pool.nodes if n.gpu in gpus}
+    return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))
+
+
+def without_engine(given: PlanInput, engine: Engine) -> PlanInput | None:
+    """The input without it; None where some model has no other engine.
+
+    Of a pool it cannot be asked: cells of the engine that is no better have been pruned.
+    """
+    components = []
+    for c in given.components:
+        engines = [e for e in c.engines if e != engine]
+        if c.kind == "llm" and not engines:
+            return None
+        components.append(c.model_copy(update={"engines": engines or c.engines}))
+    return given.model_copy(update={"components": components})

@@ -1,0 +1,102 @@
+"""What the SLO costs: the same input with every bound tighter or looser, planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner.deciding.decide import decide
+from cornplug.planner.given.inputs import Application, PlanInput, Slo
+from cornplug.planner.plan import Binding, CurvePoint
+from cornplug.planner.reporting.what_if import Clock
+
+FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
+"""Of every bound, in the order of interest; 1 is the plan itself."""
+LOOSER: Final = 1.5
+"""Of one application's bounds, whose price is asked for."""
+SOLVE_S: Final = 2.0
+
+
+@dataclass
+class Again:
+    """The same input planned again and again, while there is time."""
+
+    given: PlanInput
+    clock: Clock
+    longest: float = 0.0
+    """Seconds that one plan took at most: the next is not begun with less."""
+    skipped: list[str] = field(default_factory=list)
+
+    def cost(self, name: str, changed: PlanInput) -> Cost | None:
+        """None: there was no time for it."""
+        before = self.clock.left
+        if before <= self.longest:
+            self.skipped.append(name)
+            return None
+        solver = changed.solver.model_copy(update={"time_limit_s": max(min(SOLVE_S, before), 0.1)})
+        try:
+            return Cost(decide(changed.model_copy(update={"solver": solver}), digest="").plan.cost_per_hour)
+        except PlanInfeasible:
+            return Cost(None)
+        except PlanUnfinished:
+            self.skipped.append(name)
+            return None
+        finally:
+            self.longest = max(self.longest, before - self.clock.left)
+
+
+@dataclass(frozen=True)
+class Cost:
+    per_hour: float | None
+    """None: no plan keeps the bounds."""
+
+
+def curve(again: Again, cost: float) -> Iterator[CurvePoint]:
+    """`cost`: of the plan, at factor 1."""
+    yield CurvePoint(slo_factor=1.0, cost_per_hour=cost)
+    for factor in FACTORS:
+        found = again.cost(f"SLO × {factor:g}", scaled(again.given, factor))
+        if found is not None:
+            yield CurvePoint(slo_factor=factor, cost_per_hour=found.per_hour)
+
+
+def prices(again: Again, cost: float, noise: float) -> Iterator[Binding]:
+    """Applications whose own bounds hold the cost up, with what looser ones would save."""
+    for app in again.given.applications:
+        if not bounded(again.given, app.name):
+            continue
+        name = f"slo[{app.name}]"
+        found = again.cost(name, scaled(again.given, LOOSER, app.name))
+        if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
+            yield Binding(
+                constraint=name,
+                text=f"with its bounds {LOOSER:g} times as loose",
+                slack=0.0,
+                saves_per_hour=cost - found.per_hour,
+            )
+
+
+def scaled(given: PlanInput, factor: float, app: str | None = None) -> PlanInput:
+    """Every bound times `factor`, of one application or of all; planned without simulation."""
+    apps = [_app(a, factor) if app in (None, a.name) else a for a in given.applications]
+    rules = given.rules.model_copy(update={"simulate": False})
+    return given.model_copy(update={"applications": apps, "rules": rules})
+
+
+def bounded(given: PlanInput, app: str | None = None) -> bool:
+    """Is there any bound to scale?"""
+    apps = [a for a in given.applications if app in (None, a.name)]
+    slos = [slo for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo))]
+    return any(b is not None for slo in slos for b in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+
+
+def _app(app: Application, factor: float) -> Application:
+    requests = [r.model_copy(update={"slo": _slo(r.slo, factor)}) if r.slo else r for r in app.requests]
+    return app.model_copy(update={"slo": _slo(app.slo, factor), "requests": requests})
+
+
+def _slo(slo: Slo, factor: float) -> Slo:
+    bounds = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s}
+    return slo.model_copy(update={k: v * factor for k, v in bounds.items() if v is not None})

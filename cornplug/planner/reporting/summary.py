@@ -1,0 +1,141 @@
+"""A plan on a terminal: what it is, whether it keeps its promises, and why it is this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cornplug.planner.plan import Plan, Why
+from cornplug.planner.reporting import checks, wording
+
+_STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print all of it. Names are printed as text, never read as markup."""
+    console.print(_head(plan))
+    for title, body in _sections(plan):
+        console.print()
+        console.print(Text(title, style="bold"))
+        console.print(Padding(body, (0, 0, 0, 2)))
+
+
+def _head(plan: Plan) -> Text:
+    head = Text.assemble((plan.name, "bold"), "  ", wording.headline(plan))
+    found = f"{wording.proof(plan.proof)} · {plan.proof.solver}, {plan.proof.seconds:.1f} s"
+    return head.append(f"\n{plan.objective}: {found}", style="dim")
+
+
+def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
+    yield "What runs", _groups(plan)
+    yield "Where requests go", _routes(plan)
+    yield "What users will see", _outlook(plan)
+    if plan.caches:
+        yield "Caches", _caches(plan)
+    if plan.reservations:
+        yield "Reserved", _reservations(plan)
+    yield from _why(plan.why)
+
+
+def _table(*columns: str, right: frozenset[str] = frozenset()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _groups(plan: Plan) -> Table:
+    table = _table(
+        "replicas", "service", "engine", "on", "each", "weights", "load", "times", right=frozenset({"load"})
+    )
+    for g in plan.groups:
+        mark = wording.mark(g.profile)
+        table.add_row(
+            Text(f"{g.replicas} ×"),
+            Text(g.service),
+            Text(g.engine),
+            Text(f"{g.gpu} ({g.nodes})"),
+            wording.shape(g.tp, g.pp, g.share),
+            Text("bf16" if g.quantisation == "none" else g.quantisation),
+            wording.percent(g.utilisation),
+            Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
+        )
+    return table
+
+
+def _routes(plan: Plan) -> Table:
+    services = {g.name: f"{g.service} on {g.nodes}" for g in plan.groups}
+    table = _table("requests", "rate", "structure", "through", right=frozenset({"rate"}))
+    for r in plan.routes:
+        through = " → ".join(
+            ", ".join(
+                services.get(g, g) + (f" {wording.percent(w)}" if len(stage.groups) > 1 else "")
+                for g, w in stage.groups.items()
+            )
+            for stage in r.stages
+        )
+        table.add_row(Text(f"{r.app}/{r.request}"), wording.rate(r.rate), Text(r.structure), Text(through))
+    return table
+
+
+def _outlook(plan: Plan) -> Table:
+    table = _table("requests", "", "bound", "predicted", "simulated", "", right=frozenset({"bound"}))
+    for c in checks.of(plan):
+        said, how = checks.verdict(c)
+        table.add_row(
+            Text(c.demand),
+            f"{c.quantity} {'mean' if c.percentile == 'mean' else c.percentile.upper()}",
+            wording.seconds(c.bound_s),
+            wording.seconds(c.predicted_s),
+            wording.seconds(c.simulated_s),
+            Text(said, style=_STYLES[how]),
+        )
+    for o in plan.outlook:
+        if o.served < o.rate * (1 - 1e-6):
+            short = f"{wording.rate(o.served)} of {wording.rate(o.rate)}"
+            table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
+    return table
+
+
+def _caches(plan: Plan) -> Table:
+    table = _table("cache", "of", "GiB", "hits", right=frozenset({"GiB"}))
+    for c in plan.caches:
+        hits = ", ".join(f"{name} {wording.percent(h)}" for name, h in c.hit_rate.items())
+        table.add_row(Text(f"{c.name} ({c.kind})"), Text(c.component), f"{c.gib:g}", Text(hits))
+    return table
+
+
+def _reservations(plan: Plan) -> Table:
+    table = _table("class", "share", "priority", "deadline")
+    for r in plan.reservations:
+        table.add_row(Text(r.qos), wording.percent(r.share), str(r.priority), wording.seconds(r.deadline_s))
+    return table
+
+
+def _why(why: Why) -> Iterator[tuple[str, RenderableType]]:
+    if why.binding:
+        table = _table("constraint", "", "without it")
+        for b in why.binding:
+            saves = "" if b.saves_per_hour is None else f"saves {wording.money(b.saves_per_hour)}"
+            table.add_row(Text(b.constraint, style="bold"), Text(b.text), saves)
+        yield "What holds the cost up", table
+    if why.alternatives:
+        table = _table("instead", "", "cost", right=frozenset({"cost"}))
+        for a in why.alternatives:
+            cost = wording.money(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
+            table.add_row(Text(a.name, style="bold"), Text(a.why_not or a.text), cost)
+        yield "Next best", table
+    if why.curve:
+        table = _table("every bound ×", "cost", right=frozenset({"every bound ×", "cost"}))
+        for p in why.curve:
+            cost = wording.money(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
+            table.add_row(f"{p.slo_factor:g}", cost)
+        yield "Cost against SLO", table
+    if why.monolith:
+        yield "The monolith", Text(why.monolith)
+    if why.notes:
+        yield "Notes", Group(*(Text(f"· {note}") for note in why.notes))

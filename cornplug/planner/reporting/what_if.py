@@ -1,0 +1,63 @@
+"""What would the plan cost if the pool were a little different? One question, one quick solve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cornplug.errors import PlanInfeasible
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import milp, shortfall
+from cornplug.planner.solving.pool import Pool
+from cornplug.planner.solving.solvers import Limits
+from cornplug.planner.solving.solvers import solve as run_solver
+
+
+@dataclass(frozen=True)
+class Question:
+    name: str
+    text: str
+    pool: Pool
+
+
+@dataclass(frozen=True)
+class Answer:
+    value: float | None
+    """Of the pool's objective (dollars an hour, goodput, least share); None: no plan was found."""
+    proven: bool
+    """To the solver's gap; of None, that there is none."""
+    reason: str = ""
+    """Of None: what is lacking, where that is plain without a search."""
+
+
+class Clock:
+    """Seconds that may be spent on explanations, and how they are spent."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._end = now() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(self._end - self._now(), 0.0)
+
+
+def ask(pool: Pool, settings: Solver, seconds: float) -> Answer:
+    """Solve for the first objective only: no tie-breaks, and no search for what is lacking."""
+    model = milp.build(pool)
+    try:
+        shortfall.refuse_unserved(model, {})
+    except PlanInfeasible as e:
+        return Answer(None, True, str(e).removeprefix("no plan: "))
+    goal = milp.goals(model)[0]
+    model.problem.setObjective(goal.sign * goal.expression)
+    run = run_solver(model.problem, settings.name, Limits(settings.gap, seconds, settings.threads))
+    if run.status in ("infeasible", "none"):
+        return Answer(None, run.status == "infeasible")
+    return Answer(goal.sign * run.objective / hours(pool), run.status == "optimal")
+
+
+def hours(pool: Pool) -> float:
+    """A re-plan's objective is dollars over its horizon."""
+    return pool.running.horizon_hours if pool.running is not None and pool.objective == "cost" else 1.0

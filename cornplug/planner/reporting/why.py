@@ -1,0 +1,205 @@
+"""Why a plan is what it is: what holds its cost up, what else was possible, what its SLOs cost.
+
+Answers are solves of their own, for which a few seconds are set aside; what they do not
+suffice for is said in the notes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final
+
+from cornplug.planner.deciding.decide import Decision
+from cornplug.planner.deciding.problem import problem
+from cornplug.planner.given.inputs import Engine, PlanInput, Solver
+from cornplug.planner.plan import Alternative, Binding, Why
+from cornplug.planner.reporting import alternatives, bindings, monolith, slo_curve, wording
+from cornplug.planner.reporting.what_if import Answer, Clock, Question, ask
+from cornplug.planner.solving.pool import Pool
+
+BUDGET_S: Final = 10.0
+_ONE_S: Final = 2.0
+"""For one question at most."""
+_GAP: Final = 0.01
+
+Report = Callable[[str, float], None]
+
+
+@dataclass
+class _Asked:
+    """The plan's own value, and a solver within the time that is left."""
+
+    decision: Decision
+    clock: Clock
+    settings: Solver
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        """Of the plan, in its objective's unit."""
+        plan = self.decision.plan
+        return plan.cost_per_hour if self.costs else self.decision.solution.objective
+
+    @property
+    def costs(self) -> bool:
+        return self.decision.pool.objective == "cost"
+
+    @property
+    def noise(self) -> float:
+        """A difference below it may be the solver's."""
+        return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
+
+    def ask(self, name: str, pool: Pool) -> Answer | None:
+        """None when the time is up."""
+        if self.clock.left <= 0:
+            self.skipped.append(name)
+            return None
+        return ask(pool, self.settings, min(_ONE_S, self.clock.left))
+
+    def gained(self, answer: Answer) -> float | None:
+        """By how much the answer is better than the plan; None: it is no plan."""
+        if answer.value is None:
+            return None
+        return (self.value - answer.value) if self.costs else (answer.value - self.value)
+
+
+def explain(
+    given: PlanInput, decision: Decision, *, budget_s: float = BUDGET_S, progress: Report | None = None
+) -> Why:
+    """The plan's reasons. Half of the time goes to the pool's questions, the rest to the SLO's price."""
+    report = progress or (lambda _phase, _share: None)
+    settings = given.solver.model_copy(update={"gap": max(given.solver.gap, _GAP)})
+    asked = _Asked(decision, Clock(budget_s / 2), settings)
+    report("reasons", 0.0)
+    sentence = _monolith(asked)
+    report("reasons", 0.2)
+    others = _alternatives(asked)
+    report("reasons", 0.35)
+    binding = _bindings(asked)
+    report("reasons", 0.5)
+    again = slo_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
+    curve = list(slo_curve.curve(again, asked.value)) if _bounds_matter(given, asked) else []
+    report("reasons", 0.8)
+    if curve:
+        binding = _dearest_first([*binding, *slo_curve.prices(again, asked.value, asked.noise)])
+    report("reasons", 1.0)
+    notes = [*decision.plan.why.notes, *_notes(decision, asked)]
+    return Why(
+        binding=binding,
+        alternatives=others,
+        monolith=sentence,
+        curve=sorted(curve, key=lambda p: p.slo_factor),
+        notes=notes,
+    )
+
+
+def _alternatives(asked: _Asked) -> list[Alternative]:
+    found = []
+    in_pool = alternatives.questions(asked.decision.pool, asked.decision.solution)
+    for question in chain(in_pool, _engines(asked)):
+        answer = asked.ask(question.name, question.pool)
+        if answer is not None:
+            cost = answer.value if asked.costs else None
+            why_not = _against(asked, answer)
+            found.append(
+                Alternative(name=question.name, text=question.text, cost_per_hour=cost, why_not=why_not)
+            )
+    return sorted(found, key=lambda a: (a.cost_per_hour is None, a.cost_per_hour or 0.0))
+
+
+def _engines(asked: _Asked) -> Iterator[Question]:
+    used = {g.engine for g in asked.decision.plan.groups}
+    engines: tuple[Engine, ...] = ("sglang", "vllm")
+    for engine in engines if asked.clock.left > 0 else ():
+        if engine in used and (given := alternatives.without_engine(asked.decision.problem.given, engine)):
+            pool = problem(given).pool
+            yield Question(f"without {engine}", f"no replica of {engine} (closed forms only)", pool)
+
+
+def _against(asked: _Asked, answer: Answer) -> str:
+    gained = asked.gained(answer)
+    if gained is None:
+        if answer.reason:
+            return answer.reason
+        return "no plan keeps the SLOs that way" if answer.proven else "no plan was found in its time"
+    lost = -gained
+    if lost <= asked.noise:
+        return "as good, as far as the solver's gap tells"
+    share = wording.percent(lost / abs(asked.value)) if asked.value else ""
+    about = "" if answer.proven else "at most "
+    if asked.costs:
+        return f"costs {about}{wording.money(lost)} more (+{share})"
+    return f"serves {about}{lost:.3g} less (-{share})"
+
+
+def _bindings(asked: _Asked) -> list[Binding]:
+    found = []
+    for lifted in bindings.questions(asked.decision.pool, asked.decision.solution):
+        answer = asked.ask(lifted.question.name, lifted.question.pool)
+        gained = None if answer is None else asked.gained(answer)
+        matters = gained is not None and gained > asked.noise
+        if matters or (not lifted.price and abs(lifted.slack) < 1e-6 and gained is None):
+            found.append(
+                Binding(
+                    constraint=lifted.question.name,
+                    text=lifted.question.text,
+                    slack=lifted.slack,
+                    saves_per_hour=gained if asked.costs else None,
+                )
+            )
+    return _dearest_first(found)
+
+
+def _dearest_first(found: list[Binding]) -> list[Binding]:
+    return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
+
+
+def _bounds_matter(given: PlanInput, asked: _Asked) -> bool:
+    """A throughput's own conditions are its SLO: with nothing else, all bounds cost the same."""
+    timed = any(spec.timed for spec in asked.decision.problem.cells.values())
+    return asked.costs and given.change is None and timed and slo_curve.bounded(given)
+
+
+def _monolith(asked: _Asked) -> str:
+    pool = asked.decision.pool
+    if not asked.costs:
+        return ""
+    used = alternatives.structures(pool, asked.decision.solution)
+    whole = all(alternatives.is_monolith(s) for s in used)
+    single = asked.ask("monolith", alternatives.monoliths(pool))
+    if single is None:
+        return ""
+    if alternatives.divided(pool).variants == pool.variants and whole:
+        return "Nothing but monoliths was to be planned."
+    if whole:
+        other = asked.ask("divided", alternatives.divided(pool))
+        head = monolith.it_wins(asked.value, other)
+    else:
+        head = monolith.it_loses(asked.value, single)
+    loads = [
+        monolith.Load(factor, one.value, best.value)
+        for factor in monolith.LOADS
+        if (one := asked.ask(f"load × {factor:g}", monolith.at(alternatives.monoliths(pool), factor)))
+        and (best := asked.ask(f"load × {factor:g}", monolith.at(pool, factor)))
+    ]
+    return " ".join([head, monolith.at_other_loads(loads, asked.settings.gap)]).strip()
+
+
+def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
+    for miss in decision.misses:
+        over = wording.percent(miss.times - 1)
+        bound = wording.seconds(miss.bound_s)
+        what = f"{miss.of} misses its {miss.what.upper()} of {bound} by {over}"
+        yield f"{what} in the simulation of the whole plan."
+    guessed = sorted({g.service for g in decision.plan.groups if wording.mark(g.profile) == "ESTIMATE"})
+    if guessed:
+        yield (
+            f"Times of {', '.join(guessed)} are estimates from the GPU table: measure them with "
+            "`cornplug profile` before you buy."
+        )
+    if asked.skipped:
+        yield f"No time was left to ask for: {', '.join(dict.fromkeys(asked.skipped))}."
+    for reason, n in decision.problem.dropped.most_common(3):
+        yield f"Left out, {wording.count(n, 'cell')}: {reason}."

@@ -1,0 +1,55 @@
+"""A station at work: its replicas, and the router that chooses one for each request.
+
+least_work: fewest seconds of work that came and is not done, estimated as the replicas' `load`
+does. join_shortest_queue: fewest requests. random: any. Ties go to the first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.simulation.engine_replica import EngineReplica
+from cornplug.planner.simulation.replicas import Agenda, EncoderReplica, Log, Replica, SerialReplica
+from cornplug.planner.simulation.stations import Station
+
+
+class Dispatch:
+    def __init__(self, station: Station, agenda: Agenda, log: Log, rng: np.random.Generator) -> None:
+        self.station = station
+        self._rng = rng
+        self._replicas = [_replica(station, agenda, log) for _ in range(station.replicas)]
+
+    def arrive(self, now: float, job: int, draw: Draw) -> None:
+        self._choose(now).arrive(now, job, draw)
+
+    @property
+    def busy_s(self) -> float:
+        return sum(replica.busy_s for replica in self._replicas)
+
+    def _choose(self, now: float) -> Replica:
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        if self.station.router == "random":
+            return self._replicas[int(self._rng.integers(len(self._replicas)))]
+        if self.station.router == "join_shortest_queue":
+            return min(self._replicas, key=lambda replica: replica.outstanding)
+        return self._least_work(now)
+
+    def _least_work(self, now: float) -> Replica:
+        best, least = self._replicas[0], float("inf")
+        for replica in self._replicas:
+            load = replica.load(now)
+            if load < least:
+                best, least = replica, load
+                if not load:
+                    break
+        return best
+
+
+def _replica(station: Station, agenda: Agenda, log: Log) -> Replica:
+    if "G" in station.tasks:
+        return SerialReplica(station, agenda, log)
+    if station.tasks == "E":
+        return EncoderReplica(station, agenda, log)
+    return EngineReplica(station, agenda, log)

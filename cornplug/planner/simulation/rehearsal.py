@@ -1,0 +1,153 @@
+"""A whole plan's requests through all of its stations: simulated together, and predicted apart.
+
+`rehearse` simulates every class and every station of a plan in one run. `predict` is what the plan
+promises, and does not see that run: `convolution.py` says how. Both repeat themselves with other
+random numbers until the 95th percentiles of all classes are known well enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.plan import Route, Times
+from cornplug.planner.simulation.convolution import apart
+from cornplug.planner.simulation.path_times import PathTimes
+from cornplug.planner.simulation.simulator import Station, simulate
+from cornplug.planner.simulation.traffic import Class, Delays, Traffic, horizon, jobs_of, traffic
+
+__all__ = ["Class", "Delays", "Result", "predict", "rehearse", "times_of"]
+
+PRECISION: Final = 0.02
+"""Standard error of a 95th percentile, as a share of it, at which runs end."""
+FEWEST_RUNS: Final = 4
+MOST_RUNS: Final = 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times of one class, in seconds."""
+
+    ttft: Times
+    tpot: Times
+    e2e: Times
+    finished: float
+    """Requests a second that were done while requests arrived; below the rate in an overload."""
+
+
+def times_of(samples: NDArray[np.float64]) -> Times:
+    """Mean and percentiles of what is not NaN."""
+    known = samples[~np.isnan(samples)]
+    if not len(known):
+        return Times()
+    p50, p95, p99 = np.quantile(known, [0.5, 0.95, 0.99])
+    return Times(mean=float(known.mean()), p50=float(p50), p95=float(p95), p99=float(p99))
+
+
+def rehearse(
+    stations: Mapping[str, Station],
+    routes: Sequence[Route],
+    classes: Mapping[str, Class],
+    delays: Delays,
+    *,
+    requests: int,
+    seed: int,
+    most_runs: int = MOST_RUNS,
+) -> dict[str, Result]:
+    """Simulate the plan with all classes sharing its stations.
+
+    About `requests` requests are counted in each of 4 or more runs, `most_runs` at most, of each class in
+    proportion to its rate; the plan is warm before the first and stays loaded after the last. A
+    request's group at a stage is chosen by the stage's weights, at random.
+
+    Raises:
+        ConfigError: a route's class or group is unknown, or a request's KV fits no replica.
+    """
+    places = list(stations.values())
+    all_traffic = traffic(stations, routes, classes, delays)
+    return _repeated(
+        lambda run: _together(places, all_traffic, requests, np.random.default_rng([1, seed, run])), most_runs
+    )
+
+
+def predict(
+    stations: Mapping[str, Station],
+    routes: Sequence[Route],
+    classes: Mapping[str, Class],
+    delays: Delays,
+    *,
+    requests: int,
+    seed: int,
+    most_runs: int = MOST_RUNS,
+) -> dict[str, Result]:
+    """What the plan promises: stations apart, a request's times at them added along its path.
+
+    It has no random number in common with a rehearsal of the same seed.
+
+    Raises:
+        ConfigError: as `rehearse`.
+    """
+    places = list(stations.values())
+    all_traffic = traffic(stations, routes, classes, delays)
+    return _repeated(
+        lambda run: apart(places, all_traffic, requests, np.random.default_rng([2, seed, run])), most_runs
+    )
+
+
+def _together(
+    stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int, rng: np.random.Generator
+) -> dict[str, PathTimes]:
+    if not all_traffic:
+        return {}
+    counted, warm = horizon(stations, all_traffic, requests)
+    jobs = sorted(
+        (job for kind, t in enumerate(all_traffic) for job in jobs_of(t, kind, counted + 2 * warm, rng)),
+        key=lambda job: job.at_s,
+    )
+    outcome = simulate(stations, jobs, seed=int(rng.integers(1 << 31)))
+    at = np.array([job.at_s for job in jobs])
+    done = at + outcome.e2e
+    times = {}
+    for kind, t in enumerate(all_traffic):
+        mine = outcome.kind == kind
+        rows = mine & (at >= warm) & (at < warm + counted)
+        ended = mine & (done >= warm) & (done < warm + counted)
+        times[t.of.name] = PathTimes(
+            outcome.ttft[rows], outcome.tpot[rows], outcome.e2e[rows], float(ended.sum() / counted)
+        )
+    return times
+
+
+# Repeated -----------------------------------------------------------------------------------
+
+
+def _repeated(one: Callable[[int], dict[str, PathTimes]], most: int) -> dict[str, Result]:
+    runs = [one(0)]
+    while len(runs) < most and (len(runs) < FEWEST_RUNS or _error(runs) > PRECISION):
+        runs.append(one(len(runs)))
+    return {name: _pooled([run[name] for run in runs]) for name in runs[0]}
+
+
+def _pooled(runs: Sequence[PathTimes]) -> Result:
+    return Result(
+        times_of(np.concatenate([run.ttft for run in runs])),
+        times_of(np.concatenate([run.tpot for run in runs])),
+        times_of(np.concatenate([run.e2e for run in runs])),
+        float(np.mean([run.finished for run in runs])),
+    )
+
+
+def _error(runs: Sequence[Mapping[str, PathTimes]]) -> float:
+    """The largest relative standard error of a class's 95th percentiles."""
+    worst = 0.0
+    for name in runs[0]:
+        for what in ("ttft", "tpot", "e2e"):
+            p95 = [times_of(getattr(run[name], what)).p95 for run in runs]
+            known = np.array([value for value in p95 if value is not None])
+            if len(known) > 1 and known.mean() > 0:
+                worst = max(worst, float(known.std(ddof=1) / np.sqrt(len(known)) / known.mean()))
+    return worst

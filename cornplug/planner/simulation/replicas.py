@@ -1,0 +1,213 @@
+"""Replicas that serve requests one after the other, and batches of an encoder.
+
+All kinds share five things the event loop and the router use: `arrive`, `wake`, `load`,
+`outstanding` and `busy_s`. The kind that is a language model's engine is in `engine_replica.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from heapq import heappush
+from itertools import count
+from typing import Protocol
+
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.simulation.stations import Station
+
+
+class Replica(Protocol):
+    outstanding: int
+    """Requests that came and have not left."""
+    busy_s: float
+    """Seconds with work, between the simulation's first and last arrival."""
+
+    def arrive(self, now: float, job: int, draw: Draw) -> None: ...
+
+    def wake(self, now: float, token: int) -> Sequence[int]:
+        """Jobs that leave now. `token` is what the replica gave with the event."""
+        ...
+
+    def load(self, now: float) -> float:
+        """Seconds of work that came and is not done."""
+        ...
+
+
+class Agenda:
+    """Events to come: (time, turn, replica and its token) or (time, turn, None and a job)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, int, Replica | None, int]] = []
+        self.turn: Iterator[int] = count()
+
+    def add(self, at: float, replica: Replica, token: int) -> None:
+        heappush(self.events, (at, next(self.turn), replica, token))
+
+
+class Log:
+    """When tokens came, and how much of a piece of work lies where utilisation is measured."""
+
+    def __init__(self, since: float, until: float, jobs: int) -> None:
+        self.since, self.until = since, until
+        self.first_token = [float("nan")] * jobs
+        self.last_token = [float("nan")] * jobs
+
+    def within(self, start: float, end: float) -> float:
+        """Seconds of [start, end] between the first and the last arrival."""
+        return max(min(end, self.until) - max(start, self.since), 0.0)
+
+
+class SerialReplica:
+    """One request after the other, whole: a generator, or an engine with its generator inside.
+
+    A monolith that generates (PDG) holds its device for a request's whole time: prefill, decode
+    and generation, as Cornfigurator's monoliths do.
+    """
+
+    def __init__(self, station: Station, agenda: Agenda, log: Log) -> None:
+        self._station, self._agenda, self._log = station, agenda, log
+        self._free_at = 0.0
+        self.outstanding = 0
+        self.busy_s = 0.0
+
+    def arrive(self, now: float, job: int, draw: Draw) -> None:
+        start = max(now, self._free_at)
+        at = start + prefill_alone_s(self._station, draw)
+        if "P" in self._station.tasks:
+            self._log.first_token[job] = at
+        if "D" in self._station.tasks:
+            at += decode_alone_s(self._station, draw)
+            self._log.last_token[job] = at
+        if self._station.generate is not None:
+            at += self._station.generate(draw.units)
+        self._free_at = at
+        self.outstanding += 1
+        self.busy_s += self._log.within(start, at)
+        self._agenda.add(at, self, job)
+
+    def wake(self, now: float, token: int) -> Sequence[int]:
+        self.outstanding -= 1
+        return (token,)
+
+    def load(self, now: float) -> float:
+        return max(self._free_at - now, 0.0)
+
+
+class EncoderReplica:
+    """Batches of items, first in first out, up to `max_patches` each.
+
+    Items of one request may share a batch or be in several; it leaves when all are done.
+    """
+
+    def __init__(self, station: Station, agenda: Agenda, log: Log) -> None:
+        assert station.encode is not None
+        self._encode, self._most = station.encode, station.max_patches
+        self._agenda, self._log = agenda, log
+        self._items: deque[tuple[int, int]] = deque()
+        self._batch: list[int] = []
+        self._idle = True
+        self._left: dict[int, int] = {}
+        self._queued_s = 0.0
+        self._start = self._until = 0.0
+        self.outstanding = 0
+        self.busy_s = 0.0
+
+    def arrive(self, now: float, job: int, draw: Draw) -> None:
+        self.outstanding += 1
+        if not draw.patches:
+            # Through the agenda, so that a job leaves by `wake` only.
+            self._agenda.add(now, self, job)
+            return
+        self._left[job] = len(draw.patches)
+        for patches in draw.patches:
+            self._items.append((job, patches))
+            self._queued_s += self._encode(patches)
+        if self._idle:
+            # An event, not a call: what comes at the same instant shares the batch.
+            self._idle = False
+            self._start = self._until = now
+            self._agenda.add(now, self, -1)
+
+    def wake(self, now: float, token: int) -> Sequence[int]:
+        if token >= 0:
+            self.outstanding -= 1
+            return (token,)
+        self.busy_s += self._log.within(self._start, now)
+        done = []
+        for job in self._batch:
+            self._left[job] -= 1
+            if not self._left[job]:
+                del self._left[job]
+                done.append(job)
+        self._batch.clear()
+        self.outstanding -= len(done)
+        if self._items:
+            self._begin(now)
+        else:
+            self._idle = True
+        return done
+
+    def load(self, now: float) -> float:
+        return self._queued_s + max(self._until - now, 0.0)
+
+    def _begin(self, now: float) -> None:
+        patches = 0
+        while self._items and (not patches or patches + self._items[0][1] <= self._most):
+            job, size = self._items.popleft()
+            patches += size
+            self._queued_s -= self._encode(size)
+            self._batch.append(job)
+        self._start, self._until = now, now + self._encode(patches)
+        self._agenda.add(self._until, self, -1)
+
+
+def batches_s(station: Station, patches: Sequence[int]) -> float:
+    """Seconds to encode items in batches of up to `max_patches`, one after the other."""
+    if station.encode is None or not patches:
+        return 0.0
+    total, batch = 0.0, 0
+    for size in patches:
+        if batch and batch + size > station.max_patches:
+            total += station.encode(batch)
+            batch = 0
+        batch += size
+    return total + station.encode(batch)
+
+
+def off_device_s(station: Station, draw: Draw) -> float:
+    """Added once where it prefills, and no replica is busy with it.
+
+    The engine's API and network, and a pipeline's later stages for the prompt's last tokens.
+    """
+    if station.steps is None or "P" not in station.tasks:
+        return 0.0
+    last = min(draw.computed_tokens, station.chunk_tokens)
+    return station.steps.request_overhead_s + station.steps.drain_s(last)
+
+
+def prefill_alone_s(station: Station, draw: Draw) -> float:
+    """Seconds to encode and prefill one request with nothing beside it."""
+    seconds = batches_s(station, draw.patches) if "E" in station.tasks else 0.0
+    if station.steps is None or "P" not in station.tasks:
+        return seconds
+    chunk = station.chunk_tokens if station.chunked else draw.computed_tokens
+    whole, rest = divmod(draw.computed_tokens, chunk)
+    seconds += whole * station.steps.prefill(chunk) if whole else 0.0
+    return seconds + (station.steps.prefill(rest) if rest else 0.0)
+
+
+def decode_alone_s(station: Station, draw: Draw) -> float:
+    """Seconds of the iterations after the first token, with nothing beside it."""
+    if station.steps is None or "D" not in station.tasks:
+        return 0.0
+    steps = draw.output_tokens - 1
+    context = steps * draw.prompt_tokens + steps * (steps - 1) / 2
+    return steps * station.steps.decode(1) + station.steps.kv_token_s * context
+
+
+def alone_s(station: Station, draw: Draw) -> float:
+    """Seconds of a visit with nothing beside it."""
+    seconds = prefill_alone_s(station, draw) + decode_alone_s(station, draw)
+    if station.generate is not None and "G" in station.tasks:
+        seconds += station.generate(draw.units)
+    return seconds

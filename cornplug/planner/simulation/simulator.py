@@ -1,0 +1,128 @@
+"""Discrete-event simulation of requests through stations of engine replicas.
+
+An event is a request that comes to a station or a replica that is done with a piece of work; an
+engine's run of decode iterations is one piece, so the cost of a request does not grow with its
+output. Requests that come at the same instant share an iteration or a batch. What is not
+simulated: failures, preemption of requests for want of KV (the engines' admission reserves it
+here), and the time a router takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.simulation.dispatch import Dispatch
+from cornplug.planner.simulation.replicas import Agenda, Log, off_device_s
+from cornplug.planner.simulation.stations import Job, Outcome, Station, Visit
+
+__all__ = ["Job", "Outcome", "Station", "Visit", "simulate"]
+
+
+def simulate(stations: Sequence[Station], jobs: Sequence[Job], *, seed: int = 0) -> Outcome:
+    """Run all jobs (sorted by `at_s`) to their end.
+
+    An overloaded station ends, too: its requests wait long. `off_device_s` of the first
+    station that prefills is added to a job's TTFT and end-to-end time, once.
+
+    Raises:
+        ConfigError: a job needs more KV than one replica of a station has.
+        ValueError: the jobs are not sorted.
+    """
+    if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
+        raise ValueError("jobs must be sorted by at_s")
+    agenda = Agenda()
+    log = Log(jobs[0].at_s, jobs[-1].at_s, len(jobs)) if jobs else Log(0.0, 0.0, 0)
+    rng = np.random.default_rng(seed)
+    dispatches = [Dispatch(station, agenda, log, rng) for station in stations]
+    run = _Run(jobs, dispatches, agenda)
+    run.to_the_end()
+    return _outcome(jobs, stations, dispatches, log, run)
+
+
+class _Run:
+    """The event loop, and when each job came to and left each of its visits."""
+
+    def __init__(self, jobs: Sequence[Job], dispatches: Sequence[Dispatch], agenda: Agenda) -> None:
+        self._jobs, self._dispatches, self._agenda = jobs, dispatches, agenda
+        self.came: list[list[float]] = [[] for _ in jobs]
+        self.left: list[list[float]] = [[] for _ in jobs]
+        self.end = [float("nan")] * len(jobs)
+
+    def to_the_end(self) -> None:
+        events = self._agenda.events
+        for i, job in enumerate(self._jobs):
+            while events and events[0][0] < job.at_s:
+                self._step()
+            self._go_on(i, job.at_s)
+        while events:
+            self._step()
+
+    def _step(self) -> None:
+        now, _, replica, token = heappop(self._agenda.events)
+        if replica is None:
+            self._arrive(token, now)
+            return
+        for i in replica.wake(now, token):
+            self.left[i].append(now)
+            self._go_on(i, now)
+
+    def _go_on(self, i: int, now: float) -> None:
+        """To the next visit of a job, or to its end."""
+        visits = self._jobs[i].visits
+        done = len(self.left[i])
+        if done == len(visits):
+            self.end[i] = now
+            return
+        delay = visits[done].delay_s
+        if delay or done:
+            heappush(self._agenda.events, (now + delay, next(self._agenda.turn), None, i))
+        else:
+            self._arrive(i, now)
+
+    def _arrive(self, i: int, now: float) -> None:
+        job = self._jobs[i]
+        self.came[i].append(now)
+        self._dispatches[job.visits[len(self.left[i])].station].arrive(now, i, job.draw)
+
+
+def _outcome(
+    jobs: Sequence[Job], stations: Sequence[Station], dispatches: Sequence[Dispatch], log: Log, run: _Run
+) -> Outcome:
+    at = np.array([job.at_s for job in jobs])
+    output = np.array([job.draw.output_tokens for job in jobs], dtype=np.int64)
+    overhead = np.array([_overhead(job, stations) for job in jobs])
+    end, first, last = np.array(run.end), np.array(log.first_token), np.array(log.last_token)
+    first_known = np.where(np.isnan(first), at, first)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot = np.where(output > 1, (last - first_known) / (output - 1), np.nan)
+    span = max(log.until - log.since, 0.0)
+    return Outcome(
+        kind=np.array([job.kind for job in jobs], dtype=np.int64),
+        ttft=np.where(np.isnan(first), end, first) - at + overhead,
+        tpot=tpot,
+        e2e=end - at + overhead,
+        stage_s=_stage_times(run.came, run.left),
+        busy={d.station.name: d.busy_s / (span * d.station.replicas) if span else 0.0 for d in dispatches},
+    )
+
+
+def _overhead(job: Job, stations: Sequence[Station]) -> float:
+    for visit in job.visits:
+        station = stations[visit.station]
+        if station.steps is not None and "P" in station.tasks:
+            return off_device_s(station, job.draw)
+    return 0.0
+
+
+def _stage_times(came: list[list[float]], left: list[list[float]]) -> NDArray[np.float64]:
+    width = max((len(row) for row in came), default=0)
+    times = np.full((len(came), width), np.nan)
+    for i, (row_in, row_out) in enumerate(zip(came, left, strict=True)):
+        for k, (a, b) in enumerate(zip(row_in, row_out, strict=True)):
+            times[i, k] = b - a
+    return times

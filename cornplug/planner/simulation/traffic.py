@@ -1,0 +1,168 @@
+"""Requests of a plan's classes on their way through its stations, before anything is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.errors import ConfigError
+from cornplug.planner.given.demand import Draw
+from cornplug.planner.plan import Route, Stage
+from cornplug.planner.simulation import arrivals
+from cornplug.planner.simulation.replicas import alone_s
+from cornplug.planner.simulation.simulator import Job, Station, Visit
+
+Delays = Callable[[str, str, Draw], float]
+"""Tasks of the stage before, tasks of the stage after, the request -> seconds between them."""
+_MEANS_TO_WARM = 3.0
+_LEAST_OF_A_CLASS = 500
+_LONGER_FOR_RARE = 3.0
+
+
+@dataclass(frozen=True)
+class Class:
+    """Requests of one "application/request"."""
+
+    name: str
+    rate: float
+    """Requests a second that arrive: routes' rates are only the shares in which they part."""
+    burst: float
+    """Squared coefficient of variation of the times between arrivals."""
+    draws: Sequence[Draw]
+    """Equally likely."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A stage of a route: one of its stations, at random by weight."""
+
+    tasks: str
+    stations: tuple[int, ...]
+    weights: tuple[float, ...]
+    delays_s: NDArray[np.float64]
+    """Of each of the class's draws, before it."""
+
+    def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        if len(self.stations) == 1:
+            return np.full(n, self.stations[0], dtype=np.int64)
+        return rng.choice(np.array(self.stations, dtype=np.int64), n, p=self.weights)
+
+
+@dataclass(frozen=True)
+class Way:
+    share: float
+    stops: tuple[Stop, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A class and the ways its requests take."""
+
+    of: Class
+    ways: tuple[Way, ...]
+
+    def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        return rng.choice(len(self.ways), n, p=[way.share for way in self.ways])
+
+    def visits_of(self, station: int) -> float:
+        """Share of the requests that come to a station."""
+        return sum(
+            way.share * weight
+            for way in self.ways
+            for stop in way.stops
+            for at, weight in zip(stop.stations, stop.weights, strict=True)
+            if at == station
+        )
+
+
+def traffic(
+    stations: Mapping[str, Station], routes: Sequence[Route], classes: Mapping[str, Class], delays: Delays
+) -> list[Traffic]:
+    """The classes that have a route, in the order of `classes`.
+
+    Raises:
+        ConfigError: a route's class or a group is not among those given.
+    """
+    places = {name: i for i, name in enumerate(stations)}
+    by_class: dict[str, list[Route]] = {}
+    for route in routes:
+        name = f"{route.app}/{route.request}"
+        if name not in classes:
+            raise ConfigError(f"routes: {name}", "no such request class", f"Known: {', '.join(classes)}.")
+        if route.rate > 0:
+            by_class.setdefault(name, []).append(route)
+    return [
+        Traffic(of, tuple(_way(of, route, by_class[name], places, delays) for route in by_class[name]))
+        for name, of in classes.items()
+        if name in by_class
+    ]
+
+
+def _way(
+    of: Class, route: Route, together: Sequence[Route], places: Mapping[str, int], delays: Delays
+) -> Way:
+    stops = []
+    for i, stage in enumerate(route.stages):
+        before = route.stages[i - 1] if i else None
+        stops.append(_stop(of, stage, before, places, delays))
+    return Way(route.rate / sum(r.rate for r in together), tuple(stops))
+
+
+def _stop(of: Class, stage: Stage, before: Stage | None, places: Mapping[str, int], delays: Delays) -> Stop:
+    unknown = [group for group in stage.groups if group not in places]
+    if unknown:
+        raise ConfigError(f"routes: {of.name}", f'no group "{unknown[0]}"', f"Known: {', '.join(places)}.")
+    total = sum(stage.groups.values())
+    between = [delays(before.tasks, stage.tasks, draw) if before else 0.0 for draw in of.draws]
+    return Stop(
+        stage.tasks,
+        tuple(places[group] for group in stage.groups),
+        tuple(weight / total for weight in stage.groups.values()),
+        np.array(between),
+    )
+
+
+def horizon(
+    stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int
+) -> tuple[float, float]:
+    """Seconds in which about `requests` requests come, and seconds to warm up before and cool after.
+
+    More come, up to 3 times as many, where a class would have fewer than 500 of them.
+
+    Warm-up is 3 times a request's mean time with nothing beside it, and a tenth of the rest;
+    never more than the counted time itself.
+    """
+    rates = [t.of.rate for t in all_traffic]
+    counted = requests / sum(rates)
+    counted = min(max(counted, _LEAST_OF_A_CLASS / min(rates)), _LONGER_FOR_RARE * counted)
+    alone = max(
+        sum(
+            weight * float(np.mean([alone_s(stations[at], draw) for draw in t.of.draws[:100]]))
+            for stop in way.stops
+            for at, weight in zip(stop.stations, stop.weights, strict=True)
+        )
+        for t in all_traffic
+        for way in t.ways
+    )
+    return counted, min(0.1 * counted + _MEANS_TO_WARM * alone, counted)
+
+
+def jobs_of(t: Traffic, kind: int, seconds: float, rng: np.random.Generator) -> list[Job]:
+    """A class's requests of so many seconds, with their draws, ways and groups."""
+    at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
+    n = len(at)
+    ways, draws = t.choose(n, rng), arrivals.evenly(len(t.of.draws), n, rng)
+    chosen = [[stop.choose(n, rng).tolist() for stop in way.stops] for way in t.ways]
+    between = [[stop.delays_s.tolist() for stop in way.stops] for way in t.ways]
+    return [
+        Job(
+            time,
+            kind,
+            t.of.draws[d],
+            tuple(Visit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
+        )
+        for i, (time, w, d) in enumerate(zip(at.tolist(), ways.tolist(), draws.tolist(), strict=True))
+    ]

@@ -1,0 +1,49 @@
+"""Services that stand in for one another, taken alone: their least cost bounds the whole pool's.
+
+A request may take the monolith, or prefill and decode apart: such services form a group. What
+couples groups (tiers of one demand, cache levels, the network, nodes that several fill) is left
+out, so that a group's least cost, whatever a GPU is said to cost, is never more than what it
+costs in any plan. The model's own relaxation splits replicas at will and stays percents below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cornplug.planner.solving.pool import Pool, Variant
+
+
+def groups(pool: Pool) -> list[frozenset[str]]:
+    """A partition of the services that variants need."""
+    parts: list[frozenset[str]] = []
+    for u in pool.demands:
+        ways = [frozenset(need.service for need in v.needs) for v in pool.variants if v.demand == u.name]
+        if not ways:
+            continue
+        always = frozenset.intersection(*ways)
+        either = frozenset[str]().union(*ways) - always
+        for new in [either, *(frozenset({service}) for service in always)]:
+            if new:
+                touched = [part for part in parts if part & new]
+                parts = [part for part in parts if not part & new]
+                parts.append(new.union(*touched))
+    return parts
+
+
+def alone(pool: Pool, services: frozenset[str]) -> Pool:
+    """The pool of one group: its cells, and what the demands ask of it."""
+    ways: dict[tuple[str, object], Variant] = {}
+    for v in pool.variants:
+        needs = tuple(need for need in v.needs if need.service in services)
+        ways.setdefault((v.demand, needs), replace(v, needs=needs, levels=frozenset(), network=0.0))
+    here = {u for (u, needs) in ways if needs}
+    cells = [c for c in pool.cells if c.service in services]
+    return replace(
+        pool,
+        cells=tuple(replace(c, capacity={u: r for u, r in c.capacity.items() if u in here}) for c in cells),
+        demands=tuple(u for u in pool.demands if u.name in here),
+        variants=tuple(v for v in ways.values() if v.demand in here),
+        levels=(),
+        objective="cost",
+        running=None,
+    )

@@ -1,0 +1,103 @@
+"""The best plan and the best bound so far, over several calls of a solver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf, isfinite
+from typing import Any, Literal
+
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Progress
+from cornplug.planner.solving.solution import Values
+from cornplug.planner.solving.solvers import Limits, Run, reached
+from cornplug.planner.solving.solvers import solve as run_solver
+
+Tell = Callable[[Progress], None]
+
+
+class Incumbent:
+    """Of one model and its money; `tell` hears of every improvement."""
+
+    def __init__(self, model: Model, money: Any, settings: Solver, seconds: float, tell: Tell | None) -> None:
+        self.model, self.money, self.settings = model, money, settings
+        self.began, self.seconds, self.tell = time.monotonic(), seconds, tell
+        self.values: Values | None = None
+        self.dollars, self.bound, self.solver = inf, -inf, ""
+        self.history: list[Progress] = []
+
+    @property
+    def proven(self) -> bool:
+        return reached(self.dollars, self.bound, self.settings.gap)
+
+    def seconds_for(self, share: float) -> float:
+        """Of the time limit, as far as it is left; a little always is."""
+        left = self.seconds - (time.monotonic() - self.began)
+        return max(min(share * self.seconds, left), 0.02 * self.seconds)
+
+    def improve(self, goal: Any, share: float, *, gap: float | None = None) -> Run:
+        """One call of the solver, from the best plan; what it finds is kept where it is cheaper."""
+        model, is_money = self.model, goal is self.money
+        model.problem.setObjective(goal)
+        for variable, value in (self.values or {}).items():
+            variable.varValue = value
+        limits = Limits(
+            self.settings.gap if gap is None else gap, self.seconds_for(share), self.settings.threads
+        )
+        watch = self._watch() if is_money else None
+        run = run_solver(model.problem, self.settings.name, limits, watch, start=self.values is not None)
+        self.solver = run.solver
+        if run.status in ("optimal", "feasible"):
+            self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_money)
+        if is_money:
+            self.raise_bound(run.bound)
+        return run
+
+    def _keep(self, values: Values, *, equals: bool) -> None:
+        """Of plans that cost the same, the one that is better by a potential leads on."""
+        dollars = sum(weight * values[v] for v, weight in self.money.items())
+        if dollars < self.dollars - 1e-6:
+            self.dollars, self.values = dollars, values
+            self._note(self.dollars, self.bound)
+        elif equals and dollars < self.dollars + 1e-6:
+            self.values = values
+
+    def raise_bound(self, bound: float) -> None:
+        if isfinite(bound) and bound > self.bound:
+            self.bound = bound
+            self._note(self.dollars, self.bound)
+
+    def _watch(self) -> Tell:
+        """What the solver says while it works, as far as it is news."""
+
+        def heard(at: Progress) -> None:
+            dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
+            bound = self.bound if at.bound is None else max(at.bound, self.bound)
+            last = self.history[-1] if self.history else None
+            if last is None or (last.incumbent, last.bound) != (_known(dollars), _known(bound)):
+                self._note(dollars, bound)
+
+        return heard
+
+    def _note(self, dollars: float, bound: float) -> None:
+        at = Progress(time.monotonic() - self.began, _known(dollars), _known(bound))
+        self.history.append(at)
+        if self.tell is not None:
+            self.tell(at)
+
+    def run(self, status: Literal["infeasible"] | None = None) -> Run:
+        """All calls as one."""
+        seconds = time.monotonic() - self.began
+        history = tuple(self.history)
+        if status is not None:
+            return Run(status, self.solver, seconds, history=history)
+        if self.values is None:
+            return Run("none", self.solver, seconds, bound=self.bound, history=history)
+        first = next((at.seconds for at in history if at.incumbent is not None), None)
+        verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
+        return Run(verdict, self.solver, seconds, self.dollars, self.bound, first, history)
+
+
+def _known(value: float) -> float | None:
+    return value if isfinite(value) else None

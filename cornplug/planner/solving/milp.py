@@ -1,0 +1,334 @@
+"""The pool model as a mixed-integer linear program, in textbook order.
+
+Sets        demands u, variants v, services s, cells j, node classes n, cache levels l
+Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
+            f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
+            w_l    cache level chosen (binary)       e_j  cell used (binary; spare replicas)
+            a_j, d_j, m_jk  starts, stops, role switches (integer; `switching.py`)
+Objectives  dollars; or goodput, then dollars; or the least share served, then goodput, then dollars
+Constraints one function each; every row is named, and a plan's reasons quote those names
+
+Work may always use a cell that promises more than it asks for. Tiers are nested (who keeps
+0.2 s keeps 0.5 s), so that f needs no index for them: the cells that keep a tier must hold all
+work that asks for that tier or a tighter one. By Gale's theorem for nested sets this is just
+what it takes for such a flow to exist; `solution.py` then splits f by tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from pulp import lpSum
+
+from cornplug.errors import PlanUnfinished
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving import pool_checks, search, shortfall, switching
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Cell, Pool, Progress, Solution
+from cornplug.planner.solving.solution import Values, read, signed
+from cornplug.planner.solving.solvers import Limits, Run
+from cornplug.planner.solving.solvers import solve as run_solver
+
+# Objectives -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What one call of the solver minimises (sign 1) or maximises (-1)."""
+
+    name: str
+    expression: Any
+    sign: int = 1
+
+
+def goals(model: Model) -> list[Goal]:
+    """In their order: a later one chooses among the plans that are best by the earlier ones."""
+    first = {"cost": [], "goodput": [goodput(model)], "max-min": [least_share(model), goodput(model)]}
+    return [*first[model.pool.objective], money(model), neatness(model)]
+
+
+def money(model: Model) -> Goal:
+    """Dollars an hour; when re-planning, dollars over the horizon, changes included."""
+    nodes = lpSum(node.price * model.z[name] for name, node in model.nodes.items())
+    running = model.pool.running
+    if running is None:
+        return Goal("money", nodes)
+    return Goal("money", running.horizon_hours * nodes + switching.cost(model))
+
+
+def goodput(model: Model) -> Goal:
+    """Weighted requests a second within their SLOs."""
+    return Goal(
+        "goodput", lpSum(model.demands[v.demand].weight * model.phi[v.name] for v in model.variants), -1
+    )
+
+
+def least_share(model: Model) -> Goal:
+    return Goal("least_share", 1 * model.least, -1)
+
+
+def neatness(model: Model) -> Goal:
+    """The tie-break: GPUs taken at their price, plus each cell's preference (3 % at most).
+
+    It is a goal of its own, after the money and with the nodes held as they are, instead of a
+    small term in the money: a term small enough never to outweigh a cent would drown in the
+    solver's tolerances, and a larger one could.
+    """
+    return Goal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
+
+
+def _weight(model: Model, cell: Cell) -> float:
+    node = model.nodes[cell.nodes]
+    return max(node.price / node.gpus, 1e-3) * cell.gpus * (1 + cell.preference)
+
+
+# Constraints ----------------------------------------------------------------------------------
+
+
+def constrain(model: Model) -> None:
+    demand(model)
+    flow(model)
+    slices(model)
+    capacity(model)
+    packing(model)
+    stock(model)
+    network(model)
+    cache(model)
+    spare(model)
+    if model.pool.running is not None:
+        switching.constrain(model, model.pool.running)
+
+
+def demand(model: Model) -> None:
+    """All requests are served (cost), or at most all (goodput, max-min)."""
+    for u in model.demands.values():
+        served = lpSum(model.phi[v.name] for v in model.variants if v.demand == u.name)
+        cost = model.pool.objective == "cost"
+        model.add(f"demand[{u.name}]", served == u.rate if cost else served <= u.rate)
+        if model.pool.objective == "max-min":
+            model.add(f"share[{u.name}]", served >= u.rate * model.least)
+
+
+def flow(model: Model) -> None:
+    """What the variants ask of a service, its cells do, each within the tier asked for."""
+    for (u, service), needs in model.needs.items():
+        tiers = sorted({need.tier for _, need in needs})
+        for tier in tiers:
+            asked = lpSum(need.work * model.phi[v.name] for v, need in needs if need.tier <= tier)
+            done = lpSum(
+                model.f[u, c.name]
+                for c in model.cells_of[service]
+                if c.tier <= tier and (u, c.name) in model.f
+            )
+            within = "" if tier == inf else f",{tier:.12g}s"
+            model.add(f"flow[{u},{service}{within}]", done == asked if tier == tiers[-1] else done >= asked)
+
+
+def slices(model: Model) -> None:
+    """A demand that is cut into slices sends each slice one way, to one cell of each service."""
+    for v in model.variants:
+        u = model.demands[v.demand]
+        if u.slices is None:
+            continue
+        size = u.rate / u.slices
+        for i, need in enumerate(v.needs):
+            for cell in model.fit(v, need):
+                model.y[v.name, i, cell.name] = model.count(f"y_{len(model.y)}", u.slices)
+            parts = lpSum(model.y[v.name, i, cell.name] for cell in model.fit(v, need))
+            model.add(f"slices[{v.name},{need.service},{i}]", size * parts == model.phi[v.name])
+    for (name, cell_name), amount in model.f.items():
+        u = model.demands[name]
+        if u.slices is not None:
+            parts = lpSum(
+                u.rate / u.slices * need.work * model.y[v.name, i, cell_name]
+                for v in model.variants
+                if v.demand == name
+                for i, need in enumerate(v.needs)
+                if (v.name, i, cell_name) in model.y
+            )
+            model.add(f"slices[{name},{cell_name}]", amount == parts)
+
+
+def capacity(model: Model) -> None:
+    """Work fits the replicas; online work leaves the share that is kept free for its peaks."""
+    limits = model.pool.limits
+    for cell in model.pool.cells:
+        everyone, online = model.classes(cell), model.online(cell)
+        if online and limits.online_share < limits.max_utilisation:
+            room = limits.online_share * model.x[cell.name]
+            model.add(f"online[{cell.name}]", model.load(cell, online) <= room)
+        if len(online) < len(everyone) or limits.online_share >= limits.max_utilisation:
+            room = limits.max_utilisation * model.x[cell.name]
+            model.add(f"capacity[{cell.name}]", model.load(cell, everyone) <= room)
+
+
+def packing(model: Model) -> None:
+    """GPUs. Exact although nodes are only counted: footprints divide one another."""
+    for name, node in model.nodes.items():
+        used = lpSum(c.gpus * model.x[c.name] for c in model.pool.cells if c.nodes == name)
+        model.add(f"packing[{name}]", used <= node.gpus * model.z[name])
+
+
+def stock(model: Model) -> None:
+    for name, node in model.nodes.items():
+        model.add(f"stock[{name}]", model.z[name] <= node.stock)
+
+
+def network(model: Model) -> None:
+    """Bytes between nodes fit the nodes' network cards."""
+    traffic = {v.name: v.network for v in model.variants if v.network > 0}
+    if not traffic:
+        return
+    share = model.pool.limits.network_utilisation
+    # No more can flow than this; a card without a limit counts as one that carries it all
+    most = sum(
+        u.rate * max((v.network for v in model.variants if v.demand == u.name), default=0.0)
+        for u in model.demands.values()
+    )
+    room = lpSum(min(share * node.nic, most) * model.z[name] for name, node in model.nodes.items())
+    model.add("network", lpSum(size * model.phi[v] for v, size in traffic.items()) <= room)
+
+
+def cache(model: Model) -> None:
+    """One level of each cache; who counts on a level needs it; the caches fit the nodes' memory."""
+    levels = model.pool.levels
+    for name in dict.fromkeys(level.cache for level in levels):
+        chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)
+        model.add(f"cache[{name}]", chosen == 1)
+    for level in levels:
+        for u in model.demands.values():
+            users = [v for v in model.variants if v.demand == u.name and level.name in v.levels]
+            if users:
+                rate = lpSum(model.phi[v.name] for v in users)
+                model.add(f"level[{level.name},{u.name}]", rate <= u.rate * model.w[level.name])
+    if levels:
+        most = sum(level.bytes for level in levels)
+        room = lpSum(min(node.dram, most) * model.z[name] for name, node in model.nodes.items())
+        model.add("memory[caches]", lpSum(level.bytes * model.w[level.name] for level in levels) <= room)
+
+
+def spare(model: Model) -> None:
+    """A service survives the loss of one replica of any cell that it uses.
+
+    What online work leaves free on the cells that may stand in, counted in lost replicas, is at
+    least one replica, filled to the limit: after a loss the part kept for peaks may be used.
+    The exchange rate is the worst of the classes at hand, so that the row is exact where cells
+    are one another's multiples and careful otherwise.
+    """
+    limit = model.pool.limits.max_utilisation
+    for name, used in model.e.items():
+        lost = model.cells[name]
+        model.add(f"used[{name}]", model.x[name] <= model.most(lost) * used)
+        free = []
+        for cell in model.cells_of[lost.service]:
+            rate = stands_in(model, cell, lost)
+            if rate > 0:
+                left = limit * model.x[cell.name] - model.load(cell, model.online(cell))
+                free.append(rate * left)
+        model.add(f"spare[{name}]", lpSum(free) >= limit * used)
+
+
+def stands_in(model: Model, cell: Cell, lost: Cell) -> float:
+    """Replicas of `lost` that one of `cell` is worth; 0: it may not take all of its work."""
+    if cell.tier > lost.tier:
+        return 0.0
+    return min(cell.capacity.get(u, 0.0) / lost.capacity[u] for u in model.online(lost))
+
+
+# Solving --------------------------------------------------------------------------------------
+
+
+def build(pool: Pool) -> Model:
+    """Variables and all constraints, without an objective."""
+    model = Model(pool)
+    if pool.running is not None:
+        switching.variables(model, pool.running)
+    constrain(model)
+    return model
+
+
+def solve(
+    pool: Pool,
+    settings: Solver,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    notes: Mapping[str, str] | None = None,
+) -> Solution:
+    """The best plan of a pool, by its objective; among equals the cheapest, then the neatest.
+
+    `notes`: demand -> why nothing in the pool can serve it, for the message. Raises PlanInfeasible
+    with the constraint and how much is lacking, PlanUnfinished when the time limit came before any
+    plan, ConfigError when the pool itself is impossible.
+    """
+    began = time.monotonic()
+    pool_checks.check(pool)
+    model = build(pool)
+    shortfall.refuse_unserved(model, notes or {})
+    wanted = goals(model)
+    seconds = _seconds(wanted, 0, settings, began)
+    if pool.objective == "cost":
+        money = wanted[0].expression
+        first, values = search.least_cost(model, money, settings, seconds, progress, build)
+    else:
+        first, values = _minimise(model, wanted[0], settings, seconds, progress)
+    if first.status == "infeasible":
+        raise shortfall.explain(pool, settings, build)
+    if values is None:
+        raise PlanUnfinished(
+            f"no plan was found in {settings.time_limit_s:g} s, and none was proven impossible. "
+            "Raise solver.time_limit_s, or plan with fewer node classes."
+        )
+    for i, goal in enumerate(wanted[1:], 1):
+        _hold(model, wanted[i - 1], values, last=i == len(wanted) - 1)
+        _, better = _minimise(model, goal, settings, _seconds(wanted, i, settings, began), None, values)
+        values = better or values
+    return read(model, values, first, wanted[0].sign, time.monotonic() - began)
+
+
+def _minimise(
+    model: Model,
+    goal: Goal,
+    settings: Solver,
+    seconds: float,
+    progress: Callable[[Progress], None] | None,
+    start: Values | None = None,
+) -> tuple[Run, Values | None]:
+    """One call of the solver, and the plan that it found."""
+    model.problem.setObjective(goal.sign * goal.expression)
+    for variable, value in (start or {}).items():
+        variable.varValue = value
+    limits = Limits(settings.gap, seconds, settings.threads)
+    watch = None if progress is None else _with_sign(progress, goal.sign)
+    run = run_solver(model.problem, settings.name, limits, watch, start=start is not None)
+    if run.status in ("infeasible", "none"):
+        return run, None
+    return run, {v: v.varValue or 0.0 for v in model.problem.variables()}
+
+
+def _with_sign(progress: Callable[[Progress], None], sign: int) -> Callable[[Progress], None]:
+    def tell(at: Progress) -> None:
+        progress(signed(at, sign))
+
+    return tell
+
+
+def _seconds(wanted: list[Goal], i: int, settings: Solver, began: float) -> float:
+    """Most of what is left goes to this goal; a tie-break needs little, but never nothing."""
+    left = settings.time_limit_s - (time.monotonic() - began)
+    share = 0.6 if i < len(wanted) - 2 else 0.95
+    return max(share * left, 0.02 * settings.time_limit_s)
+
+
+def _hold(model: Model, goal: Goal, values: Values, *, last: bool) -> None:
+    """What an earlier goal reached stays. For the tie-break, so do the nodes: see `neatness`."""
+    reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
+    allowed = reached + 1e-7 * max(1.0, abs(reached))
+    # No law of the pool, and so no row by name: it must not be given as a plan's reason
+    model.problem.addConstraint(goal.sign * goal.expression <= allowed, f"keep:{goal.name}")
+    if last:
+        for z in model.z.values():
+            z.lowBound = z.upBound = round(values[z])

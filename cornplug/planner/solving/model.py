@@ -1,0 +1,128 @@
+"""Sets and variables of the pool model, and its rows by name. `milp.py` says what they mean.
+
+Every row is kept under the name that the plan's reasons and an explanation of a shortfall quote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import Any
+
+import pulp
+
+from cornplug.planner.solving.pool import Cell, Need, Pool, Variant
+
+
+class Model:
+    """One pool's sets and variables; `add` collects the constraints."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.problem: Any = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.rows: dict[str, Any] = {}
+        self._sets()
+        self._variables()
+
+    def _sets(self) -> None:
+        pool = self.pool
+        self.cells = {c.name: c for c in pool.cells}
+        self.nodes = {n.name: n for n in pool.nodes}
+        self.demands = {u.name: u for u in pool.demands}
+        self.cells_of: dict[str, list[Cell]] = {}
+        for cell in pool.cells:
+            self.cells_of.setdefault(cell.service, []).append(cell)
+        self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
+        self.needs: dict[tuple[str, str], list[tuple[Variant, Need]]] = {}
+        """(demand, service) -> who needs it, and how."""
+        for variant in self.variants:
+            for need in variant.needs:
+                self.needs.setdefault((variant.demand, need.service), []).append((variant, need))
+
+    def fit(self, variant: Variant, need: Need) -> Iterator[Cell]:
+        """Cells that may do this work."""
+        for cell in self.cells_of.get(need.service, ()):
+            if variant.demand in cell.capacity and cell.tier <= need.tier:
+                yield cell
+
+    def _variables(self) -> None:
+        pool = self.pool
+        self.phi = {v.name: self.real(f"phi_{i}") for i, v in enumerate(self.variants)}
+        self.f = {
+            (u, cell.name): self.real(f"f_{i}_{k}")
+            for i, ((u, service), needs) in enumerate(self.needs.items())
+            for k, cell in enumerate(self.cells_of[service])
+            if u in cell.capacity and cell.tier <= max(need.tier for _, need in needs)
+        }
+        self.x = {c.name: self.count(f"x_{i}", self.most(c)) for i, c in enumerate(pool.cells)}
+        self.z = {n.name: self.count(f"z_{i}") for i, n in enumerate(pool.nodes)}
+        self.w = {level.name: self.count(f"w_{i}", 1) for i, level in enumerate(pool.levels)}
+        self.e = {
+            c.name: self.count(f"e_{i}", 1)
+            for i, c in enumerate(pool.cells)
+            if c.service in pool.limits.spare and self.online(c)
+        }
+        self.least = self.real("least", 1.0)
+        self.y: dict[tuple[str, int, str], Any] = {}
+        self.a: dict[str, Any] = {}
+        self.d: dict[str, Any] = {}
+        self.m: dict[tuple[str, str], Any] = {}
+
+    def real(self, name: str, most: float | None = None) -> Any:
+        return self.problem.add_variable(name, 0, most)
+
+    def count(self, name: str, most: int | None = None) -> Any:
+        return self.problem.add_variable(name, 0, most, pulp.LpInteger)
+
+    def add(self, name: str, constraint: Any) -> None:
+        if name in self.rows:
+            raise ValueError(f"two constraints are called {name}")
+        self.rows[name] = constraint
+        # PuLP rewrites characters such as "/" and "-"; the number keeps two such names apart
+        self.problem.addConstraint(constraint, f"{len(self.rows)}:{name}")
+
+    def classes(self, cell: Cell) -> list[str]:
+        """Demands that may come to the cell."""
+        return [u for u in cell.capacity if (u, cell.name) in self.f]
+
+    def online(self, cell: Cell) -> list[str]:
+        return [u for u in self.classes(cell) if self.demands[u].online]
+
+    def load(self, cell: Cell, demands: Iterable[str]) -> Any:
+        """Replicas of the cell that the demands' work fills."""
+        return pulp.lpSum(self.f[u, cell.name] * (1 / cell.capacity[u]) for u in demands)
+
+    def most(self, cell: Cell) -> int:
+        """Replicas beyond which one more of this cell cannot help, nor fit.
+
+        A bound that is no looser than that keeps the relaxation tight: it is the coefficient
+        of the only rows that switch something on or off (`spare`).
+        """
+        node = self.nodes[cell.nodes]
+        room = int(node.stock * node.gpus / cell.gpus + 1e-9)
+        running = self.pool.running.replicas.get(cell.name, 0) if self.pool.running else 0
+        return min(room, max(self._useful(cell), running))
+
+    def _useful(self, cell: Cell) -> int:
+        work = {u: self._work(u, cell) for u in cell.capacity if (u, cell.service) in self.needs}
+        limits = self.pool.limits
+        online = sum(amount for u, amount in work.items() if self.demands[u].online)
+        whole = max(sum(work.values()) / limits.max_utilisation, online / limits.online_share)
+        if not self.pool.limits.spare:
+            return ceil(whole - 1e-9)
+        # Spare replicas: as many as stand in for one of the largest sibling.
+        largest = max(
+            (other.capacity[u] / cell.capacity[u])
+            for other in self.cells_of[cell.service]
+            for u in cell.capacity
+            if u in other.capacity
+        )
+        return ceil(whole - 1e-9) + ceil(largest - 1e-9)
+
+    def _work(self, demand: str, cell: Cell) -> float:
+        """Replicas that all of a demand would fill, on its most laborious way."""
+        ways: dict[str, float] = {}
+        for variant, need in self.needs[demand, cell.service]:
+            if cell.tier <= need.tier:
+                ways[variant.name] = ways.get(variant.name, 0.0) + need.work
+        return self.demands[demand].rate * max(ways.values(), default=0.0) / cell.capacity[demand]

@@ -1,0 +1,119 @@
+"""Refuses pools that mean nothing, before a solver gives a puzzling answer to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite, log2
+
+from cornplug.errors import ConfigError
+from cornplug.planner.solving.pool import Cell, Nodes, Pool
+
+SMALLEST_SHARE = 0.125
+"""Of a GPU. Footprints are halves of one another, or whole nodes: then counted nodes are exact."""
+
+
+def check(pool: Pool) -> None:
+    """Raises ConfigError that names the entry."""
+    _once("nodes", (n.name for n in pool.nodes))
+    _once("cells", (c.name for c in pool.cells))
+    _once("demands", (u.name for u in pool.demands))
+    _once("variants", (v.name for v in pool.variants))
+    _once("levels", (level.name for level in pool.levels))
+    _nodes(pool)
+    _cells(pool)
+    _demands(pool)
+    _variants(pool)
+    _running(pool)
+
+
+def _require(holds: bool, field: str, problem: str, remedy: str) -> None:
+    if not holds:
+        raise ConfigError(field, problem, remedy)
+
+
+def _once(what: str, names: Iterable[str]) -> None:
+    seen = set[str]()
+    for name in names:
+        _require(name not in seen, f"{what}[{name}]", "is there twice", "Give each its own name.")
+        seen.add(name)
+
+
+def _nodes(pool: Pool) -> None:
+    for node in pool.nodes:
+        field = f"nodes[{node.name}]"
+        _require(node.gpus >= 1, f"{field}.gpus", f"is {node.gpus}", "A node has at least one GPU.")
+        _require(
+            node.price >= 0 and isfinite(node.price),
+            f"{field}.price",
+            f"is {node.price}",
+            "Give dollars an hour, 0 or more.",
+        )
+        _require(node.stock >= 0, f"{field}.stock", f"is {node.stock}", "Give how many there are.")
+
+
+def _cells(pool: Pool) -> None:
+    nodes = {n.name: n for n in pool.nodes}
+    demands = {u.name for u in pool.demands}
+    for cell in pool.cells:
+        field = f"cells[{cell.name}]"
+        _require(cell.nodes in nodes, f"{field}.nodes", f'"{cell.nodes}" is none', "Name a node class.")
+        _require(
+            packs(cell, nodes[cell.nodes]),
+            f"{field}.gpus",
+            f"{cell.gpus:g} GPUs do not divide a node of {nodes[cell.nodes].gpus}",
+            "Give 1/8, 1/4, 1/2, 1, 2, 4, 8 up to the node's GPUs, or a multiple of these.",
+        )
+        for demand, rate in cell.capacity.items():
+            where = f"{field}.capacity[{demand}]"
+            _require(demand in demands, where, "is no demand's", "Name a demand.")
+            _require(
+                rate > 0 and isfinite(rate), where, f"is {rate}", "Leave out what the cell cannot serve."
+            )
+        _require(
+            0 <= cell.preference <= 0.03, f"{field}.preference", f"is {cell.preference}", "At most 0.03."
+        )
+
+
+def packs(cell: Cell, node: Nodes) -> bool:
+    if cell.gpus > node.gpus:
+        return cell.gpus % node.gpus == 0
+    return (
+        cell.gpus >= SMALLEST_SHARE and log2(cell.gpus).is_integer() and (node.gpus / cell.gpus).is_integer()
+    )
+
+
+def _demands(pool: Pool) -> None:
+    for u in pool.demands:
+        field = f"demands[{u.name}]"
+        _require(u.rate >= 0 and isfinite(u.rate), f"{field}.rate", f"is {u.rate}", "Give requests a second.")
+        _require(u.weight > 0, f"{field}.weight", f"is {u.weight}", "Give more than 0.")
+        _require(u.slices is None or u.slices >= 1, f"{field}.slices", f"is {u.slices}", "Give 1 or more.")
+
+
+def _variants(pool: Pool) -> None:
+    demands = {u.name for u in pool.demands}
+    levels = {level.name for level in pool.levels}
+    for v in pool.variants:
+        field = f"variants[{v.name}]"
+        _require(v.demand in demands, f"{field}.demand", f'"{v.demand}" is none', "Name a demand.")
+        _require(
+            v.levels <= levels, f"{field}.levels", f"{sorted(v.levels - levels)} are none", "Name levels."
+        )
+        for need in v.needs:
+            _require(
+                need.work >= 0 and isfinite(need.work),
+                f"{field}.needs[{need.service}].work",
+                f"is {need.work}",
+                "Give requests of the service for one request.",
+            )
+
+
+def _running(pool: Pool) -> None:
+    if pool.running is None:
+        return
+    cells = {c.name for c in pool.cells}
+    for name, count in pool.running.replicas.items():
+        field = f"running.replicas[{name}]"
+        _require(name in cells, field, "is no cell of the pool", "Keep the cells that run in the pool.")
+        young = pool.running.young.get(name, 0)
+        _require(0 <= young <= count, field, f"{young} of {count} are young", "Not more than run.")

@@ -1,0 +1,135 @@
+"""The least cost of pools that the solver does not settle at once.
+
+The cost is the nodes' alone: a plan that frees three GPUs of a node costs what it cost before,
+and a solver finds no direction in that. So plans are improved by a potential, the cost plus a
+little of each GPU's price. And each group of services is solved alone (`groups.py`): its least
+cost bounds the whole, whose relaxation gains most of its distance from the truth by splitting
+replicas; and the cells that it uses are the few that the whole is searched over. Both are done
+again at slightly other prices of GPUs. The last word is the solver's, on the cost itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+from pulp import LpContinuous, lpSum
+
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.groups import alone, groups
+from cornplug.planner.solving.incumbent import Incumbent, Tell
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Pool
+from cornplug.planner.solving.solution import Values
+from cornplug.planner.solving.solvers import Limits, Run, relax
+from cornplug.planner.solving.solvers import solve as run_solver
+
+Build = Callable[[Pool], Model]
+
+QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.05, 0.2, 0.2, 0.05, 0.75
+"""Shares of the time limit; the solver's last call gets what they leave."""
+GPU_WEIGHT = 0.1
+"""Of a GPU's price, in the potential."""
+SPREAD = 0.08
+"""Of a GPU's price, up and down, from round to round."""
+
+
+def least_cost(
+    model: Model, money: Any, settings: Solver, seconds: float, tell: Tell | None, build: Build
+) -> tuple[Run, Values | None]:
+    """The cheapest plan found, and what was proven of it."""
+    best = Incumbent(model, money, settings, seconds, tell)
+    quick = best.improve(money, QUICK)
+    if quick.status == "infeasible" or best.proven:
+        return best.run("infeasible" if quick.status == "infeasible" else None), best.values
+    prices = gpu_prices(model, money)
+    potential = money + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
+    best.improve(potential, POTENTIAL)
+    rounds(best, [build(alone(model.pool, part)) for part in groups(model.pool)], potential)
+    if best.proven:
+        return best.run(), best.values
+    last = best.improve(money, 1.0)
+    return best.run("infeasible" if last.status == "infeasible" else None), best.values
+
+
+def gpu_prices(model: Model, money: Any) -> dict[str, float]:
+    """Cell -> what the GPUs of one replica cost, in the money's unit."""
+    return {
+        c.name: money.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus
+        for c in model.pool.cells
+    }
+
+
+def rounds(best: Incumbent, parts: list[Model], potential: Any) -> None:
+    """Groups alone, then the whole over the cells that they chose, until the time is up."""
+    model, chance = best.model, np.random.default_rng(0)
+    worth, worthy = gpu_worth(best), set[str]()
+    end = time.monotonic() + best.seconds_for(ROUNDS)
+    for i in count():
+        spread = {n: worth[n] * (chance.uniform(1 - SPREAD, 1 + SPREAD) if i else 1.0) for n in worth}
+        worthy |= bound_groups(best, parts, spread)
+        if best.values is not None:
+            worthy |= {name for name, x in model.x.items() if best.values[x] > 0.5}
+        with without(model, model.x.keys() - worthy):
+            best.improve(potential, CHOSEN, gap=best.settings.gap / 10)
+        if i == 0:
+            best.improve(best.money, ROOT)
+        if best.proven or time.monotonic() > end:
+            return
+
+
+def bound_groups(best: Incumbent, parts: list[Model], worth: Mapping[str, float]) -> set[str]:
+    """Adds a row for each group: at these prices of GPUs its replicas cost at least this.
+
+    The rows follow from the others: they are no reasons for a plan. Returns the cells that the
+    groups' cheapest plans use.
+    """
+    used, end = set[str](), time.monotonic() + best.seconds_for(GROUPS)
+    for i, part in enumerate(sorted(parts, key=lambda part: len(part.x))):
+        seconds = 2 * (end - time.monotonic()) / (len(parts) - i)
+        if seconds <= 0:
+            break
+        for z in part.z.values():
+            z.cat = LpContinuous  # GPUs are paid for one by one
+        part.problem.setObjective(lpSum(worth[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
+        limits = Limits(best.settings.gap / 5, seconds, best.settings.threads)
+        run = run_solver(part.problem, best.settings.name, limits)
+        if run.bound > 0:
+            dollars = lpSum(worth[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
+            # A hair below: rounding must not cut off the very plan that proved it
+            best.model.problem.addConstraint(dollars >= run.bound * (1 - 1e-7))
+        if run.status in ("optimal", "feasible"):
+            used |= {name for name, x in part.x.items() if (x.varValue or 0.0) > 0.5}
+    return used
+
+
+def gpu_worth(best: Incumbent) -> dict[str, float]:
+    """Node class -> what one GPU is worth: its price, or more where the stock binds.
+
+    That much more is the relaxation's shadow price of the class's GPUs.
+    """
+    model = best.model
+    model.problem.setObjective(best.money)
+    relax(model.problem, best.settings.name)
+    return {
+        name: max(
+            best.money.get(z, 0.0) / model.nodes[name].gpus,
+            -(model.rows[f"packing[{name}]"].pi or 0.0),
+        )
+        for name, z in model.z.items()
+    }
+
+
+@contextmanager
+def without(model: Model, cells: Iterable[str]) -> Iterator[None]:
+    """Meanwhile these cells have no replicas."""
+    before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in cells}
+    for name in before:
+        model.x[name].lowBound = model.x[name].upBound = 0
+    yield
+    for name, (low, high) in before.items():
+        model.x[name].lowBound, model.x[name].upBound = low, high

@@ -1,0 +1,202 @@
+"""Why no plan exists: which constraint, what it allows, what is needed, and what would help.
+
+One kind of limit at a time is lifted and the least excess over it is sought. Each kind that
+makes the pool feasible alone is a remedy of its own; the demand itself is always one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from pulp import lpSum
+
+from cornplug.errors import PlanInfeasible
+from cornplug.planner.given.inputs import Solver
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Pool, Shortfall
+from cornplug.planner.solving.solvers import Limits
+from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.solving.switching import dear
+
+UNLIMITED = 10**6
+"""Nodes of a class, where its stock is lifted."""
+SECONDS = 5.0
+"""For each kind of limit: an explanation may be a little worse than the smallest."""
+
+Build = Callable[[Pool], Model]
+
+
+def refuse_unserved(model: Model, notes: Mapping[str, str]) -> None:
+    """Raises PlanInfeasible for demands that no cell can serve, whatever the stock."""
+    served = {v.demand for v in model.variants}
+    lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
+    if model.pool.objective == "goodput" and len(lost) < len(model.pool.demands):
+        return
+    if lost:
+        raise PlanInfeasible(
+            "no plan: " + "; ".join(f"demand[{u}]: {notes.get(u) or _missing(model.pool, u)}" for u in lost)
+        )
+
+
+def _missing(pool: Pool, demand: str) -> str:
+    """The one need that its ways fail at, or the nearest to what it asks."""
+    ways = [v for v in pool.variants if v.demand == demand]
+    if not ways:
+        return "no way through the services is planned for it. Allow another structure"
+    reasons = dict.fromkeys(
+        reason for v in ways for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
+    )
+    return "; ".join(reasons)
+
+
+def _fails(pool: Pool, demand: str, service: str, tier: float) -> str:
+    cells = [c for c in pool.cells if c.service == service]
+    if not cells:
+        return f"{service} has no cell: it fits on no GPU of the pool. Add a larger GPU"
+    able = [c for c in cells if demand in c.capacity]
+    if not able:
+        return f"none of the {len(cells)} cells of {service} carries it. Loosen its SLO or add a faster GPU"
+    best = min(able, key=lambda c: c.tier)
+    if best.tier <= tier:
+        return ""
+    return (
+        f"{service} within {tier:g} s is asked for, and its fastest cell, {best.name}, "
+        f"keeps {best.tier:g} s. Loosen its SLO or add a faster GPU"
+    )
+
+
+@dataclass(frozen=True)
+class Lift:
+    """A pool without one kind of limit, what to keep small instead, and how to tell of it."""
+
+    pool: Pool
+    excess: Callable[[Model], Any]
+    tell: Callable[[Model], Iterator[Shortfall]]
+
+
+def explain(pool: Pool, settings: Solver, build: Build) -> PlanInfeasible:
+    """The error that tells how to make the pool feasible."""
+    found = [list(shortfall) for lift in lifts(pool) if (shortfall := _try(lift, settings, build))]
+    ways = " Or: ".join("; ".join(text(s) for s in way) for way in found)
+    return PlanInfeasible("no plan: " + (ways or "several constraints together allow none."))
+
+
+def text(shortfall: Shortfall) -> str:
+    s = shortfall
+    return f"{s.constraint}: {s.allowed:.4g} {s.unit}, {s.needed:.4g} needed. {s.remedy}"
+
+
+def _try(lift: Lift, settings: Solver, build: Build) -> list[Shortfall]:
+    model = build(lift.pool)
+    model.problem.setObjective(lift.excess(model))
+    run = run_solver(model.problem, settings.name, Limits(0.02, SECONDS, settings.threads))
+    return list(lift.tell(model)) if run.status in ("optimal", "feasible") else []
+
+
+def lifts(pool: Pool) -> Iterator[Lift]:
+    yield _stock(pool)
+    if pool.running is not None and pool.running.max_changes is not None:
+        yield _changes(pool)
+    if pool.limits.spare:
+        yield _spare(pool)
+    if any(n.nic < inf for n in pool.nodes):
+        yield _network(pool)
+    if any(n.dram < inf for n in pool.nodes) and pool.levels:
+        yield _memory(pool)
+    yield _demand(pool)
+
+
+def _stock(pool: Pool) -> Lift:
+    limit = {n.name: n.stock for n in pool.nodes}
+
+    def excess(model: Model) -> Any:
+        over = {name: model.count(f"over_{i}") for i, name in enumerate(limit)}
+        for name, count in over.items():
+            model.add(f"over[{name}]", model.z[name] - limit[name] <= count)
+        return lpSum((model.nodes[name].price + 1) * count for name, count in over.items())
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        for name, z in model.z.items():
+            if (needed := round(z.varValue or 0.0)) > limit[name]:
+                yield Shortfall(
+                    f"stock[{name}]", limit[name], needed, "nodes", f"Raise the stock of {name} to {needed}."
+                )
+
+    lifted = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
+    return Lift(replace(pool, nodes=lifted), excess, tell)
+
+
+def _changes(pool: Pool) -> Lift:
+    running = pool.running
+    assert running is not None
+    allowed = running.max_changes or 0
+
+    def excess(model: Model) -> Any:
+        return lpSum(model.a.values()) + lpSum(dear(model, running))
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *dear(model, running)]))
+        yield Shortfall("change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}.")
+
+    return Lift(replace(pool, running=replace(running, max_changes=None)), excess, tell)
+
+
+def _spare(pool: Pool) -> Lift:
+    names = ", ".join(sorted(pool.limits.spare))
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        yield Shortfall(
+            f"spare[{names}]", 0, 1, "replicas that may be lost", "Or plan without: rules.n_plus_one = false."
+        )
+
+    lifted = replace(pool, limits=replace(pool.limits, spare=frozenset()))
+    return Lift(lifted, lambda model: lpSum(model.x.values()), tell)
+
+
+def _network(pool: Pool) -> Lift:
+    share = pool.limits.network_utilisation
+    size = {v.name: v.network for v in pool.variants}
+
+    def excess(model: Model) -> Any:
+        over = model.real("over")
+        room = lpSum(share * n.nic * model.z[n.name] for n in pool.nodes if n.nic < inf)
+        model.add("over[network]", lpSum(size[v] * phi for v, phi in model.phi.items()) - room <= over)
+        return over
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        needed = sum(size[v] * (phi.varValue or 0.0) for v, phi in model.phi.items())
+        room = sum(share * n.nic * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
+        yield Shortfall("network", room, needed, "bytes/s", "Faster network cards, or fewer stages apart.")
+
+    return Lift(replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes)), excess, tell)
+
+
+def _memory(pool: Pool) -> Lift:
+    size = {level.name: level.bytes for level in pool.levels}
+
+    def excess(model: Model) -> Any:
+        return lpSum(size[name] * w for name, w in model.w.items())
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        needed = sum(size[name] * (w.varValue or 0.0) for name, w in model.w.items())
+        room = sum(n.dram * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
+        yield Shortfall("memory[caches]", room, needed, "bytes", "Give nodes more dram_gib.")
+
+    return Lift(replace(pool, nodes=tuple(replace(n, dram=inf) for n in pool.nodes)), excess, tell)
+
+
+def _demand(pool: Pool) -> Lift:
+    def unserved(model: Model) -> Any:
+        return lpSum(u.rate for u in pool.demands) - lpSum(model.phi.values())
+
+    def tell(model: Model) -> Iterator[Shortfall]:
+        for u in pool.demands:
+            served = sum(model.phi[v.name].varValue or 0.0 for v in model.variants if v.demand == u.name)
+            if served < u.rate * (1 - 1e-6):
+                remedy = f'Lower its rate, or plan with objective = "goodput" for what {served:.4g} allows.'
+                yield Shortfall(f"demand[{u.name}]", served, u.rate, "requests/s served", remedy)
+
+    return Lift(replace(pool, objective="goodput"), unserved, tell)

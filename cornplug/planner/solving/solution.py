@@ -1,0 +1,82 @@
+"""From the values of a model's variables to a Solution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pulp import LpConstraintEQ, LpConstraintLE
+
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Flow, Progress, Solution
+from cornplug.planner.solving.solvers import Run
+
+Key = TypeVar("Key")
+Values = Mapping[Any, float]
+"""Variable -> value."""
+
+NOTHING = 1e-7
+"""Rates below are the solver's tolerance."""
+
+
+def read(model: Model, values: Values, run: Run, sign: int, seconds: float) -> Solution:
+    """`run`: of the first goal; `sign` is -1 where that was maximised."""
+    served = {name: values[phi] for name, phi in model.phi.items() if values[phi] > NOTHING}
+    return Solution(
+        status="optimal" if run.status == "optimal" else "feasible",
+        solver=run.solver,
+        seconds=seconds,
+        objective=sign * run.objective,
+        bound=sign * run.bound,
+        replicas=_whole(model.x, values),
+        nodes=_whole(model.z, values),
+        served=served,
+        flows=tuple(flows(model, values, served)),
+        levels=frozenset(name for name, w in model.w.items() if values[w] > 0.5),
+        slack={name: slack(row, values) for name, row in model.rows.items() if row.keys()},
+        first_s=run.first_s,
+        history=tuple(signed(at, sign) for at in run.history),
+        started=_whole(model.a, values),
+        switched=_whole(model.m, values),
+    )
+
+
+def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
+    counts = {key: round(values[variable]) for key, variable in variables.items()}
+    return {key: count for key, count in counts.items() if count}
+
+
+def slack(row: Any, values: Values) -> float:
+    """What is left of a constraint; of an equation, nothing ever is."""
+    if row.sense == LpConstraintEQ:
+        return 0.0
+    # PuLP keeps a row as expression + constant <= 0 (or >= 0)
+    value = row.constant + sum(weight * values[v] for v, weight in row.items())
+    return float(-value if row.sense == LpConstraintLE else value)
+
+
+def signed(at: Progress, sign: int) -> Progress:
+    if sign > 0:
+        return at
+    return replace(
+        at,
+        incumbent=None if at.incumbent is None else -at.incumbent,
+        bound=None if at.bound is None else -at.bound,
+    )
+
+
+def flows(model: Model, values: Values, served: Mapping[str, float]) -> Iterator[Flow]:
+    """Work by demand, service, tier asked for and cell: the tightest work on the tightest cells."""
+    for (u, service), needs in model.needs.items():
+        cells = [c for c in model.cells_of[service] if (u, c.name) in model.f]
+        cells.sort(key=lambda cell: cell.tier)
+        left = {cell.name: values[model.f[u, cell.name]] for cell in cells}
+        for tier in sorted({need.tier for _, need in needs}):
+            asked = sum(need.work * served.get(v.name, 0.0) for v, need in needs if need.tier == tier)
+            for cell in cells:
+                rate = min(left[cell.name], asked)
+                if rate > NOTHING and cell.tier <= tier:
+                    yield Flow(u, service, cell.name, rate, tier)
+                    left[cell.name] -= rate
+                    asked -= rate

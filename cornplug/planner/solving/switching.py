@@ -1,0 +1,67 @@
+"""Re-planning: what a change of the running replicas costs, and how much of it is allowed.
+
+x = x0 + a - d + in - out: starts, stops, and role switches between cells whose engines can change
+their role without a restart. That a switch comes before a restart follows from their prices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pulp import lpSum
+
+from cornplug.planner.solving.model import Model
+from cornplug.planner.solving.pool import Running
+
+
+def cost(model: Model) -> Any:
+    """Dollars for all starts and switches."""
+    running = model.pool.running
+    if running is None:
+        return 0.0
+    starts = lpSum(running.start_cost.get(name, 0.0) * a for name, a in model.a.items())
+    return starts + running.switch_cost * lpSum(dear(model, running))
+
+
+def constrain(model: Model, running: Running) -> None:
+    balance(model, running)
+    dwell(model, running)
+    change_budget(model, running)
+
+
+def variables(model: Model, running: Running) -> None:
+    for i, cell in enumerate(model.pool.cells):
+        now = running.replicas.get(cell.name, 0)
+        model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
+        model.d[cell.name] = model.count(f"d_{i}", now)
+        for other in (o for o in cell.switches_with if now and o in model.cells):
+            model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
+
+
+def balance(model: Model, running: Running) -> None:
+    for name, x in model.x.items():
+        came = lpSum(m for (_, to), m in model.m.items() if to == name)
+        went = lpSum(m for (source, _), m in model.m.items() if source == name)
+        now = running.replicas.get(name, 0)
+        model.add(f"balance[{name}]", x == now + model.a[name] - model.d[name] + came - went)
+
+
+def dwell(model: Model, running: Running) -> None:
+    """Replicas that have not run for the minimum dwell stay what they are."""
+    for name, young in running.young.items():
+        went = lpSum(
+            m for (source, to), m in model.m.items() if source == name and (source, to) not in running.free
+        )
+        old = running.replicas.get(name, 0) - young
+        model.add(f"dwell[{name}]", model.d[name] + went <= old)
+
+
+def change_budget(model: Model, running: Running) -> None:
+    if running.max_changes is not None:
+        changes = lpSum(model.a.values()) + lpSum(dear(model, running))
+        model.add("change_budget", changes <= running.max_changes)
+
+
+def dear(model: Model, running: Running) -> list[Any]:
+    """Role switches; a switch that changes no process counts for nothing."""
+    return [m for pair, m in model.m.items() if pair not in running.free]
