@@ -24,6 +24,9 @@ from cornplug.vllm_connector import plugin
 
 from .plans import Case, matrix, plan
 
+# Nothing is started, but vLLM's parser and its checks of a config take half a minute.
+pytestmark = pytest.mark.integration
+
 VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
 VLLM = [case for case in matrix() if case.engine == "vllm"]
 

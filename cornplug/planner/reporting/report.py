@@ -23,7 +23,7 @@ def html(plan: Plan) -> str:
         tag("meta", name="viewport", content="width=device-width"),
         tag("title", text(f"{plan.name}: {wording.headline(plan)}")),
         # The one string that is no Markup of ours by `text`: our own file, and CSS needs its quotes.
-        tag("style", Markup((files("cornplug.planner.reporting") / "report.css").read_text(encoding="utf-8"))),
+        tag("style", Markup((files(__package__) / "report.css").read_text(encoding="utf-8"))),
     )
     body = tag("body", *_title(plan), *_sections(plan))
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
