@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
@@ -53,13 +54,24 @@ class Cost:
     """None: no plan keeps the bounds."""
 
 
-def curve(again: Again, cost: float) -> Iterator[CurvePoint]:
-    """`cost`: of the plan, at factor 1."""
-    yield CurvePoint(slo_factor=1.0, cost_per_hour=cost)
+def curve(again: Again, cost: float) -> list[CurvePoint]:
+    """By growing factor. `cost`: of the plan, at factor 1."""
+    found = {1.0: Cost(cost)}
     for factor in FACTORS:
-        found = again.cost(f"SLO × {factor:g}", scaled(again.given, factor))
-        if found is not None:
-            yield CurvePoint(slo_factor=factor, cost_per_hour=found.per_hour)
+        one = again.cost(f"SLO × {factor:g}", scaled(again.given, factor))
+        if one is not None:
+            found[factor] = one
+    return list(falling(found))
+
+
+def falling(found: Mapping[float, Cost]) -> Iterator[CurvePoint]:
+    """A plan that keeps tighter bounds keeps looser ones, too: where the solver was stopped early and
+    its plan is dearer, that one stands in. The plan itself, at factor 1, is what it is."""
+    least = inf
+    for factor, one in sorted(found.items()):
+        cost = inf if one.per_hour is None else one.per_hour
+        least = cost if factor == 1 else min(cost, least)
+        yield CurvePoint(slo_factor=factor, cost_per_hour=None if least == inf else least)
 
 
 def prices(again: Again, cost: float, noise: float) -> Iterator[Binding]:

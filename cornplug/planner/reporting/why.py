@@ -80,7 +80,7 @@ def explain(
     binding = _bindings(asked)
     report("reasons", 0.5)
     again = slo_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
-    curve = list(slo_curve.curve(again, asked.value)) if _bounds_matter(given, asked) else []
+    curve = slo_curve.curve(again, asked.value) if _bounds_matter(given, asked) else []
     report("reasons", 0.8)
     if curve:
         binding = _dearest_first([*binding, *slo_curve.prices(again, asked.value, asked.noise)])
@@ -90,7 +90,7 @@ def explain(
         binding=binding,
         alternatives=others,
         monolith=sentence,
-        curve=sorted(curve, key=lambda p: p.slo_factor),
+        curve=curve,
         notes=notes,
     )
 

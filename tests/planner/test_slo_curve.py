@@ -1,0 +1,24 @@
+"""Cost against SLO: what the solver found at each factor, and what follows from it at others."""
+
+from __future__ import annotations
+
+from cornplug.planner.reporting.slo_curve import Cost, falling
+
+
+def test_looser_bounds_never_cost_more() -> None:
+    found = {
+        2.0: Cost(366.0),
+        1.0: Cost(114.0),
+        1.5: Cost(110.0),
+        0.7: Cost(165.0),
+        0.5: Cost(None),
+        3.0: Cost(None),
+    }
+    points = {p.slo_factor: p.cost_per_hour for p in falling(found)}
+    assert points == {0.5: None, 0.7: 165.0, 1.0: 114.0, 1.5: 110.0, 2.0: 110.0, 3.0: 110.0}
+    assert list(points) == sorted(points)
+
+
+def test_the_plan_itself_is_what_it_is() -> None:
+    """A quick solve at tighter bounds, not rehearsed, may look cheaper."""
+    assert [p.cost_per_hour for p in falling({0.7: Cost(90.0), 1.0: Cost(114.0)})] == [90.0, 114.0]
