@@ -47,7 +47,7 @@ _SLOW = {"CORNPLUG_ENCODER_DEADLINE_S": "60", "CORNPLUG_CONFIG": "", "OMP_NUM_TH
 def main() -> int:
     """Measure, print and write; 0 when all is within 25 %, else 1."""
     chosen = options(__doc__)
-    requests = 150 if chosen.quick else 400
+    requests = 120 if chosen.quick else 300
     described = machine.describe()
     folders = {
         name: models.llava(**size, layers=6, vision=TOWER, llm_seed=i, dtype="bfloat16")
@@ -55,7 +55,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory(prefix="cp-loop-") as name:
         folder = Path(name)
-        profiles = profile(folder, folders, repeats=3 if chosen.quick else 7)
+        profiles = profile(folder, folders, repeats=3 if chosen.quick else 5)
         rates = {app.name: profiles.rate(app) for app in APPS}
         plan = planned(folder, plan_input(folders, profiles, rates))
         took = load(folder, plan, rates, requests)
@@ -88,7 +88,7 @@ def _profile(out: Path, model: Path, line: Sequence[str], flags: Sequence[str]) 
 def planned(folder: Path, text: str) -> Plan:
     """The plan for this input, as the command line makes it."""
     (folder / "plan.toml").write_text(text)
-    line = [*_cornplug("plan"), str(folder / "plan.toml"), "-o", str(folder / "plan")]
+    line = [*_cornplug("plan"), str(folder / "plan.toml"), "-o", str(folder / "plan"), "--why", "0"]
     subprocess.run(line, check=True)
     return Plan.load(folder / "plan" / "plan.json")
 
@@ -114,8 +114,7 @@ def asked(
     """Requests of one app, as its plan describes them; the last ones come at once, to warm up."""
     seed = [app.name for app in APPS].index(app.name)
     rng = np.random.default_rng([seed, 7])
-    times = open_load.arrivals(rate, requests, seed)
-    times[-_WARM_UP:] = np.arange(_WARM_UP)
+    times = [*open_load.arrivals(rate, requests - _WARM_UP, seed), *range(_WARM_UP)]
     out = []
     for i, at_s in enumerate(times):
         letters = open_load.letters(int(rng.choice(app.letters)), seed * 1_000_000 + i)

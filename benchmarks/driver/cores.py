@@ -72,8 +72,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def _controller() -> Path:
-    """Where groups with CPU quotas are made."""
-    return _ROOT / "cpu" if (_ROOT / "cpu" / "cpu.cfs_quota_us").exists() else _ROOT
+    """Where groups with CPU quotas are made: version 1 below our own group, version 2 below the root."""
+    if not (_ROOT / "cpu").is_dir():
+        return _ROOT
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            return _ROOT / "cpu" / path.lstrip("/")
+    return _ROOT / "cpu"
 
 
 def _leave(group: Path) -> None:

@@ -44,8 +44,9 @@ class Took:
 
 
 def arrivals(rate: float, n: int, seed: int) -> np.ndarray:
-    """Times of `n` Poisson arrivals, (n,)."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
+    """Times of `n` Poisson arrivals, (n,), stretched so that their rate is what was asked for."""
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
+    return times * (n / rate / times[-1])
 
 
 def letters(tokens: int, seed: int) -> str:
