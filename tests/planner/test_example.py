@@ -1,0 +1,47 @@
+"""The committed plans of examples/plan_and_launch are those of its inputs, and say what the README says."""
+
+import hashlib
+import importlib.util
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cornplug.planner.plan import Plan
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_and_launch"
+
+
+@pytest.mark.parametrize("name", ["plan", "hand-made"])
+def test_the_plan_belongs_to_its_input(name):
+    plan = Plan.load(EXAMPLE / name / "plan.json")
+
+    assert plan.input_digest == hashlib.sha256((EXAMPLE / f"{name}.toml").read_bytes()).hexdigest()
+    assert plan.proof.status == "optimal"
+    assert f"{plan.cost_per_hour:.2f}" in (EXAMPLE / "README.md").read_text()
+
+
+def test_every_bound_is_kept_in_both():
+    for name in ("plan", "hand-made"):
+        for outlook in Plan.load(EXAMPLE / name / "plan.json").outlook:
+            for bound, times in (
+                (outlook.slo_ttft_s, outlook.ttft),
+                (outlook.slo_tpot_s, outlook.tpot),
+                (outlook.slo_e2e_s, outlook.e2e),
+            ):
+                assert bound is None or (times.p95 is not None and times.p95 <= bound)
+
+
+def test_the_comparison_tells_the_difference():
+    spec = importlib.util.spec_from_file_location("compare", EXAMPLE / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    compare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compare)
+    ours, hand_made = (Plan.load(EXAMPLE / name / "plan.json") for name in ("plan", "hand-made"))
+    out = io.StringIO()
+    compare.show(ours, hand_made, Console(file=out, width=200))
+
+    assert "saves $110.08/h, 50 % of $220.16/h" in out.getvalue()
+    assert "estimates" in out.getvalue()
