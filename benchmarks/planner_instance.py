@@ -33,12 +33,12 @@ class Device:
 
 
 DEVICES = (
-    Device("L4", 24, 300, 121, 1, 0.805, False),
-    Device("A10G", 24, 600, 70, 4, 5.672, False),
-    Device("L40S", 48, 864, 362, 4, 10.492, False),
-    Device("A100", 80, 2039, 312, 8, 27.447, True),
     Device("H100", 80, 3350, 989, 8, 55.04, True),
+    Device("L4", 24, 300, 121, 4, 4.602, False),
+    Device("A100", 80, 2039, 312, 8, 27.447, True),
+    Device("L40S", 48, 864, 362, 4, 10.492, False),
     Device("H200", 141, 4800, 989, 8, 63.296, True),
+    Device("A10G", 24, 600, 70, 4, 5.672, False),
     Device("B200", 180, 7700, 2250, 8, 113.933, True),
     Device("A100-40", 40, 1555, 312, 8, 21.958, True),
 )
@@ -55,8 +55,8 @@ class Size:
     modes: int = 2
     nodes: int = 64
     """Of each class that can be had."""
-    load: float = 5.0
-    """5 needs about 64 nodes; 1 needs about ten."""
+    load: float = 10.0
+    """10 needs about 64 nodes, 1 about seven."""
 
 
 @dataclass(frozen=True)

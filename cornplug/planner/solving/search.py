@@ -30,11 +30,11 @@ from cornplug.planner.solving.solvers import solve as run_solver
 
 Build = Callable[[Pool], Model]
 
-QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.05, 0.2, 0.2, 0.05, 0.75
+QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.05, 0.15, 0.15, 0.05, 0.6
 """Shares of the time limit; the solver's last call gets what they leave."""
 GPU_WEIGHT = 0.1
 """Of a GPU's price, in the potential."""
-SPREAD = 0.08
+SPREAD = 0.03
 """Of a GPU's price, up and down, from round to round."""
 
 
