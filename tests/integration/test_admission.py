@@ -49,11 +49,11 @@ def test_what_would_come_too_late_is_refused_at_once_and_the_rest_is_answered(se
         body = {"model": "model", "prompt": "one two three", "max_tokens": 96, "ignore_eos": True}
         return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
-    # One client: making one takes longer than the tiny model does, and no queue would come about. Nothing
-    # goes over a connection that the server, after 5 s, may be closing.
-    limits = httpx.Limits(keepalive_expiry=1)
+    # One client: making one takes longer than the tiny model does, and no queue would come about. Each
+    # request has a connection of its own: a kept one may be closing, after 5 s, on the server's side.
+    limits = httpx.Limits(max_keepalive_connections=0)
     with (
-        httpx.Client(base_url=server.url, timeout=120, trust_env=False, limits=limits) as http,
+        httpx.Client(base_url=server.url, timeout=300, trust_env=False, limits=limits) as http,
         ThreadPoolExecutor(24) as threads,
     ):
         # Premium keeps a queue there, under which the rate is measured.
