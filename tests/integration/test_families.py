@@ -42,9 +42,13 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
     "qwen3_vl_moe": checkpoints.qwen3_vl_moe,
 }
 SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-ELSEWHERE = {"vllm": ("llava", "qwen2_vl", "qwen3_vl"), "sglang": ("qwen2_vl", "qwen3_vl")}
-"""What other tests of script/test show as well (sharing, fine-tunes, two engines; Qwen3-VL's tower is its
-mixture's): these lines wait for somebody to ask for stress tests. An engine's start costs half a minute."""
+ELSEWHERE = {
+    "vllm": ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    "sglang": ("qwen2_vl", "qwen3_vl"),
+}
+"""What other tests of script/test show as well (sharing, fine-tunes, two engines, vLLM's model classes in
+process; Qwen3-VL's tower is its mixture's): these lines wait for somebody to ask for stress tests. An
+engine's start costs half a minute."""
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 SIZES = ((90, 80), (240, 100))
 TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
