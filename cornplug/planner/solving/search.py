@@ -30,7 +30,7 @@ from cornplug.planner.solving.solvers import solve as run_solver
 
 Build = Callable[[Pool], Model]
 
-QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.05, 0.15, 0.15, 0.05, 0.6
+QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.2, 0.15, 0.15, 0.05, 0.6
 """Shares of the time limit; the solver's last call gets what they leave."""
 GPU_WEIGHT = 0.1
 """Of a GPU's price, in the potential."""
@@ -48,7 +48,8 @@ def least_cost(
         return best.run("infeasible" if quick.status == "infeasible" else None), best.values
     prices = gpu_prices(model, money)
     potential = money + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
-    best.improve(potential, POTENTIAL)
+    if best.values is None:
+        best.improve(potential, POTENTIAL)
     rounds(best, [build(alone(model.pool, part)) for part in groups(model.pool)], potential)
     if best.proven:
         return best.run(), best.values
