@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +139,8 @@ class Report:
             "profiles": self.tables,
             "plan": self.plan.model_dump(mode="json"),
         }
-        (folder / f"{NAME}.json").write_text(json.dumps(content, indent=1) + "\n")
+        told = json.dumps(content, indent=1).replace(str(Path.home()), "~")  # models lie in its cache
+        (folder / f"{NAME}.json").write_text(re.sub(r"/tmp/cp-loop-\w+/", "", told) + "\n")
         lines = [f"# {TITLE}", "", f"`python benchmarks/{NAME}.py{' --quick' if self.quick else ''}`", ""]
         lines += [*machine.line(self.machine).split("\n"), ""]
         lines += ["| " + " | ".join(HEADINGS) + " |", "|---|---|" + "--:|" * (len(HEADINGS) - 2)]
