@@ -87,6 +87,17 @@ def test_a05_published_mix() -> None:
     assert found.cost_per_hour == pytest.approx(74.75)
 
 
+@pytest.mark.integration
+def test_a07_splitwise_has_many_prompt_machines_and_few_for_tokens() -> None:
+    found = plan(read("a07_splitwise_code"))
+    machines = replicas(found)
+    assert set(machines) == {"bloom/P@H100", "bloom/D@H100"}
+    prompt, token = machines["bloom/P@H100"], machines["bloom/D@H100"]
+    assert 24 <= prompt <= 30
+    assert 2 <= token <= 3
+    assert prompt >= 8 * token
+
+
 @pytest.mark.parametrize(
     ("gpus", "goodput", "mono"), [(1, 1.6, 1), (2, 5.6, 0), (3, 10.0, 0), (4, 11.6, 1), (8, 28.0, 0)]
 )
