@@ -13,6 +13,7 @@ from cornplug.planner.deciding.footprints import Footprint
 from cornplug.planner.deciding.services import Service
 from cornplug.planner.given.classes import RequestClass
 from cornplug.planner.given.inputs import Component, Measured, Profile, Rules, Throughput
+from cornplug.planner.performance import profiles as measured
 
 
 def given(service: Service, component: Component, footprint: Footprint) -> Throughput | None:
@@ -84,10 +85,7 @@ def _efficiency(service: Service, profiles: Mapping[str, Throughput], rules: Rul
 def _fits(profile: Profile, service: Service, component: Component, f: Footprint) -> bool:
     if not isinstance(profile, Throughput | Measured):
         return True
-    same = (profile.gpu, profile.tp, profile.pp, profile.quantisation) == (
-        f.gpu.name, f.tp, f.pp, _quantisation(component, f)
-    )  # fmt: skip
-    fits = same and profile.engine in (None, f.engine)
+    fits = measured.is_for(profile, f.gpu, f.engine, f.tp, f.pp, _quantisation(component, f))
     if isinstance(profile, Throughput):
         fits = fits and profile.role in (None, role(service, component), service.tasks)
     return fits

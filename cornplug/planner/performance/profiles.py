@@ -261,12 +261,16 @@ def _together(engine: Hardware, part: Hardware | None) -> Hardware | None:
     )
 
 
-def _is_for(profile: Throughput | Measured, place: Place, quantisation: str) -> bool:
+def is_for(
+    profile: Throughput | Measured, gpu: Gpu, engine: str, tp: int, pp: int, quantisation: str
+) -> bool:
+    """Whether what was measured was measured there: same GPU, parallelism and weights, any engine or this."""
     given = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
-    return given == (place.gpu.name, place.tp, place.pp, quantisation) and profile.engine in (
-        None,
-        place.engine,
-    )
+    return given == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
+
+
+def _is_for(profile: Throughput | Measured, place: Place, quantisation: str) -> bool:
+    return is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: Place) -> bool:
