@@ -103,6 +103,8 @@ class EncoderConfig(_Section):
     """Media in one HTTP request."""
     max_waiting: int = Field(default=256, gt=0)
     """Items in the queue beyond which the service answers 503."""
+    sglang: bool = False
+    """Serve SGLang's `--language-only` servers on the HTTP port as well (`cornplug encoder --sglang`)."""
     receivers: str = ""
     """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that are sent embeddings though another
     host asks for them. A server's own host needs no mention."""

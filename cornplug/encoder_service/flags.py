@@ -32,6 +32,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
         "encoder.socket": args.socket,
         "encoder.host": args.host,
         "encoder.port": args.port,
+        "encoder.sglang": args.sglang,
         "encoder.receivers": args.receivers,
         "store.socket": args.store_socket,
     }
@@ -44,7 +45,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         prog="cornplug encoder",
         description=description,
         epilog="SGLang: `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` is served on "
-        "the HTTP port as it is, with --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
+        "the HTTP port with --sglang, by --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
         "With several models the URL ends in /sglang/NAME.",
     )
     out.add_argument(
@@ -73,6 +74,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument("--socket", type=Path, help="unix socket for engines")
     out.add_argument("--host", help="HTTP address")
     out.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
+    out.add_argument(
+        "--sglang",
+        action="store_true",
+        default=None,
+        help="serve SGLang's --language-only servers on the HTTP port as well (default: off)",
+    )
     out.add_argument(
         "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
     )

@@ -4,7 +4,7 @@
     POST /v1/reload   the operator's, see `http_admin`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
     GET  /            a page of live figures, see `status`   GET /v1/status
-    POST /encode ...  SGLang's language-only servers, see `sglang_epd`
+    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`, see `sglang_epd`
 
 A client gives no ids. Nothing is fetched but from hosts that the operator allows, see `remote`.
 """
@@ -46,18 +46,20 @@ def create_app(
     # Decoding and preprocessing are C on bytes for the most part, so threads help.
     preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-prepare")
-    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
     served = Models(encoder.registry, preparer)
     encodes = Encodes(encoder, preparer, threads, config, secret=secret)
     history = History(encoder.meters)
 
+    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with parts.running(), history.running():
+        async with parts.running() if config.sglang else contextlib.nullcontext(), history.running():
             yield
 
     app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
-    app.include_router(sglang_epd.router(parts, encoder))
+    if config.sglang:
+        app.include_router(sglang_epd.router(parts, encoder))
     app.include_router(status.router(StatusReport(encoder, history, gate, served)))
     app.include_router(http_admin.router(encoder, served, config))
     app.add_middleware(

@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         encoder.meters.registry.register(ReplicaMeters(replicas))
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
-        for url in _sglang_urls(registry, port):
+        for url in _sglang_urls(registry, port) if config.encoder.sglang else ():
             console.print(f"for SGLang: --language-only --encoder-urls {url}")
         try:
             asyncio.run(serve(encoder, config, listeners, secret=secret))

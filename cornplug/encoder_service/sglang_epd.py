@@ -1,6 +1,6 @@
-"""SGLang's `--language-only` servers are served on the same HTTP port; nothing is to be switched on.
+"""SGLang's `--language-only` servers are served on the same HTTP port with `--sglang`.
 
-    cornplug encoder --model MODEL --port 8750
+    cornplug encoder --model MODEL --port 8750 --sglang
     python -m sglang.launch_server --model-path MODEL --language-only \\
         --encoder-urls http://HOST:8750 --encoder-transfer-backend zmq_to_scheduler
 

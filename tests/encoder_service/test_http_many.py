@@ -219,7 +219,11 @@ async def _post_and_leave(service: Service, body: dict[str, Any], leave: asyncio
     await service.app(scope, receive, send)
 
 
-def test_a_closed_gate_refuses_and_is_not_ready(service: Service, llava: str) -> None:
+def test_a_closed_gate_refuses_and_is_not_ready(
+    make_encoder: MakeEncoder, config: Config, llava: str
+) -> None:
+    encoder = config.encoder.model_copy(update={"sglang": True})
+    service = Service(make_encoder(), config.model_copy(update={"encoder": encoder}))
     assert service.call("GET", "/ready").status_code == 200
     service.gate.close()
     for answer in (

@@ -82,7 +82,7 @@ def run(make_encoder: MakeEncoder, qwen_registry: Any, config: Config) -> Run:
     def go(scenario: Scenario, *, store: Any = None, address: str = "127.0.0.1", **changes: Any) -> None:
         async def whole() -> None:
             encoder = make_encoder(store, registry=changes.pop("registry", qwen_registry))
-            small = config.encoder.model_copy(update=changes)
+            small = config.encoder.model_copy(update={"sglang": True, **changes})
             service = Service(encoder, config.model_copy(update={"encoder": small}), address)
             async with service.running():
                 await scenario(service)
@@ -202,6 +202,16 @@ def test_refusals_have_a_status_and_send_nothing(run: Run) -> None:
         await service.received()
 
     run(scenario, max_body_bytes=200_000, max_pixels=100_000)
+
+
+def test_it_is_off_unless_asked_for(run: Run) -> None:
+    async def scenario(service: Service) -> None:
+        assert (await service.encode([url(picture(1))])).status_code == 404
+        for path in ("/scheduler_receive_url", "/send", "/scheduler_receive_meta_data"):
+            assert (await service.client.post(path, json={"req_id": "r"})).status_code == 404
+        await service.silence()
+
+    run(scenario, sglang=False)
 
 
 def test_nobody_else_is_sent_to(run: Run) -> None:

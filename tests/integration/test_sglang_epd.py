@@ -88,7 +88,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     store = StoreProcess(sockets / "store.sock", log=folder / "store.log")
     encoder = EncoderProcess(
         [model],
-        *("--store-socket", str(store.socket)),
+        *("--sglang", "--store-socket", str(store.socket)),
         socket=sockets / "encoder.sock",
         log=folder / "encoder.log",
         env={"CORNPLUG_STORE_AUTOSTART": "false"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -105,6 +106,14 @@ def test_several_models_of_an_encoder_are_told_apart_by_sglang() -> None:
     mine = engine.model_copy(update={"model": "/models/Mine"})
     (command,) = only("engine", commands(made.model_copy(update={"groups": [more, mine]})))
     assert "http://${HOST_1}:8750/sglang/Mine" in command.argv
+
+
+@pytest.mark.parametrize(("engine", "asks"), [("sglang", True), ("vllm", False)])
+def test_an_encoder_serves_sglang_s_protocol_where_sglang_asks_it(
+    engine: Literal["vllm", "sglang"], asks: bool
+) -> None:
+    (encoder,) = only("encoder", commands(plan(Case("E+PD", engine))))
+    assert encoder_parser("").parse_args(list(encoder.argv[2:])).sglang is (True if asks else None)
 
 
 def test_lmcache_hands_over_through_a_server_of_its_own() -> None:

@@ -186,13 +186,21 @@ def _encoders(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroun
     for site in placed:
         if site.group.engine == "cornplug":
             together.setdefault((site.group.name, site.host), []).append(site)
+    asked = [s.group.engine == "sglang" for s in placed]
+    named = [url for a, by in zip(surroundings, asked, strict=True) if by for url in a.encoder_urls]
     return [
-        _encoder(plan, here, number=number, store=host in stored)
+        _encoder(
+            plan,
+            here,
+            number=number,
+            store=host in stored,
+            sglang=any(url == here[0].url or url.startswith(f"{here[0].url}/") for url in named),
+        )
         for number, ((_, host), here) in enumerate(together.items())
     ]
 
 
-def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool) -> Command:
+def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool, sglang: bool) -> Command:
     site = here[0]
     devices = sorted({device for one in here for device in one.devices})
     cpu = is_cpu(site.group)
@@ -203,6 +211,7 @@ def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool) -> C
     argv += ["--socket", encoder_socket(site)]
     argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
     argv += ["--threads", "1"] if cpu else []
+    argv += ["--sglang"] if sglang else []
     argv += ["--store-socket", STORE_SOCKET] if store else ["--no-store"]
     env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     if plan.reservations:
