@@ -1,6 +1,6 @@
 """What the KV of a namespace is computed from, besides its tokens: the root of its page keys.
 
-Equal to vLLM's (`vllm_connector.kv_scheduler`) for the same checkpoint, dtype, page and salt.
+Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine_side.page_roots`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_side.page_roots import page_root
 from cornplug.errors import CheckpointError
-from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import active
 from cornplug.sglang_hooks.compat import Hook, logger
@@ -65,13 +65,12 @@ class Roots:
         salt = salt_of(space.cache_salt, extra_key)
         root = self._known.get((salt, lora))
         if root is None:
-            fingerprint, spec = self._identity
-            extra: dict[str, Any] = {"page": self._page.spec()}
-            if lora:
-                extra["lora"] = lora
             if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
-            root = self._known[salt, lora] = kv_root(self._secret, fingerprint, spec | extra, salt)
+            root = page_root(
+                self._secret, self._identity, self._page, adapter=bytes.fromhex(lora) or None, salt=salt
+            )
+            self._known[salt, lora] = root
         return root
 
     def _read_identity(self) -> None:

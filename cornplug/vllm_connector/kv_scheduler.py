@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.engine_side.adapters import Adapters
 from cornplug.engine_side.page_header import read_page_header
+from cornplug.engine_side.page_roots import page_root
 from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CheckpointError, CodecError
-from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, Refusal
@@ -112,12 +112,11 @@ class KVScheduler:
 
     def _root(self, request: Request) -> bytes:
         assert self._identity is not None
-        fingerprint, spec = self._identity
         lora = request.lora_request
-        extra: dict[str, Any] = {"page": self._page.spec()}
-        if lora is not None:
-            extra["lora"] = self._adapters.digest(lora.lora_path).hex()
-        return kv_root(self._run.secret, fingerprint, spec | extra, request.cache_salt)
+        adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
+        return page_root(
+            self._run.secret, self._identity, self._page, adapter=adapter, salt=request.cache_salt
+        )
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

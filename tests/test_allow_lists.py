@@ -1,0 +1,129 @@
+"""Tables of an engine's settings: what is in none of them is shared under its default only."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from pydantic import Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from cornplug.engine_side.allow_lists import (
+    AS_OVERRIDE,
+    FieldTables,
+    Verdict,
+    defaults_of,
+    judge,
+    misplaced,
+    plain,
+)
+from cornplug.errors import CheckpointError
+
+
+class Kind(enum.Enum):
+    PLAIN = "plain"
+    OTHER = "other"
+
+
+@dataclass
+class Settings:
+    model: str
+    scale: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+    loader: str = "auto"
+    port: int = 80
+    kind: Kind = Kind.PLAIN
+    invented: bool = False
+
+
+TABLES = FieldTables(
+    of="Settings",
+    in_key={
+        "model": "the checkpoint's bytes",
+        "scale": AS_OVERRIDE,
+        "options": AS_OVERRIDE,
+        "kind": AS_OVERRIDE,
+    },
+    harmless={"port": "where it listens"},
+    refused={"loader": "reads other files than were hashed"},
+    same_as_default={"loader": frozenset({"hf"})},
+)
+
+
+def verdict(**changes: Any) -> Verdict:
+    settings = dataclasses.asdict(dataclasses.replace(Settings("m"), **changes))
+    return judge(TABLES, settings, defaults_of(Settings))
+
+
+def test_defaults_say_nothing() -> None:
+    assert verdict() == Verdict({}, {})
+    assert verdict(model="another", port=1, loader="hf", kind="plain") == Verdict({}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({"scale": 2.0}, {"Settings.scale": 2.0}),
+        ({"options": {"a": (1, {"b": None})}}, {"Settings.options": {"a": [1, {"b": None}]}}),
+        ({"kind": Kind.OTHER}, {"Settings.kind": "other"}),
+    ],
+)
+def test_what_changes_values_is_in_the_key(changes: dict[str, Any], overrides: dict[str, Any]) -> None:
+    assert verdict(**changes) == Verdict(overrides, {})
+
+
+def test_refusals_name_the_field_and_the_reason() -> None:
+    found = verdict(loader="pt")
+    with pytest.raises(CheckpointError, match=r"Settings\.loader: reads other files") as caught:
+        found.overrides_or_raise()
+    assert caught.value.reason == "settings"
+
+
+def test_a_field_that_nobody_has_looked_at_is_refused_when_set() -> None:
+    """As of an engine that has gained one since the tables were written."""
+    assert verdict(invented=False).refusals == {}
+    assert "does not know" in verdict(invented=True).refusals["Settings.invented"]
+    # Nobody can say what its default is.
+    assert "Settings.newer" in judge(TABLES, {"newer": None}, {}).refusals
+
+
+@pytest.mark.parametrize("value", [len, {1: 2}, float("nan"), object(), b"bytes"])
+def test_what_has_no_canonical_form_is_refused_rather_than_guessed(value: Any) -> None:
+    found = verdict(options={"x": value})
+    assert found.overrides == {}
+    assert "cannot be identified" in found.refusals["Settings.options"]
+
+
+def test_true_is_not_one() -> None:
+    assert verdict(scale=True).overrides == {"Settings.scale": True}
+
+
+def test_misplaced_names_what_a_release_has_added_dropped_or_what_stands_twice() -> None:
+    fields = [one.name for one in dataclasses.fields(Settings)]
+    assert misplaced(TABLES, fields) == {"invented": "in none of the tables"}
+    twice = dataclasses.replace(TABLES, refused={**TABLES.refused, "port": "", "invented": "", "gone": ""})
+    assert misplaced(twice, fields) == {"port": "in several tables", "gone": "no field of Settings"}
+
+
+def test_defaults_of_pydantic_dataclasses() -> None:
+    @pydantic_dataclass
+    class Theirs:
+        needed: int
+        bounded: int = Field(default=3, ge=0)
+        made: dict[str, int] = Field(default_factory=dict)
+        later: int = Field(init=False)
+
+    assert defaults_of(Theirs) == {"bounded": 3, "made": {}}
+
+
+def test_verdicts_add_up() -> None:
+    both = verdict(scale=2.0) | verdict(loader="pt")
+    assert set(both.overrides) == {"Settings.scale"}
+    assert set(both.refusals) == {"Settings.loader"}
+
+
+def test_plain_orders_sets() -> None:
+    assert plain({"b", "a"}) == ["a", "b"]
