@@ -7,6 +7,11 @@ written in place by several ranks:
     u16 segments | 32-byte key | dtype name | u64 dimension ... | u64 segment checksum ... |
     u64 checksum of all the above
 
+A writer of a part of a payload knows some of the checksums (`encode_part`); `join_parts` makes the header:
+
+    magic "CPPT" | u16 segments of the whole | u16 segments of this part | u16 index ... | a header
+    as above, of this part's checksums alone
+
 All integers are little-endian. A payload is `segments` equal parts, each with its own
 checksum (XXH3-64), so that a tensor-parallel rank verifies just the heads it reads.
 The checksum guards against damage, not against malice: keys are what guards against that.
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -27,6 +32,8 @@ from cornplug.errors import CodecError
 MAGIC: Final = b"CPLG"
 VERSION: Final = 1
 _FIXED: Final = struct.Struct("<4sHBBBBH32s")
+PART_MAGIC: Final = b"CPPT"
+_PART: Final = struct.Struct("<4sHH")
 
 
 class Kind(enum.IntEnum):
@@ -95,6 +102,47 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
         shape=struct.unpack_from(f"<{dims}Q", data, at),
         checksums=struct.unpack_from(f"<{segments}Q", data, at + 8 * dims),
     )
+
+
+def encode_part(
+    kind: Kind, key: bytes, dtype: str, shape: Sequence[int], segments: int, checksums: Mapping[int, int]
+) -> bytes:
+    """What the writer of some segments knows of a payload of `segments`: index -> checksum.
+
+    Raises CodecError when a field does not fit the format."""
+    if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
+        raise CodecError(f"a part of segments {sorted(checksums)} of {segments}", reason="codec")
+    header = Header(kind, key, dtype, tuple(shape), tuple(checksums.values()))
+    fixed = _PART.pack(PART_MAGIC, segments, len(checksums))
+    return fixed + struct.pack(f"<{len(checksums)}H", *checksums) + encode_header(header)
+
+
+def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
+    """The header of the payload that parts of `key` make: the very bytes that one writer would give.
+
+    Raises CodecError as `decode_header`, and with reason "parts" where they disagree, overlap or
+    leave a segment out."""
+    found: dict[int, int] = {}
+    claims: set[tuple[Kind, str, tuple[int, ...], int]] = set()
+    for part in parts:
+        if len(part) < _PART.size or part[:4] != PART_MAGIC:
+            raise CodecError("not a part of a cornplug header", reason="codec")
+        _, total, count = _PART.unpack_from(part)
+        at = _PART.size + 2 * count
+        if len(part) < at:
+            raise CodecError("part of a header is damaged", reason="codec")
+        header = decode_header(part[at:], key=key)
+        indices = struct.unpack_from(f"<{count}H", part, _PART.size)
+        claims.add((header.kind, header.dtype, header.shape, total))
+        if len(header.checksums) != count or not found.keys().isdisjoint(indices):
+            raise CodecError("two parts claim one segment", reason="parts")
+        found.update(zip(indices, header.checksums, strict=True))
+    if len(claims) != 1:
+        raise CodecError(f"parts of {len(claims)} different payloads", reason="parts")
+    ((kind, dtype, shape, total),) = claims
+    if sorted(found) != list(range(total)):
+        raise CodecError(f"{len(found)} of {total} segments", reason="parts")
+    return encode_header(Header(kind, key, dtype, shape, tuple(found[i] for i in range(total))))
 
 
 def verify(header: Header, payload: memoryview, segments: Sequence[int] | None = None) -> None:

@@ -139,3 +139,37 @@ def _resealed(meta: bytes, at: int, patch: bytes) -> bytes:
     """A header with a patched field and a checksum that agrees."""
     body = meta[:at] + patch + meta[at + len(patch) : -8]
     return body + struct.pack("<Q", checksum(body))
+
+
+def _part(checksums: dict[int, int], *, shape: tuple[int, ...] = (4, 2), segments: int = 4) -> bytes:
+    return codec.encode_part(Kind.KV_PAGE, KEY, "float16", shape, segments, checksums)
+
+
+def test_parts_join_to_what_one_writer_gives() -> None:
+    whole = codec.encode_header(Header(Kind.KV_PAGE, KEY, "float16", (4, 2), (10, 11, 12, 13)))
+    parts = [_part({3: 13, 1: 11}), _part({0: 10, 2: 12})]
+    assert codec.join_parts(parts, key=KEY) == whole
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (_part({1: 1, 2: 2, 3: 3}), "parts"),
+        (_part({2: 2}), "parts"),
+        (_part({2: 2, 3: 3}, shape=(8,)), "parts"),
+        (_part({2: 2, 3: 3}, segments=5), "parts"),
+        (_part({2: 2, 3: 3})[:-1], "codec"),
+        (b"CPPT\4\0\xff\xff", "codec"),
+        (b"", "codec"),
+    ],
+)
+def test_parts_that_make_no_whole_are_refused(other: bytes, reason: str) -> None:
+    with pytest.raises(CodecError) as e:
+        codec.join_parts([_part({0: 0, 1: 1}), other], key=KEY)
+    assert e.value.reason == reason
+
+
+@pytest.mark.parametrize("checksums", [{}, {4: 1}, {-1: 1}])
+def test_a_part_of_no_segment_is_refused(checksums: dict[int, int]) -> None:
+    with pytest.raises(CodecError):
+        _part(checksums)

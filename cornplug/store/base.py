@@ -14,10 +14,16 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
 * Nothing is visible before `commit`; after it, `meta` and payload never change.
 * Two writers of one key: the first `reserve` wins, the other is told `PENDING`, and
   `PRESENT` once it is committed. Nobody overwrites.
+* Several connections may write one entry together (`Part`): each reserves the key as its part of
+  one group, gets a token of its own for the same room, writes its bytes and commits what it knows
+  of the header. The entry is visible when every part is in. A part that is given up, or whose
+  connection ends, ends the reservation of all.
 * A lease keeps its entry in place until released, until it expires, or until the
-  connection that took it ends. A reservation ends the same way, and its room is not
-  given to another writer before the `quarantine` has passed, so that a dying writer
-  cannot scribble over a live entry.
+  connection that took it ends.
+* A reservation ends when it is given up, when its connection ends, or after `reservation_s`: its
+  key is free for others at once. Its room is not, as its writer may be writing still: not before
+  the writer has spoken (a release, or a commit that comes too late), or its connection has ended
+  and the quarantine has passed, or `reclaim_s` has passed.
 * Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
 * Questions (`contains`, `stat`) change nothing; in particular they do not refresh LRU.
 * A full store evicts unleased entries; when that is not enough it refuses with `FULL`.
@@ -64,6 +70,18 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
     location: Location
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One writer's share of entries that a group of connections writes together, such as the
+    heads of one tensor-parallel rank. Its `commit` gives a `cornplug.codec.encode_part`."""
+
+    group: bytes
+    """16 to 32 bytes that all writers know and nobody else has: random, new at each start of an engine."""
+    index: int
+    """Which part this is, from 0."""
+    count: int
+    """How many parts make an entry, this one included: those that write, not those that only read."""
+
+
 class Refusal(enum.Enum):
     """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost."""
 
@@ -100,12 +118,23 @@ class Store(Protocol):
         """A lease for each key that is present, None for the others; refreshes LRU."""
 
     def reserve(
-        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: Part | None = None,
     ) -> list[Reservation | Refusal]:
-        """Room for each (key, size in bytes), charged to `app`, or why not."""
+        """Room for each (whole entry's key, size in bytes), charged to `app`, or why not.
+
+        With `part`, room that a writer of the same group has reserved is shared: same location,
+        own token. PENDING then says that this very part is taken, or that it is not this group's."""
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
-        """Publish each (reservation, meta). False where the reservation had ended."""
+        """Publish each (reservation, meta). False where the reservation had ended.
+
+        True for a part says that it is in; the entry is visible once the last one is. False also
+        where the parts do not make a whole; the reservation then ends."""
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         """End leases, or give up reservations. Unknown tokens are ignored.

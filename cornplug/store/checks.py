@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store.base import KEY_BYTES
+from cornplug.store.base import KEY_BYTES, Part
 
 MAX_META_BYTES: Final = 1 << 20
 """A header of 65535 segments takes half of it."""
+MAX_PARTS: Final = 1024
+"""Writers of one entry."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
@@ -24,6 +26,16 @@ def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
     for _, size in entries:
         if size < 0:
             raise ValueError(f"a payload cannot have {size} bytes")
+
+
+def check_part(part: Part | None) -> None:
+    """Raises ValueError for a part that no group can have."""
+    if part is None:
+        return
+    if not 16 <= len(part.group) <= 32:
+        raise ValueError(f"a group is 16 to 32 bytes, not {len(part.group)}")
+    if not 0 <= part.index < part.count <= MAX_PARTS:
+        raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
 
 
 def check_meta(meta: bytes) -> None:

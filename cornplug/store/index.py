@@ -7,24 +7,32 @@ run years in milliseconds. An `owner` is one connection.
     entries   key -> Entry        what lookups see
     lru       key -> Entry        those of them that nobody leases, oldest use first
     placed    offset -> Entry     all room in use by entries, also of deleted ones still leased
-    pending   key -> token        reservations not yet committed
+    drafts                        what is being written, see `drafts.py`
 """
 
 from __future__ import annotations
 
-import heapq
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cornplug.errors import CodecError
 from cornplug.store.allocator import Allocator, align_up
-from cornplug.store.base import Lease, Location, Refusal, Reservation, StoreStat
+from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
 from cornplug.store.eviction import plan_eviction
+from cornplug.store.expiry import Expiries
 
 CALL_GROWTH_BYTES: Final = 64 << 20
 """Most that one call may have the arena grow (or one entry, if larger): making 64 MiB of
 shared memory takes about 15 ms, and the asker has a deadline."""
+
+SWEEP: Final = 1024
+"""Most that one call ends of what has expired: about 2 ms."""
+
+_log = logging.getLogger("cornplug.store")
 
 Grow = Callable[[int], int]
 """Asked for so many bytes more at the arena's end; answers how many it added: more, less or 0."""
@@ -44,40 +52,46 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writing:
-    owner: int
-    app: str
-    room: int
-    reservation: Reservation
-
-
-@dataclass(frozen=True, slots=True)
 class _Reading:
     owner: int
     entry: Entry
+    expires: int
 
 
 class Index:
     """The state of one store. Not thread-safe: its owner calls from one thread or under a lock."""
 
-    def __init__(self, arena_id: bytes, capacity_bytes: int, *, quarantine_s: float, grow: Grow) -> None:
+    def __init__(
+        self,
+        arena_id: bytes,
+        capacity_bytes: int,
+        *,
+        quarantine_s: float,
+        grow: Grow,
+        reservation_s: float = RESERVATION_S,
+        reclaim_s: float = RECLAIM_S,
+    ) -> None:
         self.arena_id = arena_id
         self.capacity_bytes = capacity_bytes // 64 * 64
         self.room = Allocator()
         self.shortfall_bytes = 0
         """Room that a call wanted and the arena had not grown to: what to grow between calls."""
-        self._quarantine_s = quarantine_s
         self._grow = grow
         self._entries: dict[bytes, Entry] = {}
         self._lru: OrderedDict[bytes, Entry] = OrderedDict()
         self._placed: dict[int, Entry] = {}
         self._placed_end: dict[int, Entry] = {}
-        self._pending: dict[bytes, int] = {}
-        self._writing: dict[int, _Writing] = {}
+        self._drafts = Drafts(
+            quarantine_s=quarantine_s,
+            reservation_s=reservation_s,
+            reclaim_s=reclaim_s,
+            on_end=lambda draft: self._charge(draft.app, -draft.room),
+            free=self._free_draft,
+            disown=self._disown,
+        )
         self._reading: dict[int, _Reading] = {}
         self._owned: dict[int, set[int]] = {}
-        self._expiries: list[tuple[float, int]] = []
-        self._quarantine: list[tuple[float, int, int]] = []
+        self._expiries: Expiries[int] = Expiries()
         self._bytes_by_app: dict[str, int] = {}
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
@@ -103,27 +117,46 @@ class Index:
             token = self._new_token(owner)
             entry.readers += 1
             self._lru.pop(key, None)
-            self._reading[token] = _Reading(owner, entry)
-            heapq.heappush(self._expiries, (now_s + ttl_s, token))
+            self._reading[token] = _Reading(owner, entry, self._expiries.add(token, now_s + ttl_s))
             out.append(Lease(token, key, entry.meta, entry.location))
         return out
 
     def reserve(
-        self, owner: int, entries: Sequence[tuple[bytes, int]], *, app: str, now_s: float
+        self,
+        owner: int,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        now_s: float,
+        part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         """Room for each (key, size), growing and evicting as needed, or why not."""
         self.sweep(now_s)
         grown_from = self.room.end_bytes
-        return [self._reserve_one(owner, key, size, app, grown_from) for key, size in entries]
+        out: list[Reservation | Refusal] = []
+        for key, size in entries:
+            draft = self._draft(key, size, app, part, grown_from, now_s)
+            if isinstance(draft, Draft):
+                out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
+            else:
+                out.append(draft)
+        return out
 
     def commit(self, owner: int, token: int, meta: bytes) -> bool:
-        """Publish a reservation of this owner; False when it has none by this token."""
-        writing = self._writing.get(token)
-        if writing is None or writing.owner != owner:
+        """This owner's part is written; with the last part the entry is published. False when it
+        has no reservation by this token (any more), or the parts do not make a whole."""
+        draft = self._drafts.put(token, meta) if self._drafts.owns(owner, token) else None
+        if draft is None or not draft.whole:
+            return draft is not None
+        try:
+            meta = draft.meta()
+        except CodecError as e:
+            _log.warning("parts of an entry do not fit: %s", e)
+            self._drafts.end(draft)
             return False
-        self._forget_writing(token)
-        location = writing.reservation.location
-        entry = Entry(writing.reservation.key, meta, writing.app, location, writing.room)
+        self._drafts.publish(draft)
+        location = draft.location
+        entry = Entry(draft.key, meta, draft.app, location, draft.room)
         self._entries[entry.key] = self._lru[entry.key] = entry
         self._placed[location.offset] = entry
         self._placed_end[location.offset + entry.room] = entry
@@ -131,16 +164,13 @@ class Index:
         return True
 
     def release(self, owner: int, tokens: Sequence[int]) -> None:
-        """End this owner's leases; give up its reservations, whose room is free at once."""
+        """End this owner's leases and reservations; room is free once no other part's writer needs it."""
         for token in tokens:
             reading = self._reading.get(token)
             if reading is not None and reading.owner == owner:
                 self._end_lease(token)
-                continue
-            writing = self._writing.get(token)
-            if writing is not None and writing.owner == owner:
-                self._forget_writing(token)
-                self._free(writing.reservation.location.offset, writing.room, writing.app)
+            elif self._drafts.owns(owner, token):
+                self._drafts.give_up(token)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once nobody leases it. The number dropped."""
@@ -157,24 +187,15 @@ class Index:
         for token in list(self._owned.get(owner, ())):
             if token in self._reading:
                 self._end_lease(token)
-                continue
-            writing = self._writing[token]
-            self._forget_writing(token)
-            self._charge(writing.app, -writing.room)
-            room = (now_s + self._quarantine_s, writing.reservation.location.offset, writing.room)
-            heapq.heappush(self._quarantine, room)
+            elif self._drafts.owns(owner, token):
+                self._drafts.lose(token, now_s=now_s)
         self._owned.pop(owner, None)
 
     def sweep(self, now_s: float) -> None:
-        """End what has expired."""
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, token = heapq.heappop(self._expiries)
-            if token in self._reading:
-                self._end_lease(token)
-        while self._quarantine and self._quarantine[0][0] <= now_s:
-            _, offset, room = heapq.heappop(self._quarantine)
-            self.room.free(offset, room)
-            self._refused_bytes = None
+        """End what has expired; at most SWEEP leases and drafts at once, the rest at the next call."""
+        for token in self._expiries.due(now_s, SWEEP):
+            self._end_lease(token)
+        self._drafts.sweep(now_s, SWEEP)
 
     def extend(self, grown_bytes: int) -> None:
         """Tell that the arena has grown, which `grow` was not asked for."""
@@ -188,7 +209,7 @@ class Index:
             capacity_bytes=self.capacity_bytes,
             used_bytes=self.room.end_bytes - self.room.free_bytes,
             entries=len(self._entries),
-            reservations=len(self._writing),
+            reservations=len(self._drafts),
             leases=len(self._reading),
             bytes_by_app={app: used for app, used in self._bytes_by_app.items() if used},
             evictions=self._evictions,
@@ -197,13 +218,15 @@ class Index:
             refusals=self._refusals,
         )
 
-    def _reserve_one(
-        self, owner: int, key: bytes, size: int, app: str, grown_from: int
-    ) -> Reservation | Refusal:
+    def _draft(
+        self, key: bytes, size: int, app: str, part: Part | None, grown_from: int, now_s: float
+    ) -> Draft | Refusal:
+        """The draft that this writer may join, begun if need be."""
         if key in self._entries:
             return Refusal.PRESENT
-        if key in self._pending:
-            return Refusal.PENDING
+        found = self._drafts.find(key, size, part)
+        if found is not None:
+            return found
         room = align_up(size)
         if room > self.capacity_bytes:
             self._refusals += 1
@@ -212,12 +235,10 @@ class Index:
         if offset is None:
             self._refusals += 1
             return Refusal.FULL
-        token = self._new_token(owner)
-        reservation = Reservation(token, key, Location(self.arena_id, offset, size, token))
-        self._pending[key] = token
-        self._writing[token] = _Writing(owner, app, room, reservation)
         self._charge(app, room)
-        return reservation
+        self._last_token += 1
+        location = Location(self.arena_id, offset, size, self._last_token)
+        return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
     def _make_room(self, room: int, grown_from: int) -> int | None:
         offset = self.room.allocate(room)
@@ -279,7 +300,8 @@ class Index:
 
     def _end_lease(self, token: int) -> None:
         reading = self._reading.pop(token)
-        self._owned[reading.owner].discard(token)
+        self._disown(reading.owner, token)
+        self._expiries.discard(token, reading.expires)
         entry = reading.entry
         entry.readers -= 1
         if entry.readers:
@@ -290,10 +312,13 @@ class Index:
         else:
             self._unplace(entry)
 
-    def _forget_writing(self, token: int) -> None:
-        writing = self._writing.pop(token)
-        del self._pending[writing.reservation.key]
-        self._owned[writing.owner].discard(token)
+    def _free_draft(self, draft: Draft) -> None:
+        self.room.free(draft.location.offset, draft.room)
+        self._refused_bytes = None
+
+    def _disown(self, owner: int, token: int) -> None:
+        if owner in self._owned:
+            self._owned[owner].discard(token)
 
     def _new_token(self, owner: int) -> int:
         self._last_token += 1

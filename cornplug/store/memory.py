@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, Location, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_entries, check_keys, check_meta
+from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+from cornplug.store.checks import check_entries, check_keys, check_meta, check_part
+from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
 from cornplug.store.index import Index
 
 
@@ -27,6 +28,8 @@ class MemoryStore:
         *,
         capacity_bytes: int,
         quarantine_s: float = 5.0,
+        reservation_s: float = RESERVATION_S,
+        reclaim_s: float = RECLAIM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -34,8 +37,9 @@ class MemoryStore:
         # Anonymous memory costs nothing before it is written; a bytearray would be zeroed at once.
         self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
         self.index = Index(
-            secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing
-        )
+            secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing,
+            reservation_s=reservation_s, reclaim_s=reclaim_s,
+        )  # fmt: skip
         self._owners = itertools.count(1)
 
     def connect(self) -> MemoryConnection:
@@ -62,11 +66,18 @@ class MemoryConnection:
             return self._index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
 
     def reserve(
-        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         check_entries(entries)
+        check_part(part)
         with self._store.lock:
-            return self._index().reserve(self._owner, entries, app=app, now_s=self._store.clock())
+            index, now_s = self._index(), self._store.clock()
+            return index.reserve(self._owner, entries, app=app, part=part, now_s=now_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:

@@ -23,8 +23,8 @@ from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import autostart as starter
 from cornplug.store import wire
 from cornplug.store.arena import MappedArena
-from cornplug.store.base import Lease, Location, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_entries, check_keys, check_meta
+from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+from cornplug.store.checks import check_entries, check_keys, check_meta, check_part
 from cornplug.store.connection import Connection
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -93,10 +93,17 @@ class PoolStore:
         return self._ask(wire.TakeLeases(b"".join(keys), ttl_s), wire.Leases, deadline_s).leases
 
     def reserve(
-        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         check_entries(entries)
-        request = wire.Reserve(b"".join(key for key, _ in entries), [size for _, size in entries], app)
+        check_part(part)
+        keys, sizes = b"".join(key for key, _ in entries), [size for _, size in entries]
+        request = wire.Reserve(keys, sizes, app, part)
         answers = self._ask(request, wire.Reserved, deadline_s).answers
         return [Refusal(answer) if isinstance(answer, str) else answer for answer in answers]
 

@@ -19,7 +19,8 @@ from typing import Final
 from cornplug.store import wire
 from cornplug.store.arena import STEP_BYTES, Arena
 from cornplug.store.base import Refusal
-from cornplug.store.checks import MAX_META_BYTES
+from cornplug.store.checks import MAX_META_BYTES, check_part
+from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
 from cornplug.store.index import Index
 from cornplug.store.session import ClientFault, Session
 
@@ -41,13 +42,18 @@ class Server:
         *,
         secret: bytes,
         quarantine_s: float,
+        reservation_s: float = RESERVATION_S,
+        reclaim_s: float = RECLAIM_S,
         idle_exit_s: float = 0.0,
     ) -> None:
         self._listener = listener
         self._arena = arena
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
-        self._index = Index(arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=arena.grow)
+        self._index = Index(
+            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=arena.grow,
+            reservation_s=reservation_s, reclaim_s=reclaim_s,
+        )  # fmt: skip
         self._headroom_bytes = max(HEADROOM_BYTES, arena.capacity_bytes // 16)
         self._sessions: dict[int, Session] = {}
         self._owners = itertools.count(1)
@@ -149,11 +155,12 @@ class Server:
                 return wire.Mask(index.contains(wire.split_keys(keys)))
             case wire.TakeLeases(keys, ttl_s):
                 return wire.Leases(index.lease(owner, wire.split_keys(keys), ttl_s=ttl_s, now_s=now_s))
-            case wire.Reserve(keys, sizes, app):
+            case wire.Reserve(keys, sizes, app, part):
+                check_part(part)
                 wanted = list(zip(wire.split_keys(keys), sizes, strict=True))
                 if any(size < 0 for size in sizes):
                     raise ValueError("a size below zero")
-                answers = index.reserve(owner, wanted, app=app, now_s=now_s)
+                answers = index.reserve(owner, wanted, app=app, part=part, now_s=now_s)
                 return wire.Reserved([a.value if isinstance(a, Refusal) else a for a in answers])
             case wire.Commit(tokens, metas):
                 if any(len(meta) > MAX_META_BYTES for meta in metas):

@@ -13,9 +13,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from cornplug.store.base import KEY_BYTES, Lease, Reservation, StoreStat
+from cornplug.store.base import KEY_BYTES, Lease, Part, Reservation, StoreStat
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 16 << 20
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
@@ -43,6 +43,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=3):
     keys: bytes
     sizes: list[int]
     app: str
+    part: Part | None = None
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, Location, Refusal, Reservation, Store, StoreStat
+from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, Store, StoreStat
 
 
 class FaultyStore:
@@ -38,12 +38,17 @@ class FaultyStore:
         return self.inner.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
 
     def reserve(
-        self, entries: Sequence[tuple[bytes, int]], *, app: str, deadline_s: float
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         self._fault("reserve", deadline_s)
         if self.full:
             return [Refusal.FULL for _ in entries]
-        return self.inner.reserve(entries, app=app, deadline_s=deadline_s)
+        return self.inner.reserve(entries, app=app, deadline_s=deadline_s, part=part)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         self._fault("commit", deadline_s)

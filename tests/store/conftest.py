@@ -44,15 +44,13 @@ def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., Server]
     """Serve `store_config.socket` from a thread of this process."""
     running: list[tuple[Server, threading.Thread, socket.socket, Arena]] = []
 
-    def serve(*, size_bytes: int = 1 << 20, idle_exit_s: float = 0.0) -> Server:
+    def serve(*, size_bytes: int = 1 << 20, **times: float) -> Server:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(store_config.socket))
         listener.listen()
         arena = Arena(store_config.shm_dir, size_bytes)
         secret = read_secret(store_config.secret_file)
-        server = Server(
-            listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, idle_exit_s=idle_exit_s
-        )
+        server = Server(listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **times)
         thread = threading.Thread(target=server.serve)
         thread.start()
         running.append((server, thread, listener, arena))

@@ -30,8 +30,16 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def stage(self) -> StoreStage:
         clock = _Clock()
-        shared = MemoryStore(capacity_bytes=self.capacity_bytes, quarantine_s=5.0, clock=clock)
-        return StoreStage(shared.connect, clock.advance, quarantine_s=5.0)
+        shared = MemoryStore(
+            capacity_bytes=self.capacity_bytes,
+            quarantine_s=5.0,
+            reservation_s=30.0,
+            reclaim_s=600.0,
+            clock=clock,
+        )
+        return StoreStage(
+            shared.connect, clock.advance, quarantine_s=5.0, reservation_s=30.0, reclaim_s=600.0
+        )
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 class TestPoolStore(StoreContract):
     @pytest.fixture
     def stage(self, serve_in_thread: Callable[..., Server], connect: Connect) -> StoreStage:
-        serve_in_thread(size_bytes=self.capacity_bytes)
-        return StoreStage(connect, time.sleep, quarantine_s=0.3)
+        serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2)
+        return StoreStage(connect, time.sleep, quarantine_s=0.3, reservation_s=0.6, reclaim_s=1.2)
 
 
 def _refused(call: Callable[[], object]) -> tuple[str, float]:
