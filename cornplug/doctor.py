@@ -21,7 +21,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.protocol import ServedModel
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.engine_checks import Finding
-from cornplug.errors import CheckpointError, ConfigError, EncoderError, StoreError
+from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.store.base import StoreStat
 from cornplug.store.pool import PoolStore
 
@@ -57,7 +57,7 @@ def examine(
     yield from engine_checks.plugins()
     yield from secret(settings.store)
     yield from store(settings.store)
-    described = describe_encoder(settings.encoder)
+    described = describe_encoder(settings)
     yield from encoder(settings.encoder, described)
     for model in models:
         yield from served(model, dtype, described)
@@ -140,9 +140,15 @@ def shared_memory(settings: config.StoreConfig) -> Iterator[Finding]:
         yield Finding("warn", "shared memory", what, remedy)
 
 
-def describe_encoder(settings: config.EncoderConfig) -> Served | EncoderError:
+def describe_encoder(settings: config.Config) -> Served | EncoderError:
     """What the encoder service serves, or why it does not answer."""
-    client = SocketEncoder(settings.socket)
+    if not settings.store.secret_file.exists():  # reading it would make one
+        return EncoderUnavailable("no service has run here, there is no secret yet", reason="encoder_down")
+    try:
+        secret = config.read_secret(settings.store.secret_file)
+    except ConfigError as e:
+        return EncoderUnavailable(str(e), reason="config")
+    client = SocketEncoder(settings.encoder.socket, secret)
     try:
         return client.describe(deadline_s=_ANSWER_S)
     except EncoderError as e:

@@ -93,10 +93,15 @@ def test_shared_memory_too_small(settings: config.StoreConfig, short_path: Path)
 
 
 def test_encoder_that_is_down(short_path: Path) -> None:
-    settings = config.EncoderConfig(socket=short_path / "e.sock")
-    described = doctor.describe_encoder(settings)
-    assert isinstance(described, EncoderUnavailable)
-    assert statuses(list(doctor.encoder(settings, described))) == [("warn", "encoder")]
+    settings = config.load({"encoder.socket": short_path / "e.sock", "store.secret_file": short_path / "s"})
+    secrets: list[bytes] = []
+    for _ in range(2):
+        described = doctor.describe_encoder(settings)
+        assert isinstance(described, EncoderUnavailable)
+        assert statuses(list(doctor.encoder(settings.encoder, described))) == [("warn", "encoder")]
+        # Without a secret no service can have run; one is not made by asking.
+        assert settings.store.secret_file.exists() == bool(secrets)
+        secrets.append(config.read_secret(settings.store.secret_file))
 
 
 def test_model_that_the_encoder_serves(llava: Path) -> None:

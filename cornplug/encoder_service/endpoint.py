@@ -1,4 +1,4 @@
-"""The unix socket for engines of this host and user: frames of `protocol`, many under way.
+"""The unix socket for engines of this host and user: a handshake, then frames of `protocol`.
 
 A connection that sends anything but frames of ours is closed, alone. When a client goes,
 what it waited for is cancelled, and no tower runs for it.
@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import socket
-import struct
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ import msgspec
 
 from cornplug.encoder_service.batcher import Answer
 from cornplug.encoder_service.framing import LENGTH
+from cornplug.encoder_service.handshake import MAX_BYTES, PATIENCE_S, Answering, Untrusted, peer_uid
 from cornplug.encoder_service.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -31,22 +31,23 @@ from cornplug.encoder_service.protocol import (
 )
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
+from cornplug.store.private_folder import private_folder
 
-_CREDENTIALS: Final = struct.Struct("3i")
 _LISTEN_BACKLOG: Final = 64
 
 log = logging.getLogger(__name__)
 
 
 def claim(path: Path) -> tuple[socket.socket, int]:
-    """Listen at `path` (mode 0600, folder 0700), replacing a dead service's socket.
+    """Listen at `path` (mode 0600, in a folder of this user only), replacing a dead service's socket.
 
     Returns the socket and the descriptor of a lock to keep open as long as the service lives.
-    Raises ConfigError when another service lives there, or the path cannot be a socket.
+    Raises ConfigError when another service lives there, another user could put a socket there, or the
+    path cannot be one.
     """
     lock = -1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(path.parent, "encoder.socket")
         lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
@@ -77,8 +78,9 @@ def claim(path: Path) -> tuple[socket.socket, int]:
 class Endpoint:
     """Accepts connections on a listening unix socket and speaks the protocol on each."""
 
-    def __init__(self, encoder: Encoder, listener: socket.socket) -> None:
+    def __init__(self, encoder: Encoder, listener: socket.socket, *, secret: bytes) -> None:
         self._encoder = encoder
+        self._secret = secret
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -105,8 +107,10 @@ class Endpoint:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
         try:
-            if _peer_uid(writer) != os.getuid():
-                log.warning("refused a connection of another user")
+            if (uid := peer_uid(writer.get_extra_info("socket"))) != os.getuid():
+                log.warning("refused a connection of user %d", uid)
+                return
+            if not await _greeted(reader, writer, Answering(self._secret)):
                 return
             await _Connection(self._encoder, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -169,8 +173,24 @@ class _Connection:
         self._writer.write(LENGTH.pack(len(frame)) + frame)
 
 
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    sock = writer.get_extra_info("socket")
-    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(packed)[1]
-    return uid
+async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: Answering) -> bool:
+    """Whether the engine has proved in time that it has the secret."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            challenge = answering.challenge(await _small_frame(reader))
+            writer.write(LENGTH.pack(len(challenge)) + challenge)
+            answering.check(await _small_frame(reader))
+    except TimeoutError:
+        log.warning("closed a connection: no handshake within %g s", PATIENCE_S)
+    except (Untrusted, msgspec.ValidationError, msgspec.DecodeError) as e:
+        log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
+    else:
+        return True
+    return False
+
+
+async def _small_frame(reader: asyncio.StreamReader) -> bytes:
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if not 0 < size <= MAX_BYTES:
+        raise Untrusted(f"a frame of {size} bytes")
+    return await reader.readexactly(size)

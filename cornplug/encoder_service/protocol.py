@@ -2,9 +2,9 @@
 
 Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many
 requests under way on one connection; replies carry the request's id and come in any order.
-The socket is for engines of the same user on the same host (peer credentials are checked):
-they are trusted to name the embedding key that belongs to the inputs they send. Strangers
-speak HTTP, where the service computes every digest itself.
+The socket is for engines of the same user on the same host that have the shared secret; both
+sides prove it first (`handshake`). They are trusted to name the embedding key that belongs to the
+inputs they send. Strangers speak HTTP, where the service computes every digest itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 256 << 20
 _TRACE_MAX: Final = 512
 

@@ -116,7 +116,7 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
             timeout_graceful_shutdown=int(DRAIN_S),
         )
     )
-    endpoint = Endpoint(encoder, listeners.unix)
+    endpoint = Endpoint(encoder, listeners.unix, secret=secret)
     await endpoint.start()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -5,6 +5,8 @@ the service does, inside the request's deadline.
 
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
+
+Nothing is sent before the service has proved who it is (`handshake`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.framing import Frames, Garbage
+from cornplug.encoder_service.framing import LENGTH, Frames, Garbage
+from cornplug.encoder_service.handshake import PATIENCE_S, Asking, check_user
 from cornplug.encoder_service.protocol import (
-    PROTOCOL_VERSION,
     Describe,
     Described,
     Encode,
@@ -48,12 +50,14 @@ class SocketEncoder:
     """A client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout",
-    "encoder_garbage", "encoder_version") or EncoderRefused (the service's reason).
+    "encoder_garbage", "encoder_version", "encoder_untrusted": another user listens there, or one
+    without `secret`) or EncoderRefused (the service's reason).
     While there is no service they fail at once, and the thread tries again every second.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secret: bytes) -> None:
         self._path = path
+        self._secret = secret
         self._lock = threading.Lock()
         self._frames = Frames()
         self._pending: dict[int, tuple[Future[Result], float]] = {}
@@ -61,8 +65,8 @@ class SocketEncoder:
         self._ids = itertools.count(1)
         self._last_id = 0
         self._socket: socket.socket | None = None
-        self._refusing = False
-        """The last attempt to connect failed: requests fail at once until one succeeds."""
+        self._refusing: EncoderUnavailable | None = None
+        """Why the last attempt to connect failed: requests fail so at once until one succeeds."""
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(Reply).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -81,11 +85,6 @@ class SocketEncoder:
         """What is served; waits up to `deadline_s`. Raises EncoderUnavailable."""
         # The thread ends the future by its deadline; the margin is for a machine under load.
         described = cast(Described, self._enqueue(Describe(), deadline_s).result(deadline_s + _MARGIN_S))
-        if described.version != PROTOCOL_VERSION:
-            raise EncoderUnavailable(
-                f"{self._path} speaks version {described.version}, this client {PROTOCOL_VERSION}",
-                reason="encoder_version",
-            )
         return described.models
 
     @property
@@ -131,8 +130,10 @@ class SocketEncoder:
         return future
 
     def _problem(self) -> EncoderError | None:
-        if self._closed or self._refusing:
+        if self._closed:
             return self._down("no service answers")
+        if self._refusing is not None:
+            return EncoderUnavailable(str(self._refusing), reason=self._refusing.reason)
         if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
             return EncoderUnavailable(f"the service at {self._path} reads nothing", reason="encoder_timeout")
         return None
@@ -142,23 +143,29 @@ class SocketEncoder:
             f"{why} at {self._path}; start one with: cornplug encoder --model ...", reason="encoder_down"
         )
 
+    def _untrusted(self, why: EncoderUnavailable) -> EncoderUnavailable:
+        return EncoderUnavailable(f"{self._path}: {why}", reason=why.reason)
+
     def _run(self) -> None:
         attempt = 0
         while not self._closed:
-            sock = self._connect()
-            if sock is None:
-                self._fail_all(self._down("no service answers"), refuse=True)
+            asking = Asking(self._secret)
+            sock = self._connect(asking)
+            served = False
+            if isinstance(sock, EncoderUnavailable):
+                error = sock
+            else:
+                error = self._converse(sock, asking)
+                with self._lock:
+                    served, self._socket = self._socket is not None, None
+                sock.close()
+            # Who has not proved to be the service is not waited for: then there is none.
+            self._fail_all(error, refuse=not served)
+            if not served:
                 self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 attempt += 1
                 continue
             attempt = 0
-            with self._lock:
-                self._socket, self._refusing = sock, False
-            error = self._converse(sock)
-            with self._lock:
-                self._socket = None
-            sock.close()
-            self._fail_all(error, refuse=False)
             if error.reason != "encoder_down":
                 # Who talks garbage would do so again: not in a tight loop.
                 self._sleep(_BACKOFF_S[-1])
@@ -166,28 +173,43 @@ class SocketEncoder:
         self._woken.close()
         self._waker.close()
 
-    def _connect(self) -> socket.socket | None:
+    def _connect(self, asking: Asking) -> socket.socket | EncoderUnavailable:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A stopped service with a full backlog would block: bounded here, in our own thread.
         sock.settimeout(1.0)
         try:
             sock.connect(str(self._path))
+            check_user(sock)
+            # It fits into the buffer of a new connection.
+            hello = asking.hello()
+            sock.sendall(LENGTH.pack(len(hello)) + hello)
+        except EncoderUnavailable as e:
+            sock.close()
+            return self._untrusted(e)
         except OSError:
             sock.close()
-            return None
+            return self._down("no service answers")
         sock.setblocking(False)
         return sock
 
-    def _converse(self, sock: socket.socket) -> EncoderUnavailable:
+    def _converse(self, sock: socket.socket, asking: Asking) -> EncoderUnavailable:
         """Send and receive until the connection ends; why it ended."""
+        give_up_s = time.monotonic() + PATIENCE_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)
             while not self._closed:
                 with self._lock:
-                    writing = self._frames.unsent_bytes > 0
+                    trusted = self._socket is not None
+                    writing = trusted and self._frames.unsent_bytes > 0
                 selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
-                for key, events in selector.select(self._next_deadline_s()):
+                timeout_s = self._next_deadline_s()
+                if not trusted:
+                    left_s = give_up_s - time.monotonic()
+                    if left_s <= 0:
+                        return self._down("no handshake in time")
+                    timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+                for key, events in selector.select(timeout_s):
                     if key.fileobj is self._woken:
                         self._drain_wakes()
                         continue
@@ -197,7 +219,9 @@ class SocketEncoder:
                                 self._frames.send(sock)
                         if events & selectors.EVENT_READ:
                             for frame in self._frames.receive(sock):
-                                self._reply(self._decode(frame))
+                                self._take(sock, asking, frame)
+                    except EncoderUnavailable as e:
+                        return self._untrusted(e)
                     except (Garbage, msgspec.ValidationError, msgspec.DecodeError) as e:
                         return EncoderUnavailable(
                             f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage"
@@ -206,6 +230,15 @@ class SocketEncoder:
                         return self._down(f"the service went away ({e.strerror or e})")
                 self._expire()
         return self._down("this client was closed; no service is asked")
+
+    def _take(self, sock: socket.socket, asking: Asking, frame: bytes) -> None:
+        if self._socket is not None:
+            self._reply(self._decode(frame))
+            return
+        proof = asking.proof(frame)
+        sock.sendall(LENGTH.pack(len(proof)) + proof)
+        with self._lock:
+            self._socket, self._refusing = sock, None
 
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, Described):
@@ -253,7 +286,7 @@ class SocketEncoder:
 
     def _fail_all(self, error: EncoderUnavailable, *, refuse: bool) -> None:
         with self._lock:
-            self._refusing = refuse
+            self._refusing = error if refuse else None
             failed = [future for future, _ in self._pending.values()]
             self._pending.clear()
             self._describing.clear()

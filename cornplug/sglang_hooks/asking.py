@@ -48,7 +48,7 @@ class Asker:
         self._run = runtime
         self._tally = tally
         self._backoff = BackOff()
-        self._encoder = SocketEncoder(runtime.config.encoder.socket)
+        self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
         # Not asyncio's own: those may all be busy decoding pictures.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 

@@ -22,6 +22,7 @@ from typing import Final
 from cornplug import config
 from cornplug.errors import ConfigError
 from cornplug.store.arena import Arena, fitting_size
+from cornplug.store.private_folder import private_folder
 from cornplug.store.server import Server
 
 EXIT_TAKEN: Final = 3
@@ -81,7 +82,7 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 def _serve(options: argparse.Namespace) -> int:
     path: Path = options.socket.absolute()
     secret = config.read_secret(options.secret_file)
-    _private_folder(path.parent)
+    private_folder(path.parent, "store.socket")
     lock = _lock(path.with_name(path.name + ".lock"))
     if lock is None:
         _log.error("another store serves %s: not starting a second", path)
@@ -121,15 +122,6 @@ def _leave_the_starters_cores() -> None:
         os.sched_setaffinity(0, range(cores))
     except OSError as e:
         _log.warning("this store shares its starter's cores: %s", e.strerror)
-
-
-def _private_folder(folder: Path) -> None:
-    """Make it 0700, or check that nobody else could put a socket there."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    stat = folder.stat()
-    if stat.st_uid != os.getuid() or stat.st_mode & 0o022:
-        problem = f"{folder} is another user's, or open to others"
-        raise ConfigError("store.socket", problem, "Name a folder of yours, mode 0700.")
 
 
 def _lock(path: Path) -> int | None:

@@ -85,7 +85,7 @@ class ECScheduler:
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
         self._inputs = MediaInputs(config)
-        self._encoder = SocketEncoder(runtime.config.encoder.socket)
+        self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._items: dict[str, _Item] = {}
         self._waiting_bytes = 0

@@ -283,7 +283,7 @@ def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
 def test_sighup_reloads_a_real_service(short_path: Path, pair: tuple[Path, Path]) -> None:
     service = RealService(short_path, [pair[0]])
     try:
-        with SocketEncoder(service.socket) as client:
+        with SocketEncoder(service.socket, service.secret) as client:
             (before,) = client.describe(5)
             rewrite(pair[0], "vision_tower.")
             service.process.send_signal(signal.SIGHUP)

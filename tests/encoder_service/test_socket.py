@@ -19,14 +19,16 @@ import httpx
 import msgspec
 import pytest
 
+from cornplug.config import load, read_secret
 from cornplug.encoder_service.client import EncoderClient
 from cornplug.encoder_service.endpoint import Endpoint, claim
-from cornplug.encoder_service.protocol import MAX_FRAME_BYTES, Describe, Described, Encode, Encoded, Reply
+from cornplug.encoder_service.handshake import Challenge
+from cornplug.encoder_service.protocol import MAX_FRAME_BYTES, Describe, Encode, Encoded, Reply
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 
-from .conftest import MakeEncoder, Requests, eventually, picture
+from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
 from .test_worker import Gate, passes
 
 __all__ = ["gate"]
@@ -49,7 +51,7 @@ def serve(short_path: Path) -> Iterator[Callable[[Encoder], Path]]:
     def start(encoder: Encoder) -> Path:
         path = short_path / f"e{len(endpoints)}.sock"
         listener, lock = claim(path)
-        endpoint = Endpoint(encoder, listener)
+        endpoint = Endpoint(encoder, listener, secret=SECRET)
         asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(5)
         endpoints.append(endpoint)
         locks.append(lock)
@@ -78,7 +80,7 @@ def test_describe_and_encode(
     llava_pair: tuple[Path, Path],
 ) -> None:
     encoder = make_encoder()
-    with SocketEncoder(serve(encoder)) as client:
+    with SocketEncoder(serve(encoder), SECRET) as client:
         assert client.describe(5) == encoder.registry.served()
         futures = [client.submit(request_for(p, s)) for s in range(6) for p in llava_pair]
         answers = [f.result(20) for f in futures]
@@ -100,7 +102,7 @@ def test_a_client_that_vanishes_is_not_worked_for(
 ) -> None:
     encoder = make_encoder()
     path = serve(encoder)
-    with SocketEncoder(path) as stays, SocketEncoder(path) as leaves:
+    with SocketEncoder(path, SECRET) as stays, SocketEncoder(path, SECRET) as leaves:
         held = stays.submit(request_for(llava_pair[0], 1))
         assert gate.entered.wait(5)
         gone = leaves.submit(request_for(llava_pair[0], 2))
@@ -132,7 +134,7 @@ def test_garbage_closes_that_connection_only(
     qwen: Path,
 ) -> None:
     path = serve(make_encoder())
-    with SocketEncoder(path) as client, socket.socket(socket.AF_UNIX) as stranger:
+    with SocketEncoder(path, SECRET) as client, socket.socket(socket.AF_UNIX) as stranger:
         client.describe(5)
         stranger.connect(str(path))
         stranger.sendall(data)
@@ -148,7 +150,7 @@ def test_nobody_there_fails_at_once_and_recovers(
     qwen: Path,
     short_path: Path,
 ) -> None:
-    client = SocketEncoder(short_path / "e0.sock")
+    client = SocketEncoder(short_path / "e0.sock", SECRET)
     started = time.monotonic()
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
@@ -211,7 +213,7 @@ def test_garbage_from_the_service(
         connection.sendall(answer)
 
     impostor = Impostor(short_path / "i.sock", act)
-    with SocketEncoder(impostor.path) as client:
+    with SocketEncoder(impostor.path, SECRET) as client:
         if want == "encoder_timeout":
             assert reason(client.submit(request_for(qwen, 1, deadline_s=0.2))) == want
         else:
@@ -224,8 +226,13 @@ def test_garbage_from_the_service(
 
 
 def test_another_version(short_path: Path) -> None:
-    impostor = Impostor(short_path / "i.sock", lambda c: c.sendall(c.recv(1) and frame(Described(99, ()))))
-    with SocketEncoder(impostor.path) as client, pytest.raises(EncoderUnavailable) as e:
+    def act(connection: socket.socket) -> None:
+        connection.recv(1000)
+        data = msgspec.msgpack.encode(Challenge(version=99, nonce=bytes(32), proof=bytes(32)))
+        connection.sendall(struct.pack("<I", len(data)) + data)
+
+    impostor = Impostor(short_path / "i.sock", act)
+    with SocketEncoder(impostor.path, SECRET) as client, pytest.raises(EncoderUnavailable) as e:
         client.describe(5)
     assert e.value.reason == "encoder_version"
     impostor.listener.close()
@@ -252,6 +259,7 @@ class RealService:
 
     def __init__(self, folder: Path, models: list[Path], *flags: str) -> None:
         self.socket = folder / "e.sock"
+        self.secret = read_secret(load().store.secret_file)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -289,7 +297,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     request: Encode = request_for(llava_pair[0], 1)
-    with SocketEncoder(real.socket) as client:
+    with SocketEncoder(real.socket, real.secret) as client:
         assert [m.hidden_size for m in client.describe(5)] == [64, 96]
         first = client.submit(request).result(10)
         with EncoderClient(f"http://127.0.0.1:{real.port}") as http:
@@ -320,7 +328,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
 def test_killed_while_it_works(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
-    with SocketEncoder(real.socket) as client:
+    with SocketEncoder(real.socket, real.secret) as client:
         client.describe(5)
         real.process.send_signal(signal.SIGSTOP)
         pending = client.submit(request_for(llava_pair[0], 1))
@@ -335,7 +343,7 @@ def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: 
         connection.close()
 
     impostor = Impostor(short_path / "i.sock", act)
-    with SocketEncoder(impostor.path) as client:
+    with SocketEncoder(impostor.path, SECRET) as client:
         started = time.monotonic()
         assert reason(client.submit(request_for(qwen, 1, deadline_s=30))) == "encoder_down"
         assert time.monotonic() - started < 2
@@ -343,4 +351,4 @@ def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: 
 
 
 def test_messages_are_what_the_protocol_says() -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Describe())) == {"type": "describe", "version": 1}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Describe())) == {"type": "describe", "version": 2}

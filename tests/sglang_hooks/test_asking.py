@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +21,11 @@ from cornplug.sglang_hooks.asking import Asker, source_of
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
+from cornplug.testing.strangers import NOBODY, listener
 
-from .media_rig import TOWER, Service, item, runtime
+from .media_rig import SECRET, TOWER, Service, item, runtime
 
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
 
@@ -36,7 +41,7 @@ def tower(served: bytes | None = TOWER) -> TowerIdentity:
 class Stage:
     def __init__(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = Service()
-        monkeypatch.setattr(asking, "SocketEncoder", lambda path: self.service)
+        monkeypatch.setattr(asking, "SocketEncoder", lambda path, secret: self.service)
         self.tally = Tally()
         self.asker = Asker(runtime(store), self.tally)
         self.store = store
@@ -223,3 +228,24 @@ def test_nothing_is_asked_for_once_weights_were_replaced(
     here.publish(KEYS[0])
     monkeypatch.setattr(weights, "replaced", lambda: True)
     assert here.prepare(KEYS[0]) == [None]
+
+
+@pytest.mark.parametrize("uid", [None, pytest.param(NOBODY, marks=needs_root)])
+def test_what_a_stranger_at_the_encoder_s_path_says_is_not_published(
+    uid: int | None, store: FaultyStore
+) -> None:
+    path = Path(tempfile.mkdtemp(prefix="cp-")) / "e.sock"
+    # Another user's listener has the secret here, ours has another one: either is enough to be a stranger.
+    secret = SECRET if uid is not None else b"o" * 32
+    one, tally = item(), Tally()
+    one.set_identity(KEYS[0])
+    with listener(path, uid=uid, secret=secret) as heard:
+        asker = Asker(runtime(store, socket=path), tally)
+        asyncio.run(asker.prepare([one], tower(), None))
+        asker.close()
+    path.parent.rmdir()
+    assert b"pixel_values" not in heard()
+    assert store.contains([KEYS[0]], deadline_s=1) == b"\x00"
+    assert source_of(one) is None
+    ((labels, values),) = tally.drain()["cornplug_misses_total"]
+    assert (labels[2], values[0]) == ("encoder_untrusted", 1)

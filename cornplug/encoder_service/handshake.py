@@ -1,0 +1,146 @@
+"""Who is at the other end of the engines' socket: each side proves that it has the shared secret.
+
+    engine  ── Hello: version, nonce ───────────>  service
+            <── Challenge: version, nonce, proof ──
+            ── Proof ───────────────────────────>
+
+A proof is an HMAC over the side's name and both nonces, which are new for each connection: nothing
+that was said before is of use again, and neither side's proof can be sent back as the other's.
+Inputs and salts follow only after both have been checked. The kernel says whose process it is
+(`peer_uid`), so that no other user can stand between the two and pass proofs on. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from typing import Final
+
+import msgspec
+
+from cornplug.encoder_service.protocol import PROTOCOL_VERSION
+from cornplug.errors import EncoderUnavailable
+
+MAX_BYTES: Final = 1024
+"""Of a frame, until the other side has proved who it is."""
+PATIENCE_S: Final = 5.0
+"""Longest that a handshake may take."""
+_NONCE_BYTES: Final = 32
+_DOMAIN: Final = b"cornplug/encoder-socket/1/"
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of an engine."""
+
+    version: int
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """The service's answer: its proof, and what the engine's is to be made of."""
+
+    version: int
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """The engine's proof; requests may follow at once."""
+
+    proof: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_hello = msgspec.msgpack.Decoder(Hello).decode
+_challenge = msgspec.msgpack.Decoder(Challenge).decode
+_proof = msgspec.msgpack.Decoder(Proof).decode
+
+
+class Untrusted(ValueError):
+    """The other side has not proved that it is one of ours."""
+
+
+class Asking:
+    """An engine's side of one handshake."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    def hello(self) -> bytes:
+        """The first frame's bytes."""
+        return _encode(Hello(version=PROTOCOL_VERSION, nonce=self._nonce))
+
+    def proof(self, frame: bytes) -> bytes:
+        """What to send to a service whose challenge is `frame`, once that is proved.
+
+        Raises msgspec's errors for another message, EncoderUnavailable ("encoder_version", or
+        "encoder_untrusted" without a proof).
+        """
+        challenge = _challenge(frame)
+        if challenge.version != PROTOCOL_VERSION:
+            raise EncoderUnavailable(
+                f"the service speaks version {challenge.version}, this client {PROTOCOL_VERSION}",
+                reason="encoder_version",
+            )
+        _check(challenge.proof, self._secret, b"service", self._nonce, challenge.nonce)
+        return _encode(Proof(proof=_mac(self._secret, b"engine", self._nonce, challenge.nonce)))
+
+
+class Answering:
+    """The service's side of one handshake."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._theirs = b""
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    def challenge(self, frame: bytes) -> bytes:
+        """What to answer to a hello. Raises msgspec's errors for another message, Untrusted."""
+        hello = _hello(frame)
+        if len(hello.nonce) != _NONCE_BYTES:
+            raise Untrusted(f"a nonce of {len(hello.nonce)} bytes")
+        self._theirs = hello.nonce
+        proof = _mac(self._secret, b"service", hello.nonce, self._nonce)
+        return _encode(Challenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
+
+    def check(self, frame: bytes) -> None:
+        """Return when the engine's proof holds. Raises Untrusted, msgspec's errors."""
+        if not hmac.compare_digest(
+            _proof(frame).proof, _mac(self._secret, b"engine", self._theirs, self._nonce)
+        ):
+            raise Untrusted("a proof made with another secret")
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user of the process at the other end: of a service, who it was when it began to listen."""
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(packed)[1]
+    return uid
+
+
+def check_user(sock: socket.socket) -> None:
+    """Return when the other side is this user's. Raises EncoderUnavailable("encoder_untrusted")."""
+    if (uid := peer_uid(sock)) != os.getuid():
+        raise EncoderUnavailable(
+            f"user {uid} listens there, not this one ({os.getuid()}); name an encoder.socket of yours",
+            reason="encoder_untrusted",
+        )
+
+
+def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
+    # Both nonces have one length, and a side's name ends with its zero: no two inputs look the same.
+    return hmac.digest(secret, _DOMAIN + side + b"\0" + engines + services, hashlib.sha256)
+
+
+def _check(proof: bytes, secret: bytes, side: bytes, engines: bytes, services: bytes) -> None:
+    if len(services) != _NONCE_BYTES or not hmac.compare_digest(proof, _mac(secret, side, engines, services)):
+        raise EncoderUnavailable(
+            "what listens there does not have this store.secret_file; use one file for both",
+            reason="encoder_untrusted",
+        )

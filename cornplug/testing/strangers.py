@@ -1,0 +1,102 @@
+"""A listener at an encoder's path that answers whatever it is asked: for tests of who is believed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cornplug.encoder_service.handshake import Answering
+from cornplug.encoder_service.protocol import PROTOCOL_VERSION, Described, Encoded, Tensor
+
+NOBODY: Final = 65534
+BODY: Final = b"\x66" * 96
+"""What it says that a picture's embedding is."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+@contextmanager
+def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[Callable[[], bytes]]:
+    """Listen at `path`, as user `uid` (for root only), and answer each request with `BODY`.
+
+    Gives a function that returns all bytes that anybody has sent.
+    """
+    heard = bytearray()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    if uid is None:
+        listening.listen()
+    else:
+        # The kernel keeps who began to listen; what happens with the descriptor later is the same to it.
+        path.chmod(0o777)
+        os.seteuid(uid)
+        try:
+            listening.listen()
+        finally:
+            os.seteuid(0)
+    connections: list[socket.socket] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                connections.append(listening.accept()[0])
+                threading.Thread(target=_serve, args=(connections[-1], secret, heard), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield lambda: bytes(heard)
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        for connection in connections:
+            connection.close()
+        path.unlink(missing_ok=True)
+
+
+def _serve(connection: socket.socket, secret: bytes, heard: bytearray) -> None:
+    answering = Answering(secret)
+    with suppress(OSError, EOFError):
+        while True:
+            (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+            frame = _exactly(connection, size)
+            heard += frame
+            message: dict[str, Any] = msgspec.msgpack.decode(frame)
+            if (answer := _answer(message, frame, answering)) is not None:
+                connection.sendall(_LENGTH.pack(len(answer)) + answer)
+
+
+def _answer(message: dict[str, Any], frame: bytes, answering: Answering) -> bytes | None:
+    match message["type"]:
+        case "hello":
+            return answering.challenge(frame)
+        case "describe":
+            return msgspec.msgpack.encode(Described(version=PROTOCOL_VERSION, models=()))
+        case "encode":
+            return msgspec.msgpack.encode(
+                Encoded(
+                    id=message["id"],
+                    key=message["key"],
+                    tower="ran",
+                    stored=False,
+                    tensor=Tensor(dtype="float32", shape=(4, 6), data=BODY),
+                    seconds=0.1,
+                )
+            )
+    return None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    got = bytearray()
+    while len(got) < size:
+        data = connection.recv(size - len(got))
+        if not data:
+            raise EOFError
+        got += data
+    return bytes(got)

@@ -1,0 +1,177 @@
+"""Nobody is believed for sitting at the socket's path: other users, processes without the secret, replays."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cornplug.encoder_service import endpoint, handshake
+from cornplug.encoder_service.endpoint import claim
+from cornplug.encoder_service.handshake import Answering, Asking, Challenge, Proof, Untrusted
+from cornplug.encoder_service.protocol import Describe, Encode
+from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import ConfigError, EncoderUnavailable
+from cornplug.testing.strangers import NOBODY, listener
+
+from .conftest import SECRET, MakeEncoder, Requests, eventually
+from .test_socket import reason, serve
+
+__all__ = ["serve"]
+OTHER = b"o" * 32
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+
+
+def refused(path: Path, request: Encode) -> str:
+    with SocketEncoder(path, SECRET) as client:
+        return reason(client.submit(msgspec.structs.replace(request, deadline_s=10.0)), 12)
+
+
+@needs_root
+def test_a_listener_of_another_user_is_not_believed_even_with_the_secret(
+    short_path: Path, request_for: Requests, qwen: Path
+) -> None:
+    with listener(short_path / "e.sock", uid=NOBODY, secret=SECRET) as heard:
+        assert refused(short_path / "e.sock", request_for(qwen, 1)) == "encoder_untrusted"
+        assert heard() == b""
+
+
+def test_a_listener_without_the_secret_is_not_believed_and_gets_no_pixels(
+    short_path: Path, request_for: Requests, qwen: Path
+) -> None:
+    with listener(short_path / "e.sock", secret=OTHER) as heard:
+        assert refused(short_path / "e.sock", request_for(qwen, 1)) == "encoder_untrusted"
+        assert b"hello" in heard()
+        assert b"pixel_values" not in heard()
+    # The same listener with it is a service: so what is refused above is the secret.
+    with (
+        listener(short_path / "f.sock", secret=SECRET) as heard,
+        SocketEncoder(short_path / "f.sock", SECRET) as c,
+    ):
+        assert c.submit(request_for(qwen, 1)).result(10).tower == "ran"
+        assert b"pixel_values" in heard()
+
+
+def test_while_nobody_is_trusted_requests_fail_at_once_and_a_real_service_is_found(
+    make_encoder: MakeEncoder,
+    serve: Callable[[Encoder], Path],
+    short_path: Path,
+    request_for: Requests,
+    qwen: Path,
+) -> None:
+    path = short_path / "e0.sock"
+    with SocketEncoder(path, SECRET) as client:
+        with listener(path, secret=OTHER):
+            eventually(lambda: reason(client.submit(request_for(qwen, 1)), 12) == "encoder_untrusted")
+            began = time.monotonic()
+            assert reason(client.submit(request_for(qwen, 1))) == "encoder_untrusted"
+            assert time.monotonic() - began < 1
+            assert not client.connected
+            with pytest.raises(EncoderUnavailable, match=r"store\.secret_file; use one file"):
+                client.describe(1)
+        serve(make_encoder())
+        eventually(lambda: client.connected)
+        assert client.submit(request_for(qwen, 1)).result(10).tower == "ran"
+
+
+def converse(path: Path, *messages: bytes) -> bytes:
+    """What the service answers to these frames until it closes the connection."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(path))
+        got = bytearray()
+        try:
+            for message in messages:
+                sock.sendall(struct.pack("<I", len(message)) + message)
+            while data := sock.recv(4096):
+                got += data
+        except ConnectionError:
+            pass
+        return bytes(got)
+
+
+def test_an_engine_without_the_secret_is_told_nothing(
+    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path]
+) -> None:
+    path = serve(make_encoder())
+    describe = msgspec.msgpack.encode(Describe())
+    assert converse(path, describe) == b""
+    answer = converse(path, Asking(OTHER).hello(), msgspec.msgpack.encode(Proof(proof=bytes(32))))
+    assert b"challenge" in answer
+    assert b"described" not in answer
+
+
+@needs_root
+def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
+    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path]
+) -> None:
+    path = serve(make_encoder())
+    path.chmod(0o666)
+    path.parent.chmod(0o755)
+    os.seteuid(NOBODY)
+    try:
+        assert converse(path, Asking(SECRET).hello()) == b""
+    finally:
+        os.seteuid(0)
+
+
+def test_a_silent_connection_is_closed(
+    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.2)
+    path = serve(make_encoder())
+    assert converse(path) == b""
+    assert converse(path, b"x" * (handshake.MAX_BYTES + 1)) == b""
+
+
+def test_nothing_of_a_handshake_is_of_use_in_another() -> None:
+    first, service = Asking(SECRET), Answering(SECRET)
+    challenge = service.challenge(first.hello())
+    proof = first.proof(challenge)
+    service.check(proof)
+    # The service's answer, played to another connection of an engine.
+    with pytest.raises(EncoderUnavailable) as e:
+        Asking(SECRET).proof(challenge)
+    assert e.value.reason == "encoder_untrusted"
+    # The engine's words, played to another connection of the service.
+    again = Answering(SECRET)
+    again.challenge(first.hello())
+    with pytest.raises(Untrusted):
+        again.check(proof)
+    # An engine's nonce back to it as the service's, and the service's proof as the engine's.
+    mirror = msgspec.msgpack.decode(first.hello())["nonce"]
+    said = msgspec.msgpack.decode(challenge, type=Challenge)
+    with pytest.raises(EncoderUnavailable):
+        first.proof(msgspec.msgpack.encode(Challenge(version=said.version, nonce=mirror, proof=said.proof)))
+    with pytest.raises(Untrusted):
+        service.check(msgspec.msgpack.encode(Proof(proof=said.proof)))
+
+
+@pytest.mark.parametrize("short", [b"", b"n" * 31, b"n" * 33])
+def test_nonces_have_one_length(short: bytes) -> None:
+    """Else two handshakes could be cut at different places and give one proof."""
+    with pytest.raises(Untrusted):
+        Answering(SECRET).challenge(msgspec.msgpack.encode(handshake.Hello(version=2, nonce=short)))
+
+
+@needs_root
+def test_a_folder_of_another_user_or_open_to_others_is_refused(short_path: Path) -> None:
+    theirs, open_, link = short_path / "t", short_path / "o", short_path / "l"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, NOBODY, NOBODY)
+    open_.mkdir()
+    open_.chmod(0o777)
+    (short_path / "mine").mkdir(mode=0o700)
+    link.symlink_to(short_path / "mine")
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    for folder in (theirs, open_, link):
+        with pytest.raises(ConfigError, match=r"encoder\.socket: .* is another user's, or open to others"):
+            claim(folder / "e.sock")
+        assert not list(folder.iterdir())
