@@ -89,30 +89,7 @@ def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | No
     return kv, ec
 
 
-def _note_by_value(config: Any) -> None:
-    """In what reaches every API process, however it is started."""
-    kv, ec = config.kv_transfer_config, config.ec_transfer_config
-    if kv is not None and kv.kv_connector == KV_CONNECTOR:
-        kv.kv_connector_extra_config["engine.embeddings_by_value"] = True
-    if ec is not None and ec.ec_connector == EC_CONNECTOR:
-        ec.ec_connector_extra_config["engine.embeddings_by_value"] = True
-
-
-def _create_engine_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Before vLLM sets it by itself, as it does for every engine with a connector that loads embeddings.
-    by_value = bool(getattr(args[0], "enable_mm_embeds", False)) if args else False
-    config = original(*args, **kwargs)
-    ec = config.ec_transfer_config
-    if by_value:
-        _note_by_value(config)
-    if ec is not None and ec.ec_connector == EC_CONNECTOR and not config.model_config.is_multimodal_model:
-        # A model without a tower has nothing to share there, and vLLM stops at measuring how wide it is.
-        config.ec_transfer_config = None
-    return config
-
-
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.engine.arg_utils", "EngineArgs.add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils", "EngineArgs.from_cli_args", _from_cli_args),
-    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _create_engine_config),
 )

@@ -28,8 +28,7 @@ from cornplug.encoder_service.voucher import Voucher
 from cornplug.identity import embedding_key
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector import compat, identifiers, weights
-from cornplug.vllm_connector.flags import _create_engine_config
+from cornplug.vllm_connector import compat, engine_config, identifiers, weights
 from cornplug.vllm_connector.identifiers import Identifiers, key_of
 
 from .test_identifiers import SECRET, config, llava, picture  # noqa: F401
@@ -262,14 +261,22 @@ def test_the_operators_word_reaches_the_api_process() -> None:
     def config(asked: bool) -> dict[str, Any]:
         made = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
-                kv_connector="CornplugConnector", kv_connector_extra_config={}
+                kv_connector="CornplugConnector",
+                kv_connector_extra_config={},
+                kv_load_failure_policy="recompute",
             ),
             ec_transfer_config=SimpleNamespace(
                 ec_connector="CornplugECConnector", ec_connector_extra_config={}
             ),
-            model_config=SimpleNamespace(is_multimodal_model=True),
+            model_config=SimpleNamespace(is_multimodal_model=True, is_encoder_decoder=False),
+            attention_config=SimpleNamespace(backend=None),
         )
-        _create_engine_config(lambda args: made, SimpleNamespace(enable_mm_embeds=asked))
+        given = SimpleNamespace(
+            kv_transfer_config=made.kv_transfer_config,
+            ec_transfer_config=made.ec_transfer_config,
+            enable_mm_embeds=asked,
+        )
+        engine_config.create(lambda args: made, given)
         assert made.kv_transfer_config.kv_connector_extra_config == (
             made.ec_transfer_config.ec_connector_extra_config
         )

@@ -1,0 +1,177 @@
+"""An engine's configuration with our connectors in it, wherever stock vLLM makes one.
+
+vLLM refuses a KV connector beside some features, and it finds some of that out only while an engine starts.
+Nobody who adds `--kv-connector cornplug` to a command line that works shall lose the engine for it: what
+cannot be shared is left out, and one log line says what and why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+
+_MULTI: Final = "MultiConnector"
+_RECOMPUTE: Final = "recompute"
+
+# What vLLM's configuration classes raise for a combination that they do not take (pydantic's
+# ValidationError is a ValueError).
+_REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
+
+
+def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """The VllmConfig of these engine arguments, with as much of cornplug as vLLM takes.
+
+    Raises ConfigError where `--kv-offloading-size` asks for another KV connector, and whatever stock vLLM
+    raises for the same arguments without cornplug.
+    """
+    if not _asked_for(args):
+        return original(args, *rest, **kwargs)
+    _refuse_offloading(args)
+    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
+    given = copy.deepcopy(args)
+    # vLLM itself sets it for every engine with a connector that loads embeddings.
+    by_value = bool(getattr(args, "enable_mm_embeds", False))
+
+    def without(*names: str) -> Any:
+        fewer = copy.deepcopy(given)
+        for name in names:
+            setattr(fewer, name, None)
+        return original(fewer, *rest, **kwargs)
+
+    try:
+        config = original(args, *rest, **kwargs)
+    except _REFUSALS as refused:
+        config = _fewer(without, given, refused)
+    else:
+        reason = _kv_impossible(config)
+        if reason and _is_ours(config.kv_transfer_config):
+            compat.logger.warning("cornplug: KV of this engine is not shared: %s", reason)
+            config = without("kv_transfer_config")
+    if by_value:
+        _note_by_value(config)
+    _settle(config)
+    return config
+
+
+def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *rest: Any) -> None:
+    """Measure widths for connectors that size transfers by them; ours asks the model's config.
+
+    vLLM encodes a dummy of each modality for it, and stops where there is none to encode: a model whose
+    limits are all 0, or one that runs as a language model only.
+    """
+    ec = config.ec_transfer_config
+    if ec is None or ec.ec_connector != EC_CONNECTOR:
+        original(config, *rest)
+
+
+def _asked_for(args: Any) -> bool:
+    return _children(getattr(args, "kv_transfer_config", None)) or _is_ec(
+        getattr(args, "ec_transfer_config", None)
+    )
+
+
+def _is_ours(kv: Any) -> bool:
+    return kv is not None and kv.kv_connector == KV_CONNECTOR
+
+
+def _is_ec(ec: Any) -> bool:
+    return ec is not None and ec.ec_connector == EC_CONNECTOR
+
+
+def _children(kv: Any) -> bool:
+    """Whether our connector is the KV connector, or one of several."""
+    return _is_ours(kv) or any(child.get("kv_connector") == KV_CONNECTOR for child in _connectors(kv))
+
+
+def _connectors(kv: Any) -> list[dict[str, Any]]:
+    if kv is None or kv.kv_connector != _MULTI:
+        return []
+    return list(kv.kv_connector_extra_config.get("connectors") or ())
+
+
+def _refuse_offloading(args: Any) -> None:
+    if getattr(args, "kv_offloading_size", None) is None:
+        return
+    if _children(getattr(args, "kv_transfer_config", None)):
+        # vLLM would put its own connector in our place, with our settings, and say nothing.
+        raise ConfigError(
+            "--kv-offloading-size",
+            "it makes vLLM's offloading connector the KV connector, in place of --kv-connector cornplug",
+            "Leave out one of the two flags, or list both connectors in a MultiConnector "
+            "by --kv-transfer-config.",
+        )
+
+
+def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
+    """The configuration with the smallest part of cornplug left out that vLLM accepts."""
+    if _is_ours(given.kv_transfer_config):
+        try:
+            config = without("kv_transfer_config")
+        except _REFUSALS:
+            pass
+        else:
+            compat.logger.warning(
+                "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s", refused
+            )
+            return config
+    if not _is_ec(given.ec_transfer_config):
+        raise refused
+    ours = [n for n in ("kv_transfer_config", "ec_transfer_config") if n[0] == "e" or _is_ours(given.kv_transfer_config)]
+    # Where stock refuses these arguments too, this raises stock's own words.
+    config = without(*ours)
+    compat.logger.warning("cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused)
+    return config
+
+
+def _kv_impossible(config: Any) -> str | None:
+    """Why an engine of this configuration cannot start with a KV connector, where vLLM says so too late."""
+    if config.model_config.is_encoder_decoder:
+        return "vLLM takes no KV connector for encoder-decoder models"
+    backend = config.attention_config.backend
+    if backend is not None:
+        try:
+            supported = backend.get_class().supports_kv_connector()
+        except ImportError:
+            return None  # another platform's: vLLM has its own words for that
+        if not supported:
+            return f"attention backend {backend.name} takes no KV connector"
+    return None
+
+
+def _note_by_value(config: Any) -> None:
+    """In the settings that reach every API process, however it is started."""
+    kv, ec = config.kv_transfer_config, config.ec_transfer_config
+    if _is_ours(kv):
+        kv.kv_connector_extra_config["engine.embeddings_by_value"] = True
+    if _is_ec(ec):
+        ec.ec_connector_extra_config["engine.embeddings_by_value"] = True
+
+
+def _settle(config: Any) -> None:
+    if _is_ec(config.ec_transfer_config) and not config.model_config.is_multimodal_model:
+        config.ec_transfer_config = None  # without a tower there is nothing to share
+    kv = config.kv_transfer_config
+    if not _children(kv):
+        return
+    # The scheduler reads the policy of the whole, whichever connector lost a page: "fail", vLLM's default,
+    # would abort the requests whose pages are damaged.
+    if kv.kv_load_failure_policy != _RECOMPUTE:
+        compat.logger.warning(
+            "cornplug: kv_load_failure_policy is set to %r: 'fail' aborts requests whose pages are lost",
+            _RECOMPUTE,
+        )
+        kv.kv_load_failure_policy = _RECOMPUTE
+    for child in _connectors(kv):
+        if child.get("kv_connector") == KV_CONNECTOR:
+            child["kv_load_failure_policy"] = _RECOMPUTE
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", create),
+    ("vllm.v1.engine.core", "measure_encoder_output_widths", measure_encoder_output_widths),
+)

@@ -1,0 +1,204 @@
+"""No command line that stock vLLM accepts may fail with `--kv-connector cornplug` added to it.
+
+vLLM's own parser and its own configuration classes, once without us and once with us. What starts in
+earnest is in `tests/integration/test_starts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from cornplug.errors import ConfigError
+from cornplug.testing.checkpoints import llava, qwen2_text, qwen2_vl
+from cornplug.testing.text_checkpoints import deepseek_v2
+from cornplug.testing.tile_checkpoints import gemma3
+from cornplug.vllm_connector import engine_config, plugin
+
+pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "text": qwen2_text,
+    "vl": qwen2_vl,
+    "llava": llava,
+    "mla": deepseek_v2,
+    "gemma3": gemma3,
+}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+LINES: dict[str, tuple[str, str]] = {
+    "plain": ("text", ""),
+    "no prefix caching": ("text", "--no-enable-prefix-caching"),
+    "no chunked prefill": ("text", "--no-enable-chunked-prefill --max-num-batched-tokens 4096"),
+    "fp8 KV": ("text", "--kv-cache-dtype fp8"),
+    "no hybrid manager": ("text", "--disable-hybrid-kv-cache-manager"),
+    "n-gram speculation": (
+        "text",
+        '--speculative-config {"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
+    ),
+    "LoRA": ("text", "--enable-lora --max-lora-rank 8"),
+    "tensor parallel": ("text", "--tensor-parallel-size 2"),
+    "pipeline parallel": ("text", "--pipeline-parallel-size 2"),
+    "data parallel": ("text", "--data-parallel-size 2"),
+    "context parallel": ("mla", "--tensor-parallel-size 2 --decode-context-parallel-size 2"),
+    "embeddings": ("text", "--runner pooling --convert embed"),
+    "classifier": ("text", "--runner pooling --convert classify"),
+    "large blocks": ("text", "--block-size 256"),
+    "asynchronous scheduling": ("text", "--async-scheduling"),
+    "priorities": ("text", "--scheduling-policy priority"),
+    "dummy weights": ("text", "--load-format dummy"),
+    "overrides": ("text", '--hf-overrides {"rope_theta":1000.0}'),
+    "KV events": ("text", '--kv-events-config {"enable_kv_cache_events":true,"publisher":"null"}'),
+    "expandable segments": ("text", "EXPANDABLE"),
+    "prompt embeddings": ("text", "--enable-prompt-embeds"),
+    "long context": ("text", "--max-model-len 4096 --max-num-seqs 4"),
+    "no images": ("vl", '--limit-mm-per-prompt {"image":0,"video":0}'),
+    "no images, videos kept": ("vl", '--limit-mm-per-prompt {"image":0}'),
+    "language model only": ("vl", "--language-model-only"),
+    "encoder only": ("vl", "--mm-encoder-only"),
+    "encoder data parallel": ("vl", "--mm-encoder-tp-mode data"),
+    "image embeddings": ("llava", "--enable-mm-embeds"),
+    "no processor cache": ("vl", "--mm-processor-cache-gb 0"),
+    "no profiling of images": ("vl", "--skip-mm-profiling"),
+    "whole images": ("vl", "--disable-chunked-mm-input"),
+    "transformers backend": ("vl", "--model-impl transformers"),
+    "MLA": ("mla", ""),
+    "sliding windows": ("gemma3", ""),
+    "encoder-decoder": ("whisper", ""),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = whisper_config(folder) if name == "whisper" else MODELS[name](folder / name)
+        return made[name]
+
+    return get
+
+
+def whisper_config(folder: Path) -> Path:
+    """A Whisper's config.json: all that a configuration is made of."""
+    path = folder / "whisper"
+    path.mkdir()
+    config = {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "is_encoder_decoder": True,
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "vocab_size": 300,
+        "max_target_positions": 64,
+        "torch_dtype": "float32",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def configured(model: Path, line: str, *ours: str) -> Any:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    base = ["--model", str(model)]
+    args = parser.parse_args([*base, "--max-model-len", "64", *line.split(), *ours])
+    validate_parsed_serve_args(args)
+    made = AsyncEngineArgs.from_cli_args(args)
+    return made.create_engine_config()
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_what_stock_accepts_is_accepted(
+    name: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which, line = LINES[name]
+    if line == "EXPANDABLE":
+        line = ""
+        monkeypatch.setenv(*next(iter(EXPANDABLE.items())))
+    path = model(which)
+    try:
+        stock = configured(path, line)
+    except (ValueError, NotImplementedError, AssertionError) as e:
+        pytest.skip(f"stock refuses it on this machine: {e}")
+    with_us = configured(path, line, "--kv-connector", "cornplug")
+    assert stock.kv_transfer_config is None
+    kv_shared = with_us.kv_transfer_config is not None
+    assert kv_shared is (name not in ("expandable segments", "encoder-decoder"))
+    if not kv_shared:
+        # As stock, in everything that a connector would have changed.
+        assert with_us.scheduler_config.disable_hybrid_kv_cache_manager is (
+            stock.scheduler_config.disable_hybrid_kv_cache_manager
+        )
+
+
+def test_offloading_beside_us_is_an_error_that_names_both(model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size.*--kv-connector cornplug"):
+        configured(model("text"), "--kv-offloading-size 1", "--kv-connector", "cornplug")
+
+
+def connectors(policy: str) -> str:
+    ours = {"kv_connector": "CornplugConnector", "kv_role": "kv_both"}
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "unused"},
+    }
+    return json.dumps(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"connectors": [ours, other]},
+        },
+        separators=(",", ":"),
+    )
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_lost_page_among_several_connectors_ends_no_request(
+    model: Callable[[str], Path], policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler goes by the policy of the whole, the connector's own is not asked."""
+    kv = configured(model("text"), "--kv-transfer-config " + connectors(policy)).kv_transfer_config
+    assert kv.kv_load_failure_policy == "recompute"
+    ours, other = kv.kv_connector_extra_config["connectors"]
+    assert ours["kv_load_failure_policy"] == "recompute"
+    assert "kv_load_failure_policy" not in other
+
+
+def test_what_stock_refuses_is_refused_in_stocks_words(model: Callable[[str], Path]) -> None:
+    line = "--max-model-len 100000000"
+    with pytest.raises(ValueError) as stock:
+        configured(model("text"), line)
+    with pytest.raises(ValueError) as with_us:
+        configured(model("text"), line, "--kv-connector", "cornplug")
+    assert str(with_us.value) == str(stock.value)
+
+
+def test_a_backend_that_takes_no_connector_runs_without_one() -> None:
+    """ROCm's, which a CPU has not: by its class alone."""
+    backend = SimpleNamespace(
+        name="ROCM_ATTN", get_class=lambda: SimpleNamespace(supports_kv_connector=lambda: False)
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        attention_config=SimpleNamespace(backend=backend),
+    )
+    assert engine_config._kv_impossible(config) == "attention backend ROCM_ATTN takes no KV connector"
