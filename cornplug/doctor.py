@@ -55,6 +55,7 @@ def examine(
     """Every check in order, each finding as soon as it is known."""
     yield from engine_checks.versions()
     yield from engine_checks.plugins()
+    yield from engine_checks.allocator()
     yield from secret(settings.store)
     yield from store(settings.store)
     described = describe_encoder(settings)

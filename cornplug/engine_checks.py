@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final, Literal
@@ -135,6 +135,16 @@ def versions() -> Iterator[Finding]:
             yield Finding("ok", engine.name, f"{version}, in the tested range")
         else:
             yield Finding("fail", engine.name, f"{version}, tested are {engine.range}", remedy)
+
+
+def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """vLLM takes a KV connector with PyTorch's default allocator only."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    if VLLM.version() is not None and "expandable_segments:True" in environ.get(name, ""):
+        what = (
+            f"{name}={environ[name]}: vLLM takes no KV connector beside it, so engines share embeddings only"
+        )
+        yield Finding("warn", "allocator", what, "Leave expandable_segments:True out of it to share KV.")
 
 
 def plugins() -> Iterator[Finding]:

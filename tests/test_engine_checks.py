@@ -93,3 +93,15 @@ def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_checks, "_PROBE_S", 0.5)
     (finding,) = engine_checks.plugin(replace(VLLM, probe="import time; time.sleep(60)"))
     assert (finding.status, "took over 0.5 s" in finding.what) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    "segments", ["", "max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"]
+)
+def test_an_allocator_that_vllm_takes_no_connector_beside(
+    segments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "vllm_version", lambda: "0.32.0")
+    found = list(engine_checks.allocator({"PYTORCH_CUDA_ALLOC_CONF": segments}))
+    assert bool(found) is segments.startswith("expandable")
+    assert all(f.status == "warn" and "expandable_segments:True" in f.remedy for f in found)

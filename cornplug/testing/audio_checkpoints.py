@@ -170,6 +170,29 @@ def ultravox(
     return folder
 
 
+def whisper(path: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """A Whisper, an encoder-decoder. Returns `path`. A prompt has 448 positions, as published."""
+    folder = make_folder(path)
+    special = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+    ids = tokenizers.write(
+        folder, special=special, eos="<|endoftext|>", pad="<|endoftext|>", chat_template=_ULTRAVOX_CHAT
+    )
+    whole = {
+        "model_type": "whisper",
+        "architectures": ["WhisperForConditionalGeneration"],
+        **TINY_WHISPER,
+        **{"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 128},
+        "vocab_size": len(ids),
+        "decoder_start_token_id": ids["<|startoftranscript|>"],
+        **token_ids(ids, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
+        "torch_dtype": dtype,
+    }
+    extractor = mel_json(TINY_WHISPER["num_mel_bins"]) | {"processor_class": "WhisperProcessor"}
+    write_json(folder, config=whole, preprocessor_config=extractor)
+    write_weights(folder, "WhisperForConditionalGeneration", lambda name: name, {"": seed}, ids, dtype)
+    return folder
+
+
 def _in_whisper(name: str) -> str:
     return name.replace("audio_tower.", "model.encoder.", 1)
 

@@ -116,15 +116,22 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
             pass
         else:
             compat.logger.warning(
-                "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s", refused
+                "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s",
+                refused,
             )
             return config
     if not _is_ec(given.ec_transfer_config):
         raise refused
-    ours = [n for n in ("kv_transfer_config", "ec_transfer_config") if n[0] == "e" or _is_ours(given.kv_transfer_config)]
+    ours = [
+        n
+        for n in ("kv_transfer_config", "ec_transfer_config")
+        if n[0] == "e" or _is_ours(given.kv_transfer_config)
+    ]
     # Where stock refuses these arguments too, this raises stock's own words.
     config = without(*ours)
-    compat.logger.warning("cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused)
+    compat.logger.warning(
+        "cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused
+    )
     return config
 
 

@@ -1,0 +1,123 @@
+"""Engines whose command line is a risk beside our connectors start, answer as stock, and say what is left out.
+
+The many other lines, without a start: `tests/vllm_connector/test_start_matrix.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import tempfile
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cornplug.testing.audio_checkpoints import whisper
+from cornplug.testing.checkpoints import llava, qwen2_text
+from cornplug.testing.engines import VllmServer
+from cornplug.testing.text_checkpoints import deepseek_v2
+from cornplug.testing.tile_checkpoints import gemma3
+
+
+def _says(server: VllmServer) -> object:
+    return server.chat("what is a cache", max_tokens=6).token_ids
+
+
+def _embeds(server: VllmServer) -> object:
+    body = {"model": "model", "input": "what is a cache"}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60, trust_env=False)
+    return [round(x, 5) for x in answer.raise_for_status().json()["data"][0]["embedding"]]
+
+
+def _hears(server: VllmServer) -> object:
+    """One second of 440 Hz, transcribed."""
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        wave_at = (int(9000 * math.sin(2 * math.pi * 440 * t / 16_000)) for t in range(16_000))
+        file.writeframes(b"".join(struct.pack("<h", value) for value in wave_at))
+    answer = httpx.post(
+        f"{server.url}/v1/audio/transcriptions",
+        data={"model": "model", "language": "en", "temperature": "0", "max_completion_tokens": "6"},
+        files={"file": ("tone.wav", sound.getvalue(), "audio/wav")},
+        timeout=60,
+        trust_env=False,
+    )
+    return answer.raise_for_status().json()["text"]
+
+
+@dataclass(frozen=True)
+class Line:
+    make: Callable[[Path], Path]
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    says: str | None = None
+    """What the log says where KV is left out."""
+    ask: Callable[[VllmServer], object] = _says
+
+
+NOT_SHARED = "cornplug: KV of this engine is not shared"
+LINES = {
+    "no-images": Line(llava, ("--limit-mm-per-prompt", '{"image":0}')),
+    "encoder-decoder": Line(
+        whisper, ("--max-model-len", "448"), says=f"{NOT_SHARED}: vLLM takes no KV connector", ask=_hears
+    ),
+    "language-model-only": Line(llava, ("--language-model-only",)),
+    "no-profiling": Line(llava, ("--skip-mm-profiling",)),
+    "expandable-segments": Line(
+        qwen2_text, env=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),), says=NOT_SHARED
+    ),
+    "embeddings": Line(qwen2_text, ("--runner", "pooling", "--convert", "embed"), ask=_embeds),
+    "mla": Line(deepseek_v2, says=NOT_SHARED),
+    "sliding-windows": Line(gemma3, says=NOT_SHARED),
+    "several-connectors": Line(
+        qwen2_text,
+        (
+            "--kv-transfer-config",
+            '{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":'
+            '{"connectors":[{"kv_connector":"CornplugConnector","kv_role":"kv_both"}]}}',
+        ),
+        says="kv_load_failure_policy is set to 'recompute'",
+    ),
+}
+# Each start is half a minute: the two that a review saw fail are tried at each change, all in script/test-more.
+QUICK = ("no-images", "encoder-decoder")
+
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+
+def _ours(line: Line, folder: Path) -> VllmServer:
+    socket = Path(tempfile.mkdtemp(prefix="cp-")) / "store.sock"
+    env = {"CORNPLUG_STORE_SOCKET": str(socket), "CORNPLUG_STORE_SIZE_BYTES": str(64 << 20)}
+    flags = () if "--kv-transfer-config" in line.args else ("--kv-connector", "cornplug")
+    return VllmServer(
+        folder / "model", *line.args, *flags, log=folder / "ours.log", env={**env, **dict(line.env)}
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_engine_starts_where_stock_starts(name: str, tmp_path: Path) -> None:
+    line = LINES[name]
+    line.make(tmp_path / "model")
+    with _ours(line, tmp_path) as server:
+        assert line.ask(server) == line.ask(server)
+    assert line.says is None or line.says in (tmp_path / "ours.log").read_text()
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", LINES)
+def test_it_answers_as_stock(name: str, tmp_path: Path) -> None:
+    line = LINES[name]
+    line.make(tmp_path / "model")
+    args = () if "--kv-transfer-config" in line.args else line.args
+    with VllmServer(tmp_path / "model", *args, log=tmp_path / "stock.log", env=dict(line.env)) as server:
+        expected = line.ask(server)
+    with _ours(line, tmp_path) as server:
+        assert line.ask(server) == expected
+    assert line.says is None or line.says in (tmp_path / "ours.log").read_text()
