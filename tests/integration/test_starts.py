@@ -1,4 +1,4 @@
-"""Engines whose command line is a risk beside our connectors start, answer as stock, and say what is left out.
+"""Engines whose command line is a risk beside our connectors start, answer as stock, and name what is left out.
 
 The many other lines, without a start: `tests/vllm_connector/test_start_matrix.py`.
 """
@@ -85,7 +85,7 @@ LINES = {
         says="kv_load_failure_policy is set to 'recompute'",
     ),
 }
-# Each start is half a minute: the two that a review saw fail are tried at each change, all in script/test-more.
+# Each start is half a minute: the two that a review saw fail are tried here, all in script/test-more.
 QUICK = ("no-images", "encoder-decoder")
 
 

@@ -185,9 +185,9 @@ def test_a_lost_page_among_several_connectors_ends_no_request(
 
 def test_what_stock_refuses_is_refused_in_stocks_words(model: Callable[[str], Path]) -> None:
     line = "--max-model-len 100000000"
-    with pytest.raises(ValueError) as stock:
+    with pytest.raises(ValueError, match="max_model_len") as stock:
         configured(model("text"), line)
-    with pytest.raises(ValueError) as with_us:
+    with pytest.raises(ValueError, match="max_model_len") as with_us:
         configured(model("text"), line, "--kv-connector", "cornplug")
     assert str(with_us.value) == str(stock.value)
 
