@@ -1,4 +1,4 @@
-"""Engines whose command line is a risk beside our connectors start, answer as stock, and name what is left out.
+"""Engines with a risky command line start beside our connectors, answer as stock, and name what is left out.
 
 The many other lines, without a start: `tests/vllm_connector/test_start_matrix.py`.
 """
