@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.reference import EmbeddingRef, leased
+from cornplug.encoder_service.reference import EmbeddingRef, from_store
 from cornplug.encoder_service.refusals import status_of
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
@@ -67,7 +67,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
         meta = msgspec.json.decode(answer.body)
         if store is None:
             return None
-        return leased(
+        return from_store(
             store,
             bytes.fromhex(meta["key"]),
             tower=str(meta["tower"]),

@@ -44,7 +44,7 @@ class AsyncEncoderClient:
     Args:
         services: one URL, several, or {url: weight}: each medium has its own order of them, so that
             repeats meet their cache. None: `encoder.urls`, else `encoder.host` and `encoder.port`.
-        store: read embeddings from here, without a copy, where the service has put them.
+        store: read embeddings from here, verified, where the service has put them.
             None: this host's store if one answers, for services of this host found by configuration.
         deadline_s: longest wait for one embedding, with all that is tried; None: `encoder.deadline_s`.
         api_key: sent as `Authorization: Bearer`.
@@ -68,8 +68,9 @@ class AsyncEncoderClient:
         self._services = rendezvous.services(services or configured(config))
         self._deadline_s = deadline_s or config.encoder.deadline_s
         self._stores = dict.fromkeys(self._services, store)
+        self._own_store: Store | None = None
         if store is None and services is None:
-            near = local_store(config)
+            near = self._own_store = local_store(config)
             self._stores = {url: near if is_here(url) else None for url in self._services}
         self.circuits = Circuits(self._services, random.random)
         headers = {"accept": answers.RAW, "accept-encoding": "identity"}
@@ -175,9 +176,10 @@ class AsyncEncoderClient:
         return await self._attempt(b"", send, None)
 
     async def close(self) -> None:
-        """End the connections. References that were read from the store stay valid."""
+        """End the connections. References stay valid: their bytes are their own."""
         await self._http.aclose()
-        # The host's store is left open: references hold leases that end with its connection.
+        if self._own_store is not None:
+            self._own_store.close()
 
     async def __aenter__(self) -> Self:
         return self

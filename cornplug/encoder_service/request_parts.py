@@ -35,7 +35,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     store: otherwise the request fails with a 400, as there are no pixels to fall back to.
 
     Raises EncoderRefused("no_voucher") where the service gave none, ("unsupported") where vLLM's model
-    takes no embeddings; by value StoreError as `EmbeddingRef.data`.
+    takes no embeddings.
     """
     if ref.voucher is None:
         raise EncoderRefused("the service gave no voucher with this embedding", reason="no_voucher")
