@@ -94,7 +94,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
     try:
         named, dtype = Kind(kind), data[_FIXED.size : at].decode()
     except ValueError as e:  # whole, but not written by this format
-        raise CodecError(f"header of an unknown kind: {e}", reason="codec") from e
+        raise CodecError(f"header of a kind of another release: {e}", reason="version") from e
     return Header(
         kind=named,
         key=found_key,

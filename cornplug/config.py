@@ -6,6 +6,7 @@ named by `CORNPLUG_CONFIG`, the defaults below.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     BaseModel,
@@ -27,6 +28,11 @@ from pydantic import (
 )
 
 from cornplug.errors import ConfigError
+from cornplug.private_paths import secret_problem
+
+STORE_PROTOCOL: Final = 2
+"""What clients and store speak. It is in the socket's default name: during a rolling upgrade each
+release has a store of its own, and shares."""
 
 
 def runtime_dir() -> Path:
@@ -38,7 +44,12 @@ def runtime_dir() -> Path:
 def cache_dir() -> Path:
     """Where fingerprints and the secret are kept: `$XDG_CACHE_HOME/cornplug` or `~/.cache/cornplug`."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cornplug"
+    if base:
+        return Path(base) / "cornplug"
+    try:
+        return Path.home() / ".cache" / "cornplug"
+    except RuntimeError:  # a container's user that has no name and no HOME
+        return runtime_dir()
 
 
 class _Section(BaseModel):
@@ -48,7 +59,7 @@ class _Section(BaseModel):
 class StoreConfig(_Section):
     """The host's store."""
 
-    socket: Path = Field(default_factory=lambda: runtime_dir() / "store.sock")
+    socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
     size_bytes: int = Field(default=4 << 30, gt=0)
     """Upper bound of payload bytes in shared memory."""
     shm_dir: Path = Path("/dev/shm")
@@ -256,28 +267,37 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
 def read_secret(path: Path) -> bytes:
     """The 32-byte secret, made on first use with mode 0600.
 
-    Raises ConfigError when the file is not exactly 32 bytes.
+    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or is not ours alone.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Written beside and linked into place: of two first users one wins, and both read the winner's.
-    if not path.exists():
-        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        draft.touch(mode=0o600)
-        draft.write_bytes(secrets.token_bytes(32))
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    secret = path.read_bytes()
+    field = "store.secret_file"
+    try:
+        if not path.exists():
+            _make_secret(path)
+        with path.open("rb") as file:
+            about, secret = os.fstat(file.fileno()), file.read()
+    except OSError as e:
+        remedy = "Name a file that this user can read or make: CORNPLUG_STORE_SECRET_FILE."
+        raise ConfigError(field, f"{path}: {e.strerror}", remedy) from e
     if len(secret) != 32:
-        raise ConfigError(
-            "store.secret_file",
-            f"{path} has {len(secret)} bytes",
-            "Make one: head -c 32 /dev/urandom > FILE.",
-        )
+        problem = f"{path} has {len(secret)} bytes"
+        raise ConfigError(field, problem, "Make one: head -c 32 /dev/urandom > FILE.")
+    if problem := secret_problem(about):
+        remedy = "Make a new one, or chmod 600 where nobody can have read it (Kubernetes: defaultMode: 0400)."
+        raise ConfigError(field, f"{path} {problem}", remedy)
     return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Written beside and linked into place: of two first users one wins, and both read the winner's."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    draft.touch(mode=0o600)
+    try:
+        draft.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

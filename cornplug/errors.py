@@ -53,6 +53,11 @@ class MediaError(CornplugError):
 class CodecError(CornplugError):
     """Bytes do not agree with their envelope (magic, version, shape or checksum)."""
 
+    @property
+    def is_damage(self) -> bool:
+        """False for an entry of another release, which is whole: a miss here, and never deleted."""
+        return self.reason != "version"
+
 
 class LayoutError(CornplugError):
     """An engine's KV cache does not map to engine-neutral pages."""

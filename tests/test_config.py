@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from cornplug.config import Config, cache_dir, load, read_secret, runtime_dir
 from cornplug.errors import ConfigError
+from cornplug.private_paths import secret_problem
 
 
 @pytest.fixture
@@ -173,3 +175,39 @@ def test_a_secret_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
     path.write_bytes(bytes(size))
     with pytest.raises(ConfigError, match=f"{size} bytes"):
         read_secret(path)
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o604, 0o620, 0o601])
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    read_secret(path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"store\.secret_file: .*mode .*chmod 600"):
+        read_secret(path)
+
+
+def test_a_secret_of_another_user_is_refused() -> None:
+    about = os.stat_result((0o100600, 1, 1, 1, os.getuid() + 1, 0, 32, 0, 0, 0))
+    assert secret_problem(about) == f"belongs to user {os.getuid() + 1}"
+
+
+@pytest.mark.parametrize(("mode", "fits"), [(0o400, True), (0o440, True), (0o444, False), (0o460, False)])
+def test_root_may_give_a_secret_to_a_group_of_ours(mode: int, fits: bool) -> None:
+    """Kubernetes mounts it so for a pod with an fsGroup."""
+    about = os.stat_result((0o100000 | mode, 1, 1, 1, 0, 1000, 32, 0, 0, 0))
+    assert (secret_problem(about) == "") is fits
+
+
+def test_a_secret_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"store\.secret_file: .*CORNPLUG_STORE_SECRET_FILE"):
+        read_secret(tmp_path / "file" / "secret")
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_dir() == runtime_dir()

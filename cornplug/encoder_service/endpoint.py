@@ -31,7 +31,7 @@ from cornplug.encoder_service.protocol import (
 )
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
-from cornplug.store.private_folder import private_folder
+from cornplug.private_paths import open_folder
 
 _LISTEN_BACKLOG: Final = 64
 
@@ -47,7 +47,7 @@ def claim(path: Path) -> tuple[socket.socket, int]:
     """
     lock = -1
     try:
-        private_folder(path.parent, "encoder.socket")
+        os.close(open_folder(path.parent, setting="encoder.socket"))
         lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)

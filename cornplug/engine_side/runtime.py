@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cornplug.config import Config, read_secret
-from cornplug.errors import CornplugError
+from cornplug.errors import ConfigError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
+from cornplug.store.off import OffStore
 from cornplug.store.pool import PoolStore
+
+_log = logging.getLogger("cornplug")
 
 
 class Runtime:
-    """Settings and connections of one process. KV and embedding halves share it."""
+    """Settings and connections of one process. KV and embedding halves share it.
+
+    Without a secret it is there all the same, over a store that misses everything."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.app = config.engine.app
-        self.secret = read_secret(config.store.secret_file)
-        self.store: Store = PoolStore(config.store)
+        self.store: Store
+        try:
+            self.secret = read_secret(config.store.secret_file)
+            self.store = PoolStore(config.store)
+        except ConfigError as e:
+            # What this host's files are like is no reason for an engine not to start.
+            _log.error("cornplug: this engine shares nothing: %s", e)
+            self.secret = secrets.token_bytes(32)
+            self.store = OffStore(str(e))
 
     @property
     def deadline_s(self) -> float:

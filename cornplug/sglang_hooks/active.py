@@ -62,7 +62,7 @@ def _runtime(pid: int) -> Runtime:
 def runtime() -> Runtime:
     """Settings and the store's connection of this process, made on first use. Only where `is_on`.
 
-    Raises ConfigError where the settings or the store's secret are wrong.
+    Raises ConfigError where the settings are wrong.
     """
     with _lock:
         return _runtime(os.getpid())

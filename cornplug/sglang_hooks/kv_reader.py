@@ -79,7 +79,8 @@ class Reader:
                 reason = "unnamed"
         except CodecError as e:
             reason = e.reason
-            self._discard([key for parts in plan[done:] for _, keys in parts for key in keys])
+            if e.is_damage:
+                self._discard([key for parts in plan[done:] for _, keys in parts for key in keys])
         except CornplugError as e:
             reason = e.reason
         finally:

@@ -14,23 +14,38 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
+import cornplug
 from cornplug.config import StoreConfig
+from cornplug.private_paths import open_file, open_folder
 
 IDLE_EXIT_S: Final = 600.0
 _SPAWN_S: Final = 20.0
 """The starter returns when the daemon's interpreter has come up, not when it serves."""
 _LOG_BYTES: Final = 1 << 20
 
+# The daemon's own module rather than the whole command line: it starts in a third of the time, and no
+# optional room can keep the store from starting. Its package comes last on the path, and the engine's
+# folder not at all: a user's secrets.py there is none of ours.
+_START: Final = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from cornplug.store.daemon import main; sys.exit(main(sys.argv[1:]))"
+)
+
 _log = logging.getLogger("cornplug.store")
 
 
 @contextlib.contextmanager
 def start_lock(socket_path: Path) -> Iterator[bool]:
-    """True for the one client of the host that may start a daemon now."""
-    socket_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(socket_path.with_name(socket_path.name + ".start"), os.O_RDWR | os.O_CREAT, 0o600)
+    """True for the one client of the host that may start a daemon now.
+
+    Raises ConfigError for a folder that is not ours alone, OSError where no file can be made."""
+    folder = open_folder(socket_path.parent, setting="store.socket")
+    try:
+        fd = open_file(folder, socket_path.name + ".start", os.O_RDWR)
+    finally:
+        os.close(folder)
     try:
         yield _try_lock(fd)
     finally:
@@ -50,22 +65,31 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def _log_file(path: Path) -> BinaryIO:
+    folder = open_folder(path.parent, setting="store.socket")
+    try:
+        fd = open_file(folder, path.name, os.O_WRONLY | os.O_APPEND)
+    finally:
+        os.close(folder)
+    if os.fstat(fd).st_size > _LOG_BYTES:
+        os.ftruncate(fd, 0)
+    return os.fdopen(fd, "ab")
+
+
 def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     """Start a daemon and return; it serves a moment later, or says in its log why not.
 
-    Raises OSError when no process can be made."""
-    # The daemon's own module rather than the whole command line: it starts in a third of the
-    # time, and no optional room can keep the store from starting.
-    command = [sys.executable, "-m", "cornplug.store.daemon", "--clamp", "--detach"]
+    Raises OSError when no process can be made, ConfigError for a folder that is not ours alone."""
+    command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
+    command += ["--clamp", "--detach"]
     command += ["--socket", str(config.socket.absolute()), "--size", str(config.size_bytes)]
     command += ["--shm-dir", str(config.shm_dir), "--secret-file", str(config.secret_file.absolute())]
     command += ["--quarantine-s", str(config.quarantine_s), "--idle-exit-s", str(idle_exit_s)]
     path = log_path(config.socket)
-    full = path.exists() and path.stat().st_size > _LOG_BYTES
-    with path.open("wb" if full else "ab") as log:
+    with _log_file(path) as log:
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_SPAWN_S,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
                 start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

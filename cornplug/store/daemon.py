@@ -1,33 +1,29 @@
 """`cornplug serve-store`: one daemon per host and socket, from start to clean end.
 
-A lock beside the socket decides who serves: of two starters one wins, and only the winner
-touches a socket that a dead daemon left behind.
+A lock beside the socket decides who serves (`claim.py`): of two starters one wins, and only the
+winner touches a socket that a dead daemon left behind.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
 import logging
 import os
 import re
 import signal
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
 from cornplug import config
 from cornplug.errors import ConfigError
 from cornplug.store.arena import Arena, fitting_size
-from cornplug.store.private_folder import private_folder
+from cornplug.store.claim import Claim, Taken
 from cornplug.store.server import Server
 
 EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
-_LOCK_WAIT_S: Final = 2.0
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
@@ -82,16 +78,29 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 def _serve(options: argparse.Namespace) -> int:
     path: Path = options.socket.absolute()
     secret = config.read_secret(options.secret_file)
-    private_folder(path.parent, "store.socket")
-    lock = _lock(path.with_name(path.name + ".lock"))
-    if lock is None:
+    try:
+        claim = Claim(path)
+    except Taken:
         _log.error("another store serves %s: not starting a second", path)
         return EXIT_TAKEN
+    try:
+        _serve_claimed(claim, options, secret)
+    finally:
+        claim.close()
+    _log.info("ended")
+    return 0
+
+
+def _serve_claimed(claim: Claim, options: argparse.Namespace, secret: bytes) -> None:
     size_bytes = fitting_size(parse_size(options.size), options.shm_dir, clamp=options.clamp)
     arena = Arena(options.shm_dir, size_bytes)
-    listener = _listen(path)
     server = Server(
-        listener, arena, secret=secret, quarantine_s=options.quarantine_s, idle_exit_s=options.idle_exit_s
+        claim.listener,
+        arena,
+        secret=secret,
+        quarantine_s=options.quarantine_s,
+        idle_exit_s=options.idle_exit_s,
+        renew=claim.renew,
     )
 
     def end(number: int, _: object) -> None:
@@ -102,16 +111,11 @@ def _serve(options: argparse.Namespace) -> int:
     gc.disable()
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    _log.info("serving %s: up to %d MiB in %s", path, arena.capacity_bytes >> 20, options.shm_dir)
+    _log.info("serving %s: up to %d MiB in %s", options.socket, arena.capacity_bytes >> 20, options.shm_dir)
     try:
         server.serve()
     finally:
-        path.unlink(missing_ok=True)
-        listener.close()
         arena.close()
-        os.close(lock)
-    _log.info("ended")
-    return 0
 
 
 def _leave_the_starters_cores() -> None:
@@ -122,37 +126,6 @@ def _leave_the_starters_cores() -> None:
         os.sched_setaffinity(0, range(cores))
     except OSError as e:
         _log.warning("this store shares its starter's cores: %s", e.strerror)
-
-
-def _lock(path: Path) -> int | None:
-    """The lock's descriptor, to be kept open; None when a live daemon has it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    give_up_s = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            # A daemon that is just ending lets go of it in a moment.
-            if time.monotonic() > give_up_s:
-                os.close(fd)
-                return None
-            time.sleep(0.05)
-
-
-def _listen(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    except OSError as e:
-        listener.close()
-        raise ConfigError("store.socket", f"cannot listen at {path}: {e}", "Name a shorter path.") from e
-    finally:
-        os.umask(mask)
-    listener.listen(128)
-    return listener
 
 
 if __name__ == "__main__":

@@ -146,8 +146,9 @@ def _copy_and_sum(target: memoryview, source: memoryview, start: int, end: int) 
 def _header(store: Store, lease: Lease, deadline_s: float) -> codec.Header:
     try:
         return codec.decode_header(lease.meta, key=lease.key)
-    except CodecError:
-        _discard(store, lease.key, deadline_s)
+    except CodecError as e:
+        if e.is_damage:
+            _discard(store, lease.key, deadline_s)
         raise
 
 

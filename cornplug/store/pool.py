@@ -44,11 +44,13 @@ class PoolStore:
     Args:
         autostart: start a daemon when none answers; None: as `config.autostart` says.
         connect_timeout_s: how long the constructor waits for the first connection; None: 5 s
-            with autostart, else until the first attempt has ended. It never raises because
-            no daemon came: the store is then off until one does.
+            with autostart, else until the first attempt has ended.
         idle_exit_s: when a daemon that we start ends after its last client.
 
-    Raises ConfigError when a daemon is there and will not talk to us.
+    It never raises because no daemon came, or one that will not talk to us (another protocol,
+    secret or user): the log says why, every call is a miss, and another daemon may come.
+
+    Raises ConfigError when the secret cannot be read.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class PoolStore:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._arena: MappedArena | None = None
-        self._refused: ConfigError | None = None
+        self._refused = False
         self._why = "no store has answered yet"
+        self._said = ""
         self._settled = threading.Event()
         self._closing = threading.Event()
         _open_stores.add(self)
@@ -75,9 +78,6 @@ class PoolStore:
         if connect_timeout_s is None:
             connect_timeout_s = _START_WAIT_S if self._autostart else _HELLO_S
         self._settled.wait(connect_timeout_s)
-        if self._refused is not None:
-            self.close()
-            raise self._refused
 
     @property
     def connected(self) -> bool:
@@ -159,7 +159,7 @@ class PoolStore:
         try:
             connection = self._connection
             if connection is None:
-                raise StoreUnavailable(self._why, reason="store_down")
+                raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
             try:
                 yield connection
             except TimeoutError:
@@ -187,7 +187,8 @@ class PoolStore:
             backoff_s = _FIRST_BACKOFF_S
             self._arena = connection.arena
             self._connection = connection
-            self._refused = None
+            self._refused = False
+            self._said = ""
             self._settled.set()
             if not self._closing.is_set():
                 connection.wait_end()
@@ -214,8 +215,8 @@ class PoolStore:
                     return connection
                 starter.spawn(self._config, idle_exit_s=self._idle_exit_s)
                 return self._await_start()
-        except OSError as e:
-            self._why = f"cannot start a store: {e}"
+        except (OSError, ConfigError) as e:
+            self._say_why(f"cannot start a store: {e}")
             return None
 
     def _await_start(self) -> Connection | None:
@@ -230,15 +231,18 @@ class PoolStore:
         try:
             return Connection(self._config.socket, self._secret, timeout_s=_HELLO_S)
         except ConfigError as e:
-            if self._refused is None:
-                _log.warning("no sharing: %s", e)
-            self._refused = e
-            self._why = str(e)
+            self._refused = True
+            self._say_why(str(e))
         except OSError as e:
             # One that refused us may have gone since: another may be started.
-            self._refused = None
+            self._refused = False
             self._why = f"no store answers at {self._config.socket}: {e}"
         return None
+
+    def _say_why(self, why: str) -> None:
+        if why != self._said:
+            _log.warning("no sharing: %s", why)
+        self._why = self._said = why
 
     def abandon_in_child(self) -> None:
         """In a child the socket is the parent's: two processes on it would mix their answers."""

@@ -13,7 +13,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from cornplug.store import wire
@@ -33,7 +33,9 @@ _log = logging.getLogger("cornplug.store")
 
 
 class Server:
-    """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never)."""
+    """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never).
+
+    `renew` is asked now and then what to listen on from now; None: another serves there, so end."""
 
     def __init__(
         self,
@@ -45,8 +47,10 @@ class Server:
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
         idle_exit_s: float = 0.0,
+        renew: Callable[[], socket.socket | None] | None = None,
     ) -> None:
         self._listener = listener
+        self._renew = renew
         self._arena = arena
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
@@ -189,6 +193,7 @@ class Server:
             self._index.shortfall_bytes = 0
 
     def _tick(self) -> None:
+        self._renew_listener()
         now_s = time.monotonic()
         self._index.sweep(now_s)
         for session in list(self._sessions.values()):
@@ -199,6 +204,17 @@ class Server:
         elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:
             _log.info("no client for %.0f s: ending", self._idle_exit_s)
             self.stop = True
+
+    def _renew_listener(self) -> None:
+        listener = self._renew() if self._renew is not None else self._listener
+        if listener is None:
+            _log.warning("another store serves this socket now: ending")
+            self.stop = True
+        elif listener is not self._listener:
+            self._selector.unregister(self._listener)
+            self._listener = listener
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
 
     def _end(self, session: Session, why: ClientFault) -> None:
         level = logging.DEBUG if str(why) == "closed" else logging.WARNING

@@ -13,9 +13,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from cornplug.config import STORE_PROTOCOL
 from cornplug.store.base import KEY_BYTES, Lease, Part, Reservation, StoreStat
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = STORE_PROTOCOL
 MAX_FRAME_BYTES: Final = 16 << 20
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs

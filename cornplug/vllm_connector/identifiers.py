@@ -28,7 +28,7 @@ from cornplug.config import read_secret
 from cornplug.encoder_service.media import digest_image
 from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.settings import settings
-from cornplug.errors import CheckpointError
+from cornplug.errors import CheckpointError, ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.model import tower_identity
@@ -156,23 +156,35 @@ def _media_digest(item: object) -> bytes | None:
 
 
 _active: Identifiers | None = None
+_asked_for = False
+"""Whether this engine has connectors of ours, which must not take a client's uuid for a name of ours."""
 
 
 def _input_processor_init(
     original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
 ) -> None:
-    global _active
+    global _active, _asked_for
     original(this, vllm_config, *args, **kwargs)
     extra = _extra_config(vllm_config)
-    if extra is not None and vllm_config.model_config.multimodal_config is not None:
+    if extra is None or vllm_config.model_config.multimodal_config is None:
+        return
+    _asked_for = True
+    try:
         _active = Identifiers(vllm_config, extra)
+    except ConfigError as e:
+        # What this host's files are like is no reason for an engine not to start.
+        if e.field != "store.secret_file":
+            raise
+        compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
 
 
 def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
     theirs = original(this, inputs)
     active = _active
     if active is None:
-        return theirs
+        return (
+            {m: [_foreign(name) for name in names] for m, names in theirs.items()} if _asked_for else theirs
+        )
     from vllm.multimodal.parse import DictEmbeddingItems, EmbeddingItems, ProcessorBatchItems
 
     uuids = inputs.mm_uuid_items or {}

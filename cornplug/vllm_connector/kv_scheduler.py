@@ -188,7 +188,8 @@ class KVScheduler:
             header = read_page_header(lease, self._page)
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
-            self._errands.delete(lease.key)
+            if e.is_damage:
+                self._errands.delete(lease.key)
             return None
         return PageRead(index, lease.key, lease.location, header.checksums)
 

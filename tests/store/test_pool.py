@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig
-from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
 from cornplug.store.base import Refusal, Reservation
 from cornplug.store.pool import PoolStore
@@ -215,9 +215,13 @@ def test_another_secret_is_refused_with_a_remedy(
     start_daemon: Start, store_config: StoreConfig, short_path: Path
 ) -> None:
     start_daemon()
-    other = store_config.model_copy(update={"secret_file": short_path / "other"})
-    with pytest.raises(ConfigError, match=r"store\.secret_file: .*another secret"):
-        PoolStore(other)
+    other = PoolStore(store_config.model_copy(update={"secret_file": short_path / "other"}))
+    try:
+        with pytest.raises(StoreUnavailable, match=r"store\.secret_file: .*another secret") as e:
+            other.stat(deadline_s=1)
+        assert e.value.reason == "store_refused"
+    finally:
+        other.close()
 
 
 def test_something_else_at_the_socket_is_no_store(store_config: StoreConfig, connect: Connect) -> None:

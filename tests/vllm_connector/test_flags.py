@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.engine_side.settings import settings
-from cornplug.errors import ConfigError
+from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.testing.checkpoints import qwen2_text, qwen2_vl
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
@@ -185,6 +185,20 @@ def test_one_runtime_for_equal_settings(short_path: Path, monkeypatch: pytest.Mo
         assert first.deadline_s < first.patience_s
     finally:
         first.store.close()
+
+
+def test_an_engine_starts_without_a_secret(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home that cannot be written to, an arbitrary user: nothing is shared, and that is all."""
+    (short_path / "home").write_text("no folder")
+    monkeypatch.setattr(runtime_module, "_runtimes", {})
+    off = runtime_module.runtime({"store.secret_file": str(short_path / "home" / "secret")})
+    assert "shares nothing: store.secret_file" in caplog.text
+    with pytest.raises(StoreUnavailable, match=r"store\.secret_file") as e:
+        off.store.contains([bytes(32)], deadline_s=1)
+    assert e.value.reason == "store_off"
+    off.store.close()
 
 
 def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def config(path: Path | str, **fields: Any) -> Any:
 
 def named(config: Any, tmp_path: Path) -> Identifiers:
     secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
     secret.write_bytes(SECRET)
     return Identifiers(config, {"store.secret_file": str(secret)})
 
@@ -299,12 +300,27 @@ def test_only_engines_with_a_connector_of_ours_are_touched(
     llava: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: bool
 ) -> None:
     monkeypatch.setattr(identifiers, "_active", None)
+    monkeypatch.setattr(identifiers, "_asked_for", False)
     calls: list[Any] = []
     identifiers._input_processor_init(
         lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1
     )
     assert len(calls) == 1
     assert (identifiers._active is not None) is wanted
+
+
+def test_without_a_secret_an_engine_starts_and_names_are_vllms(
+    llava: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setattr(identifiers, "_active", None)
+    monkeypatch.setattr(identifiers, "_asked_for", False)
+    extra = {"store.secret_file": str(tmp_path / "home" / "secret")}
+    identifiers._input_processor_init(lambda *a: None, "self", config(llava, extra=extra))
+    assert identifiers._active is None
+    ours = "cp1-" + "0" * 64
+    got = identifiers._get_mm_hashes(lambda *a: {"image": ["theirs", ours]}, None, None)
+    assert got == {"image": ["theirs", f"foreign-{ours}"]}, "a client's uuid still passes for none of ours"
 
 
 # -- what an engine's model is ----------------------------------------------------------------

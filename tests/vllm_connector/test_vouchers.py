@@ -62,6 +62,7 @@ def make(
 
     def make(**fields: Any) -> Identifiers:
         secret = tmp_path / "secret"
+        secret.touch(mode=0o600)
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = Identifiers(config(llava, **fields), extra)

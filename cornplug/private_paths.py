@@ -1,0 +1,66 @@
+"""Folders and files that nobody but this user can change.
+
+Everything is checked on the descriptor that is then used, and no symbolic link is followed: in /tmp
+a stranger may have made the folder first, or put a link where our log is to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from cornplug.errors import ConfigError
+
+_REMEDY = "Name a folder of yours, mode 0700."
+
+
+def open_folder(path: Path, *, setting: str) -> int:
+    """A descriptor of the folder `path`, which is made (0700) where there is none.
+
+    Raises ConfigError, in the name of `setting`, for one that another user owns or may write to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as e:
+        why = "is a symbolic link" if path.is_symlink() else f"cannot be used: {e.strerror}"
+        raise ConfigError(setting, f"{path} {why}", _REMEDY) from e
+    problem = folder_problem(os.fstat(folder))
+    if problem:
+        os.close(folder)
+        raise ConfigError(setting, f"{path} {problem}", _REMEDY)
+    return folder
+
+
+def folder_problem(about: os.stat_result) -> str:
+    """Why a folder is not ours alone to write to; "" when it is."""
+    if about.st_uid != os.getuid():
+        return f"belongs to user {about.st_uid}"
+    if about.st_mode & 0o022:
+        return f"can be written to by others (mode {stat.S_IMODE(about.st_mode):04o})"
+    return ""
+
+
+def open_file(folder: int, name: str, flags: int) -> int:
+    """A descriptor of a regular file in a folder that `open_folder` opened, made with mode 0600.
+
+    Raises OSError, also for a symbolic link.
+    """
+    return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+
+
+def secret_problem(about: os.stat_result) -> str:
+    """Why a file is no secret of ours; "" when it is one.
+
+    Root may give it to a group of ours: so does Kubernetes, for a pod that has an fsGroup.
+    """
+    mode = stat.S_IMODE(about.st_mode)
+    if about.st_uid not in (0, os.getuid()):
+        return f"belongs to user {about.st_uid}"
+    if mode & (0o037 if about.st_uid == 0 else 0o077):
+        return f"has mode {mode:03o}: others can make keys"
+    return ""

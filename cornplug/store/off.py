@@ -1,0 +1,53 @@
+"""The store of an engine that cannot share: every question is a miss, counted by one reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+
+
+class OffStore:
+    """A `Store` that is never there. `why` is told to whoever asks."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        self._raise()
+
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+        self._raise()
+
+    def reserve(
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: Part | None = None,
+    ) -> list[Reservation | Refusal]:
+        self._raise()
+
+    def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
+        self._raise()
+
+    def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
+        self._raise()
+
+    def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        self._raise()
+
+    def stat(self, *, deadline_s: float) -> StoreStat:
+        self._raise()
+
+    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+        self._raise()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _raise(self) -> NoReturn:
+        raise StoreUnavailable(self._why, reason="store_off")

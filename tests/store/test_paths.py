@@ -1,0 +1,265 @@
+"""What lies beside the socket: strangers, cleaners of /tmp, two daemons, other releases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cornplug import codec, private_paths
+from cornplug.config import StoreConfig
+from cornplug.errors import CodecError, ConfigError, StoreUnavailable
+from cornplug.store import autostart, claim, entry
+from cornplug.store.base import Reservation
+from cornplug.store.claim import Claim, Taken
+from cornplug.store.daemon import EXIT_TAKEN
+from cornplug.store.memory import MemoryStore
+from cornplug.store.pool import PoolStore
+from cornplug.testing.store import fill, key, present, reserve
+
+from .conftest import answers, eventually
+
+Connect = Callable[..., PoolStore]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every file so far is another user's."""
+    mine = os.getuid()
+    monkeypatch.setattr(private_paths.os, "getuid", lambda: mine + 1)
+
+
+def _start(config: StoreConfig) -> None:
+    with autostart.start_lock(config.socket) as ours:
+        assert ours
+        autostart.spawn(config, idle_exit_s=1)
+
+
+@pytest.mark.usefixtures("stranger")
+def test_in_a_strangers_folder_nothing_is_opened_or_made(store_config: StoreConfig) -> None:
+    log = autostart.log_path(store_config.socket)
+    log.write_bytes(b"x" * (2 << 20))
+    for attempt in (
+        lambda: _start(store_config),
+        lambda: autostart.spawn(store_config, idle_exit_s=1),
+        lambda: Claim(store_config.socket),
+    ):
+        with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
+            attempt()
+    assert [p.name for p in store_config.socket.parent.iterdir()] == [log.name]
+    assert log.stat().st_size == 2 << 20
+
+
+@pytest.mark.parametrize("name", ["s.log", "s.sock.start", "s.sock.lock"])
+def test_no_link_is_followed(store_config: StoreConfig, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"x" * (2 << 20))
+    (store_config.socket.parent / name).symlink_to(victim)
+    with pytest.raises((OSError, ConfigError), match="symbolic link"):
+        Claim(store_config.socket) if name.endswith("lock") else _start(store_config)
+    assert victim.read_bytes() == b"x" * (2 << 20)
+
+
+def test_a_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
+    (short_path / "run").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        Claim(short_path / "run" / "s.sock")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_and_files_are_made_for_their_owner_only(store_config: StoreConfig, short_path: Path) -> None:
+    config = store_config.model_copy(update={"socket": short_path / "deep" / "run" / "s.sock"})
+    store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
+    try:
+        folder = config.socket.parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        modes = {p.name: p.stat().st_mode & 0o777 for p in folder.iterdir()}
+        assert modes == dict.fromkeys(["s.sock", "s.log", "s.sock.start", "s.sock.lock"], 0o600)
+    finally:
+        store.close()
+    eventually(lambda: not config.socket.exists())
+
+
+def test_a_strangers_folder_costs_an_engine_sharing_and_nothing_else(
+    store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, *, setting: str) -> int:
+        raise ConfigError(setting, f"{path} belongs to user 1", "Name a folder of yours.")
+
+    monkeypatch.setattr(autostart, "open_folder", refuse)
+    store = PoolStore(store_config, autostart=True, connect_timeout_s=0.5)
+    try:
+        with pytest.raises(StoreUnavailable, match="belongs to user 1") as e:
+            present(store, "a")
+        assert e.value.reason == "store_down"
+        assert caplog.text.count("belongs to user 1") == 1
+    finally:
+        store.close()
+
+
+# -- cleaners, and daemons that meet --
+
+
+def test_a_daemon_whose_files_were_cleaned_away_makes_them_again(
+    start_daemon: Start, connect: Connect, store_config: StoreConfig
+) -> None:
+    start_daemon()
+    store = connect()
+    fill(store, "a", b"x")
+    lock = store_config.socket.with_name("s.sock.lock")
+    for gone in ([lock], [store_config.socket], [lock, store_config.socket]):
+        for path in gone:
+            path.unlink()
+        eventually(lambda: lock.exists() and answers(store_config.socket))
+    assert start_daemon(wait=False).wait(timeout=20) == EXIT_TAKEN, "the lock is held again"
+    assert present(store, "a") == b"\1", "who was connected noticed nothing"
+    assert present(connect(), "a") == b"\1"
+
+
+def test_a_daemon_that_was_replaced_ends_and_leaves_the_others_socket(
+    start_daemon: Start, connect: Connect, store_config: StoreConfig
+) -> None:
+    """A cleaner took the lock, and a second daemon came before the first noticed."""
+    first = start_daemon()
+    old = connect()
+    os.kill(first.pid, signal.SIGSTOP)
+    store_config.socket.with_name("s.sock.lock").unlink()
+    second = start_daemon(wait=False)
+    assert second.stderr is not None
+    while "serving" not in second.stderr.readline():
+        assert second.poll() is None
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait(timeout=10) == 0
+    assert second.poll() is None
+    new = connect()
+    fill(new, "a", b"x")
+    eventually(lambda: old.connected and present(old, "a") == b"\1")
+
+
+def test_a_claim_whose_folder_went_away_takes_it_anew(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_LOCK_WAIT_S", 0.0)
+    path = short_path / "run" / "s.sock"
+    ours = Claim(path)
+    path.parent.rename(short_path / "elsewhere")
+    with pytest.raises(Taken):
+        # Still ours by its inode, wherever it went.
+        Claim(short_path / "elsewhere" / "s.sock")
+    assert ours.renew() is ours.listener
+    assert answers(path)
+    ours.close()
+    assert not path.exists()
+    assert (short_path / "elsewhere" / "s.sock").exists(), "what is not ours by name stays"
+
+
+def test_a_claim_without_a_folder_serves_on(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = short_path / "run" / "s.sock"
+    ours = Claim(path)
+    path.parent.rename(short_path / "elsewhere")
+    path.parent.write_text("a file is in the way")
+    listener = ours.listener
+    assert [ours.renew(), ours.renew()] == [listener, listener]
+    assert caplog.text.count("new clients cannot come") == 1
+    path.parent.unlink()
+    assert ours.renew() is not listener
+    ours.close()
+
+
+def test_two_that_wait_for_one_lock(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "_LOCK_WAIT_S", 0.0)
+    first = Claim(short_path / "s.sock")
+    with pytest.raises(Taken):
+        Claim(short_path / "s.sock")
+    assert answers(short_path / "s.sock"), "the loser touched nothing"
+    first.close()
+    Claim(short_path / "s.sock").close()
+
+
+def test_files_stay_young(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaners go by age."""
+    ours = Claim(short_path / "s.sock")
+    files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
+    for path in files:
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(claim, "_TOUCH_S", 0.0)
+    ours.renew()
+    assert all(time.time() - path.stat().st_mtime < 60 for path in files)
+    ours.close()
+
+
+# -- how it is started --
+
+
+def test_a_users_modules_are_none_of_the_daemons(store_config: StoreConfig, tmp_path: Path) -> None:
+    (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong secrets')")
+    code = (
+        "import sys; from pathlib import Path; from cornplug.config import StoreConfig\n"
+        "from cornplug.store.pool import PoolStore\n"
+        "import os; os.chdir(sys.argv[3])\n"
+        "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 24)\n"
+        "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
+        "print(store.connected)\n"
+        "store.close()\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(store_config.socket),
+        str(store_config.secret_file),
+        str(tmp_path),
+    ]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout == "True\n", autostart.log_path(store_config.socket).read_text()
+    eventually(lambda: not store_config.socket.exists())
+
+
+# -- other releases --
+
+
+def test_a_store_of_another_release_starts_nobody_late_and_says_so(
+    start_daemon: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_daemon()
+    monkeypatch.setattr("cornplug.store.wire.PROTOCOL_VERSION", 99)
+    store = connect()
+    with pytest.raises(StoreUnavailable, match="protocol") as e:
+        present(store, "a")
+    assert e.value.reason == "store_refused"
+    assert caplog.text.count("speaks protocol") == 1
+    monkeypatch.undo()
+    eventually(lambda: store.connected)
+
+
+def test_each_protocol_has_a_socket_of_its_own() -> None:
+    from cornplug.store.wire import PROTOCOL_VERSION
+
+    assert StoreConfig().socket.name == f"store-{PROTOCOL_VERSION}.sock"
+
+
+@pytest.mark.parametrize(
+    "read", [entry.get, lambda s, k, **d: entry.get_into(s, k, memoryview(bytearray(4)), **d)]
+)
+def test_an_entry_of_another_release_is_a_miss_and_stays(
+    read: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(capacity_bytes=1 << 20).connect()
+    room = reserve(store, "a", 4)
+    assert isinstance(room, Reservation)
+    with monkeypatch.context() as newer:
+        newer.setattr(codec, "VERSION", codec.VERSION + 1)
+        meta = codec.encode_header(codec.Header(codec.Kind.EMBEDDING, key("a"), "uint8", (4,), (0,)))
+    assert store.commit([(room, meta)], deadline_s=1) == [True]
+    with pytest.raises(CodecError) as e:
+        read(store, key("a"), deadline_s=1)
+    assert (e.value.reason, e.value.is_damage) == ("version", False)
+    assert present(store, "a") == b"\1"
+    assert store.stat(deadline_s=1).leases == 0
