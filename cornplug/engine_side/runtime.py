@@ -35,6 +35,10 @@ class Runtime:
             self.secret = secrets.token_bytes(32)
             self.store = OffStore(str(e))
 
+    def another_connection(self) -> Store:
+        """A connection for a thread that must not wait for the others' turns."""
+        return PoolStore(self.config.store, connect_timeout_s=0)
+
     @property
     def deadline_s(self) -> float:
         """For calls from the engine's own loop."""

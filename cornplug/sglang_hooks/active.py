@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 
 from cornplug.config import Config
@@ -19,6 +19,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.stats import ServerTally
 
 _VARIABLE = "CORNPLUG_SGLANG"
+_PARTS = "CORNPLUG_SGLANG_PARTS"
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -30,12 +31,25 @@ def turn_on(extra: Mapping[str, str]) -> None:
     """
     settings(extra)
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
+    os.environ.pop(_PARTS, None)
     _settled.cache_clear()
 
 
 def turn_off() -> None:
     """The server that this process starts next does not share."""
     os.environ.pop(_VARIABLE, None)
+    os.environ.pop(_PARTS, None)
+
+
+def need(parts: Iterable[str]) -> None:
+    """Tell this process's children which parts of this room their server needs (`parts.py`)."""
+    os.environ[_PARTS] = ",".join(sorted(parts))
+
+
+def needed() -> frozenset[str] | None:
+    """The parts that the main process found to be needed; None before it has."""
+    said = os.environ.get(_PARTS)
+    return None if said is None else frozenset(part for part in said.split(",") if part)
 
 
 def is_on() -> bool:

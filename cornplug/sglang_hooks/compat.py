@@ -6,10 +6,12 @@ room lists the hooks that it needs (`HOOKS`); `plugin.py` registers them all.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 logger = logging.getLogger("sglang.cornplug")
@@ -35,6 +37,24 @@ class Hook(NamedTuple):
     """Dotted path of a function, method or class of SGLang."""
     kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
+    reads: tuple[str, ...] = ()
+    """Parameters of the target that `function` reads by name (`arguments`)."""
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call of `target` gives for each of its parameters, defaults included.
+
+    So that a hook follows SGLang's signature, which changes from release to release, and does not
+    repeat it.
+    """
+    bound = _signature(target).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def sglang_version() -> str | None:

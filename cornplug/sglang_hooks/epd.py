@@ -135,31 +135,31 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
     _here.identity = identity
 
 
-def _part_came(original: Callable[..., Any], current: Any, data: Any, model_type: Any) -> Any:
+def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
     """Runs where a part's rows are there. What it raises ends the request, and no other."""
     if not active.is_on():
-        return original(current, data, model_type)
+        return original(current, recv_obj, model_type)
     media: Media = None
     try:
-        media = believed(data, _here.identity, active.runtime().secret)
+        media = believed(recv_obj, _here.identity, active.runtime().secret)
     except CodecError as e:
         active.tally().count("cornplug_misses_total", active.runtime().app, _WHAT, e.reason)
-    whole = original(current, data, model_type)
+    whole = original(current, recv_obj, model_type)
     # Of pictures only: SGLang puts each modality into parts of its own.
-    if data.modality.name == "IMAGE":
-        vars(whole).setdefault(_PARTS, {})[data.part_idx] = media
+    if recv_obj.modality.name == "IMAGE":
+        vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = media
         parts = _receiving.get()
         if parts is not None:
-            parts[data.part_idx] = media
+            parts[recv_obj.part_idx] = media
     return whole
 
 
 # -- tokenizer -------------------------------------------------------------------------------
 
 
-def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, obj: Any) -> None:
+def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
     """So that the service keeps the embedding in the request's own domain."""
-    salt = salt_of_request(obj)
+    salt = salt_of_request(request_obj)
     if active.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
             if entry["modality"].name == "IMAGE":
@@ -186,9 +186,9 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
     return mm_inputs
 
 
-def _sent(_manager: Any, tokenized: Any) -> None:
+def _sent(_manager: Any, tokenized_obj: Any) -> None:
     """Before a request goes to the scheduler, after everybody else's hooks on its items."""
-    mm_inputs = getattr(tokenized, "mm_inputs", None)
+    mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if active.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
             key = item.__dict__.get(_KEY)
@@ -199,7 +199,7 @@ def _sent(_manager: Any, tokenized: Any) -> None:
 # -- scheduler -------------------------------------------------------------------------------
 
 
-def _assembled(_result: None, waiting: Any, *_args: Any) -> None:
+def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     """zmq_to_scheduler: a request's items were made, on this rank."""
     if not active.is_on():
         return

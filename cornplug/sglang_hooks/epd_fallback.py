@@ -185,11 +185,11 @@ def _registration_done(original: Callable[..., None], waiting: Any, future: Any)
         original(waiting, future)
 
 
-def _request_for_error(_receiver: Any, request: Any) -> None:
+def _request_for_error(_receiver: Any, recv_req: Any) -> None:
     """SGLang leaves the prompt to the processor that never ran, and its scheduler, and with it the
     server, dies of a prompt that is None when it reports the error."""
-    if active.is_on() and request.input_ids is None:
-        request.input_ids = array("q")
+    if active.is_on() and recv_req.input_ids is None:
+        recv_req.input_ids = array("q")
 
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"

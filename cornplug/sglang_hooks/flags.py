@@ -73,17 +73,39 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     if not active.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
         return
-    from cornplug.sglang_hooks import hicache_settings, plugin
+    from cornplug.sglang_hooks import hicache_settings, parts, plugin
 
-    plugin.install()
-    if server_args.tokenizer_worker_num > 1:
-        logger.warning(
-            "cornplug: pictures are not shared: SGLang loads no plugin in the processes of "
-            "--tokenizer-worker-num %d",
-            server_args.tokenizer_worker_num,
-        )
-    hicache_settings.fill_in(server_args, active.config())
+    plugin.install(parts.RESOLUTION)
+    _say_what_is_not_shared(server_args)
+    hicache_settings.check(server_args, active.config())
     original(server_args)
+    needed = parts.needed(server_args)
+    active.need(needed)
+    plugin.install(needed)
+
+
+def _say_what_is_not_shared(server_args: Any) -> None:
+    """Front ends in which no plugin of SGLang's runs: pictures pass them unnamed, and nothing is wrong."""
+    from sglang.srt.environ import envs
+
+    without = [
+        flag
+        for flag, is_set in (
+            (
+                f"--tokenizer-worker-num {server_args.tokenizer_worker_num}",
+                server_args.tokenizer_worker_num > 1,
+            ),
+            ("--smg-grpc-mode", server_args.smg_grpc_mode),
+            ("--grpc-mode", server_args.grpc_mode),
+            ("SGLANG_RUST_SERVER", envs.SGLANG_RUST_SERVER.get()),
+        )
+        if is_set
+    ]
+    if without:
+        logger.warning(
+            "cornplug: pictures are not shared: SGLang runs no plugin where it reads them under %s",
+            ", ".join(without),
+        )
 
 
 HOOKS: tuple[Hook, ...] = (

@@ -7,6 +7,7 @@ not get. Nothing here raises for want of the store, and every answer has a deadl
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from cornplug.engine_side.runtime import miss
+from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.sglang_hooks import active, kv_names, weights
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.hicache_settings import compile_hash
+from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages import RankPages
 from cornplug.sglang_hooks.kv_ranks import Ranks
@@ -43,19 +45,36 @@ class CornplugStorage(HiCacheStorage):
                 "Add --enable-cornplug.",
             )
         self._config = storage_config
-        self._run = active.runtime()
         self._tally = active.tally()
         self._off = "starting"
         self._reader: Reader | None = None
         self._writer: Writer | None = None
+        self._book: Book | None = None
         self._extra_pools: set[str] = set()
         self._controller = kv_names.attaching()
+        self._runtime: Runtime | None = None
+        self._broken = ""
+        try:
+            self._runtime = active.runtime()
+        except ConfigError as e:
+            self._broken = str(e)  # A store that will not talk to us, for instance; told when all is there.
         self._excluded = _excluded(storage_config)
         # Latent pages are written by rank 0 alone.
         together = storage_config.tp_size if not (self._excluded or storage_config.is_mla_model) else 1
         self._ranks = Ranks(together, storage_config.tp_rank)
 
     # -- start ------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank shares KV."""
+        return not self._off
+
+    @property
+    def _run(self) -> Runtime:
+        if self._runtime is None:
+            raise LayoutError(self._broken, reason="config")
+        return self._runtime
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -97,7 +116,7 @@ class CornplugStorage(HiCacheStorage):
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)
         try:
-            book = kv_names.open_book(pages.page_size, tokens)
+            book = self._book = kv_names.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
@@ -126,8 +145,24 @@ class CornplugStorage(HiCacheStorage):
         """End sharing; the process keeps its connection to the store for what else shares."""
         self._off = "closed"
         kv_names.close_book()
+        if self._reader is not None:
+            self._reader.close()
 
     # -- reading ----------------------------------------------------------------------------
+
+    def begins(
+        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
+    ) -> bool:
+        """Whether it is worth asking for the pages of `tokens`, which follow `prefix` in a request.
+
+        From the scheduler's thread; never raises for want of the store.
+        """
+        found = False
+        if self._book is not None and self._reader is not None and self._may_share():
+            with miss(self._tally, self._run.app, WHAT):
+                first = kv_names.first_page(self._book, tokens, prefix, last_hash, space)
+                found = self._reader.begins(first, len(tokens))
+        return found
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many of these pages, from the first, the store has."""

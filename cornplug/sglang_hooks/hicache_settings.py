@@ -1,8 +1,9 @@
 """The settings of SGLang's hierarchical cache (HiCache) under which it shares KV pages.
 
-What the operator gave stays; what was not given is set as if it had been. Given settings that
-exclude sharing are an error here, before any process starts. Where the model or the deployment
-excludes it, the server runs without shared KV and says so in one line.
+Given settings that exclude sharing are an error before any process starts (`check`). The rest is
+decided in the middle of SGLang's own resolution, when model, dtype and attention backend have had
+their say (`settle`): where KV can be shared, what the operator did not give is declared then;
+where it cannot, nothing is, and the server runs with exactly what it would have without us.
 
 The host pool's layout and copy engine stay SGLang's own: whatever they are, the contiguous runs
 between a host page and a shared page `[kv_head][layer][K,V][token][dim]` are of `dim` values.
@@ -13,13 +14,11 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from cornplug.checkpoint import Checkpoint
 from cornplug.config import Config
-from cornplug.errors import CheckpointError, ConfigError
+from cornplug.errors import ConfigError
 from cornplug.identity import LINK_TOKENS
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import active, kv_reasons
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.model import UNVERIFIABLE_FORMATS
 
 BACKEND: Final = {
     "backend_name": "cornplug",
@@ -29,8 +28,6 @@ BACKEND: Final = {
 }
 """How SGLang's "dynamic" storage finds ours."""
 
-_LEAST_ROOM_BYTES: Final = 1 << 30
-"""Less than this for all host pools is not worth having, and may be gone once the model is loaded."""
 _EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
 
 # (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
@@ -41,112 +38,70 @@ _RIVALS: Final = (
     ("enable_flexkv", False, "--enable-flexkv"),
     ("enable_hisparse", False, "--enable-hisparse"),
     ("radix_cache_backend", None, "--radix-cache-backend"),
-)
-# (field, its widest value that still shares KV, flag): pages are of whole sequences and all layers.
-_DEPLOYMENTS: Final = (
-    ("pp_size", 1, "--pp-size"),
-    ("nnodes", 1, "--nnodes"),
-    ("dcp_size", 1, "--dcp-size"),
-    ("attn_cp_size", 1, "--attn-cp-size"),
-    ("attn_dp_size", 1, "--attn-dp-size"),
-    ("disaggregation_mode", "null", "--disaggregation-mode"),
-    ("speculative_algorithm", None, "--speculative-algorithm"),
-    ("dllm_algorithm", None, "--dllm-algorithm"),
-    ("enable_prefill_cp", False, "--enable-prefill-cp"),
-    ("encoder_only", False, "--encoder-only"),
-    ("is_embedding", False, "--is-embedding"),
-    ("enable_dp_attention", False, "--enable-dp-attention"),
-    ("use_ray", False, "--use-ray"),  # its actors do not inherit that this server shares
-)
-# Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
-_HYBRID_FIELDS: Final = (
-    "attention_chunk_size",
-    "attn_type_list",
-    "full_attention_interval",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "index_topk",
-    "layers_block_type",
-    "linear_attn_config",
-    "mamba_d_state",
-    "ssm_state_size",
+    # Its backups go past the hook that names a page, and it takes a page for stored that a full store
+    # refused.
+    ("hicache_host_memory_mode", "cache", "--hicache-host-memory-mode"),
 )
 
 
-def fill_in(server_args: Any, config: Config) -> None:
-    """Set what was not given. `server_args` are the operator's own, not yet resolved.
+def check(server_args: Any, config: Config) -> None:
+    """Raise ConfigError, naming both flags, where a setting of the operator's excludes sharing.
 
-    Raises ConfigError that names both flags, where a given setting excludes sharing.
+    `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway
+    passes: `settle` says so.
     """
-    if not config.engine.share_kv:
-        return
-    if why := _excluded(server_args) or ("" if server_args.enable_hierarchical_cache else _no_room()):
-        logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
+    if not config.engine.share_kv or kv_reasons.deployment(server_args):
         return
     _refuse_rivals(server_args)
-    page = config.engine.page_tokens
-    if server_args.page_size is None:
-        server_args.page_size = page
-        _check_chunk(server_args, page)
-    _check_page(server_args.page_size, page)
-    given = _given_extra(server_args)
-    compile_hash()
-    server_args.enable_hierarchical_cache = True
-    server_args.hicache_storage_backend = "dynamic"
-    server_args.hicache_storage_backend_extra_config = json.dumps(
-        {
-            # A prefix of a single page is worth asking for: the store answers in 0.1 ms.
-            "prefetch_threshold": server_args.page_size,
-            # SGLang waits so long for a prefetch, and some for each page, before it computes.
-            "prefetch_timeout_base": config.store.patience_s,
-            # Without them a backup says its own hash only, not what came before it.
-            "hicache_storage_pass_prefix_keys": True,
-            **given,
-            **BACKEND,
-        }
-    )
+    if server_args.page_size is not None:
+        _check_page(server_args.page_size, config.engine.page_tokens)
+    _given_extra(server_args)
 
 
 def settle(server_args: Any) -> None:
-    """Withdraw what `fill_in` set, where SGLang's own decisions since then exclude sharing.
+    """Set what KV sharing needs, or say in one line why there is none.
 
     Runs inside the resolution, once model and attention backend have had their say.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    settled = resolving_view(server_args)
-    if not active.is_on() or not is_ours(settled):
+    if not active.is_on() or not active.config().engine.share_kv:
         return
-    why = ""
-    if settled.disable_radix_cache:
-        why = "SGLang disables the radix cache for this model"
-    elif not _fits(settled.page_size, active.config().engine.page_tokens):
-        why = f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
-    elif _confuses_pictures(server_args):
-        why = "SGLang has no prefix cache for pictures in models of its generic transformers backend"
-    if why:
+    settled = resolving_view(server_args)
+    config = active.config()
+    page = config.engine.page_tokens
+    if why := kv_reasons.excluded(server_args, page) or _no_compiler():
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
-        declare_resolution(
-            server_args, "cornplug", enable_hierarchical_cache=False, hicache_storage_backend=None
-        )
+        if is_ours(settled):  # Given by hand: HiCache stays, as it was given too.
+            declare_resolution(server_args, "cornplug", hicache_storage_backend=None)
+        return
+    if kv_reasons.is_free(server_args):
+        declare_resolution(server_args, "cornplug", page_size=kv_reasons.page_for(settled, page))
+    extra = {
+        # A prefix of a single page is worth asking for: the store answers in 0.1 ms.
+        "prefetch_threshold": settled.page_size,
+        # SGLang waits so long for a prefetch, and some for each page, before it computes.
+        "prefetch_timeout_base": config.store.patience_s,
+        # Without them a backup says its own hash only, not what came before it.
+        "hicache_storage_pass_prefix_keys": True,
+        **_given_extra(server_args),
+        **BACKEND,
+    }
+    declare_resolution(
+        server_args,
+        "cornplug",
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=json.dumps(extra),
+    )
 
 
-def _confuses_pictures(server_args: Any) -> bool:
-    """Whether two prompts that differ in their pictures alone are one token stream to SGLang.
-
-    Its models put values of the picture's hash for the placeholder tokens. The backend for models that
-    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
-    SGLang then goes without a radix cache, but decides so only when it has set up ours.
-    """
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import ModelImpl
-
-    model = model_config_of(server_args)
-    if not model.is_multimodal:
-        return False
-    from sglang.srt.model_loader.utils import get_resolved_model_impl
-
-    return bool(get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS)
+def _no_compiler() -> str:
+    try:
+        compile_hash()
+    except ConfigError as e:
+        return str(e)
+    return ""
 
 
 def is_ours(server_args: Any) -> bool:
@@ -158,38 +113,6 @@ def is_ours(server_args: Any) -> bool:
     except json.JSONDecodeError:  # "@FILE", or an error that SGLang itself names
         return False
     return isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
-
-
-def _excluded(server_args: Any) -> str:
-    for field, plain, flag in _DEPLOYMENTS:
-        if (value := getattr(server_args, field)) != plain:
-            return f"{flag} {value}"
-    if server_args.load_format in UNVERIFIABLE_FORMATS:
-        return f"--load-format {server_args.load_format} does not read the checkpoint's safetensors"
-    try:
-        config = Checkpoint.open(server_args.model_path, server_args.revision).config
-    except CheckpointError:
-        return ""  # SGLang may yet download it; what cannot be identified later is not shared
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    hybrid = [name for name in _HYBRID_FIELDS if text.get(name)]
-    hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
-    return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
-
-
-def _no_room() -> str:
-    """SGLang leaves a reserve of host memory (10 GiB) out of its host pools, and a server with HiCache
-    does not start where nothing is left beside it: without us it would have."""
-    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
-    from sglang.srt.mem_cache.pool_host import base
-
-    try:
-        free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    except RuntimeError as e:  # no reading of the cgroup's limits; SGLang's own sizing would end on it
-        return str(e)
-    if free - reserve >= _LEAST_ROOM_BYTES:
-        return ""
-    gib = 1 << 30
-    return f"{free / gib:.1f} GiB of host memory are free, {reserve / gib:.0f} of which HiCache leaves alone"
 
 
 def _refuse_rivals(server_args: Any) -> None:
@@ -238,27 +161,12 @@ def compile_hash() -> None:
 
 
 def _check_page(page_size: int, page_tokens: int) -> None:
-    if not _fits(page_size, page_tokens):
+    if not kv_reasons.fits(page_size, page_tokens):
         _conflict(
             f"--page-size {page_size}",
             f"which shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
             f"Choose a multiple of {LINK_TOKENS} that divides {page_tokens} or is a multiple of it",
         )
-
-
-def _check_chunk(server_args: Any, page: int) -> None:
-    chunk = server_args.chunked_prefill_size
-    if chunk is not None and chunk > 0 and chunk % page:
-        _conflict(
-            f"--chunked-prefill-size {chunk}",
-            f"which sets --page-size {page}, of which a chunk is a multiple",
-            f"Choose a multiple of {page}, or give --page-size",
-        )
-
-
-def _fits(page_size: int, page_tokens: int) -> bool:
-    divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
-    return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
 
 
 def _conflict(flag: str, why: str, remedy: str) -> None:

@@ -18,8 +18,11 @@ import numpy as np
 from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks.named import FIRST_PLACEHOLDER
 
-_MAX_PAGES: Final = 1 << 17
-"""Some 60 MB of names. What is forgotten is not shared until its prompt is seen again."""
+_MAX_BYTES: Final = 64 << 20
+"""Of names. What is forgotten is not shared until its prompt is seen again."""
+_PAGE_BYTES: Final = 280
+_END_BYTES: Final = 144
+"""Measured: what a page takes in memory, and each chain value that it keeps."""
 _MAX_CONTINUATIONS: Final = 4
 
 
@@ -66,6 +69,8 @@ class Book:
             other and both are multiples of 16, else ValueError.
         is_foreign: whether a placeholder value stands for a medium that nobody has named;
             pages from it on are not entered.
+        advance: `identity.chain`, or what gives the same faster.
+        max_bytes: what the names may take, about.
     """
 
     def __init__(
@@ -74,7 +79,8 @@ class Book:
         page_tokens: int,
         *,
         is_foreign: Callable[[int], bool] = lambda token: False,
-        max_pages: int = _MAX_PAGES,
+        advance: Callable[[bytes, Sequence[int]], list[bytes]] = chain,
+        max_bytes: int = _MAX_BYTES,
     ) -> None:
         if page_size % LINK_TOKENS or page_tokens % LINK_TOKENS:
             raise ValueError(f"pages of {page_size} and {page_tokens} tokens are not multiples of 16")
@@ -82,7 +88,9 @@ class Book:
             raise ValueError(f"of pages of {page_size} and {page_tokens} tokens neither divides the other")
         self.page_size, self.page_tokens = page_size, page_tokens
         self._is_foreign = is_foreign
-        self._max_pages = max_pages
+        self._advance = advance
+        # A page's name, its entry, and the chain values that it keeps.
+        self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, Page] = OrderedDict()
 
@@ -105,16 +113,18 @@ class Book:
                 known += 1
             if known:
                 prior = hashes[known - 1]
-            new = self._named(tokens[known * size : len(hashes) * size])
-            if not new:
-                return
             end, link = 0, b""
             if prior is not None:
                 before = self._pages.get(prior)
                 if before is None or before.space != space:
                     return
                 end, link = before.end, before.link
-            links = chain(link, new)
+        # Not under the lock: a long prompt takes milliseconds, and the scheduler's thread asks here too.
+        new = self._named(tokens[known * size : len(hashes) * size])
+        if not new:
+            return
+        links = self._advance(link, new)
+        with self._lock:
             for i in range(len(new) // size):
                 end += size
                 inside = links[i * size // LINK_TOKENS : (i + 1) * size // LINK_TOKENS]

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
-from cornplug.sglang_hooks import active, kv_roots, named
-from cornplug.sglang_hooks.compat import Hook
+import torch
+
+from cornplug.identity import LINK_TOKENS, chain
+from cornplug.sglang_hooks import active, named
+from cornplug.sglang_hooks.compat import Hook, arguments, logger
 from cornplug.sglang_hooks.kv_book import Book, Space
 
 _book: Book | None = None
@@ -29,8 +33,27 @@ def attaching() -> Any:
 def open_book(page_size: int, page_tokens: int) -> Book:
     """Begin a book for this process; the hooks fill it from now on. Raises ValueError as `Book`."""
     global _book
-    _book = Book(page_size, page_tokens, is_foreign=named.is_foreign)
+    _book = Book(page_size, page_tokens, is_foreign=named.is_foreign, advance=_fastest_chain())
     return _book
+
+
+def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """`identity.chain` by SGLang's own page hash, which it is: compiled, and without the GIL."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    if len(tokens) % LINK_TOKENS:
+        raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+    return [bytes.fromhex(link) for link in get_hash_str(tokens, prior.hex() or None, page_size=LINK_TOKENS)]
+
+
+def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
+    """SGLang's hash, where it still is ours."""
+    tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
+    for prior in (b"", bytes(range(32))):
+        if _native_chain(prior, tokens) != chain(prior, tokens):
+            logger.warning("cornplug: SGLang hashes pages in another way than it did; ours takes longer")
+            return chain
+    return _native_chain
 
 
 def close_book() -> None:
@@ -39,69 +62,101 @@ def close_book() -> None:
     _book = None
 
 
-def _looked_up(result: Any, key: Any, prior_hash: str | None = None, page_size: int | None = None) -> None:
-    """After SGLang has hashed the tokens that it will ask storage for."""
+def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's hashing of the tokens that it will ask storage for."""
+    result = original(*args, **kwargs)
     book = _book
-    if book is None or not active.is_on() or not isinstance(result, list) or page_size != book.page_size:
-        return
+    if book is None or not active.is_on() or not isinstance(result, list):
+        return result
+    call = arguments(original, args, kwargs)
+    key = call["key"]
     # A speculative draft's pages are of pairs of tokens, the last of which lies beyond the page.
-    if not key.is_bigram:
-        book.record(prior_hash, result, key.raw_token_ids(), Space(key.extra_key, key.cache_salt))
+    if call["page_size"] == book.page_size and not key.is_bigram:
+        book.record(call["prior_hash"], result, key.raw_token_ids(), Space(key.extra_key, key.cache_salt))
+    return result
 
 
-def _will_look_up(
-    cache: Any,
-    request: Any,
-    last_host_node_id: Any,
-    new_input_tokens: Any,
-    last_hash: str | None = None,
-    prefix_keys: Any = None,
-    matched_prefix_tokens: Any = None,
-    extra_key: str | None = None,
-    cache_salt: str | None = None,
-    storage_hit_end: int | None = None,
-) -> None:
-    """Before SGLang asks for what follows a prefix that it has: learn that prefix if forgotten."""
-    book = _book
-    if book is None or not active.is_on() or last_hash is None or not matched_prefix_tokens:
-        return
-    if cache.tree_core.is_eagle or book.find([last_hash])[0] is not None:
-        return
+def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's prefetch for a request, on the scheduler's thread: the store is asked first.
+
+    SGLang queues the question, and a request that waits for an answer misses the batch that is being
+    made: beside running decodes one step, whatever the answer is. Our store answers in 0.1 ms, so
+    where it lacks the first page that the engine lacks nothing is queued.
+    """
+    from cornplug.sglang_hooks.hicache import CornplugStorage
+
+    call = arguments(original, args, kwargs)
+    cache = call["self"]
+    storage = cache.cache_controller.storage_backend if cache.enable_storage else None
+    if not isinstance(storage, CornplugStorage) or cache.tree_core.is_eagle or call["storage_hit_end"]:
+        return original(*args, **kwargs)
+    if len(call["new_input_tokens"]) < cache.prefetch_threshold:
+        return original(*args, **kwargs)  # SGLang asks for nothing so short.
+    begins = storage.begins(
+        call["new_input_tokens"],
+        call["matched_prefix_tokens"] or (),
+        call["last_hash"],
+        Space(call["extra_key"], call["cache_salt"]),
+    )
+    if cache.tp_world_size > 1:
+        # What is queued on one rank and not on another is waited for, in SGLang's own collectives.
+        vote = torch.tensor([begins], dtype=torch.int32)
+        cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
+        begins = bool(vote.item())
+    if begins:
+        return original(*args, **kwargs)
+    # SGLang's own answer to a request that has nothing to fetch, with what it notes beside it.
+    return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
+
+
+def first_page(
+    book: Book, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
+) -> str | None:
+    """SGLang's hash of the first page of `tokens`, which follow `prefix`, entered in the book.
+
+    Where SGLang's pages are smaller than the store's, so are the others up to the end of the store's page.
+    """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-    tokens = array("q", matched_prefix_tokens)
-    key = RadixKey(tokens, extra_key=extra_key, cache_salt=cache_salt)
-    # Hashed anew and not taken on trust: `last_hash` gets a name only if it is of these tokens.
-    hashes = get_storage_hash_str(key.page_aligned(book.page_size), None, page_size=book.page_size)
-    book.record(None, hashes, tokens, Space(extra_key, key.cache_salt))
+    def hashed(run: Sequence[int], prior: str | None) -> list[str]:
+        key = RadixKey(array("q", run), extra_key=space.extra_key, cache_salt=space.cache_salt)
+        found: list[str] = get_storage_hash_str(
+            key.page_aligned(book.page_size), prior, page_size=book.page_size
+        )
+        book.record(prior, found, run, space)
+        return found
+
+    if last_hash is not None and prefix and book.find([last_hash])[0] is None:
+        # Hashed anew and not taken on trust: `last_hash` gets a name only if it is of these tokens.
+        hashed(prefix, None)
+    whole = max(book.page_size, book.page_tokens - len(prefix) % book.page_tokens)
+    names = hashed(tokens[:whole], last_hash)
+    return names[0] if names else None
 
 
-def _backing_up(original: Any, cache: Any, node_id: Any) -> Any:
-    """Around a node's backup: `_will_write` needs its namespace."""
+def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a node's backup: `_writing_storage` needs its namespace."""
+    call = arguments(original, args, kwargs)
+    cache = call["self"]
     if _book is None or not active.is_on() or cache.tree_core.is_eagle:
-        return original(cache, node_id)
-    _writing.space = Space(*cache.tree_core.prefetch_anchor_info(node_id))
+        return original(*args, **kwargs)
+    _writing.space = Space(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
     try:
-        return original(cache, node_id)
+        return original(*args, **kwargs)
     finally:
         _writing.space = None
 
 
-def _will_write(
-    controller: Any,
-    host_indices: Any,
-    token_ids: Any,
-    hash_value: Any = None,
-    prefix_keys: Any = None,
-    extra_pools: Any = None,
-) -> None:
-    """Before a backup is queued."""
+def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the queueing of a backup: its pages get their names first."""
     book, space = _book, getattr(_writing, "space", None)
-    if book is None or space is None or not hash_value or prefix_keys is None:
-        return
-    if len(token_ids) == len(hash_value) * book.page_size:
-        book.record(prefix_keys[-1] if prefix_keys else None, hash_value, token_ids, space)
+    if book is not None and space is not None:
+        call = arguments(original, args, kwargs)
+        hashes, tokens, prefix = call["hash_value"], call["token_ids"], call["prefix_keys"]
+        if hashes and prefix is not None and len(tokens) == len(hashes) * book.page_size:
+            book.record(prefix[-1] if prefix else None, hashes, tokens, space)
+    return original(*args, **kwargs)
 
 
 def _attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,10 +173,27 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
     # The name that this module has bound; the one in mem_cache.utils would not be seen here.
-    Hook(f"{_CONTROLLER}.get_storage_hash_str", "after", _looked_up),
-    Hook(f"{_CACHE}.prefetch_from_storage", "before", _will_look_up),
-    Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up),
-    Hook(f"{_CONTROLLER}.HybridCacheController.write_storage", "before", _will_write),
+    Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
+    Hook(
+        f"{_CACHE}.prefetch_from_storage",
+        "around",
+        _prefetch,
+        (
+            "self",
+            "new_input_tokens",
+            "last_hash",
+            "matched_prefix_tokens",
+            "extra_key",
+            "cache_salt",
+            "storage_hit_end",
+        ),
+    ),
+    Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
+    Hook(
+        f"{_CONTROLLER}.HybridCacheController.write_storage",
+        "around",
+        _writing_storage,
+        ("token_ids", "hash_value", "prefix_keys"),
+    ),
     Hook(f"{_CONTROLLER}.HybridCacheController.attach_storage_backend", "around", _attach),
-    *kv_roots.HOOKS,
 )

@@ -28,6 +28,11 @@ class Reader:
     ) -> None:
         self._run, self._roots, self._book = runtime, roots, book
         self._mine, self._host, self._tally = mine, host, tally
+        self._asking = runtime.another_connection()
+
+    def close(self) -> None:
+        """End the connection of the scheduler's thread."""
+        self._asking.close()
 
     def keys(self, page: Page, part: Part) -> list[bytes]:
         """The store's keys of a part, newest continuation first. Raises CheckpointError."""
@@ -35,6 +40,23 @@ class Reader:
         return [
             page_key(self._run.secret, root, self._book.page_tokens, link) for link in reversed(part.links)
         ]
+
+    def begins(self, first: str | None, tokens: int) -> bool:
+        """Whether the store has the page `first`, with which `tokens` begin that the engine lacks; counts
+        them as missed where not. From the scheduler's thread, by a connection of its own: nobody's
+        question to the store is waited for. Raises CornplugError."""
+        plan = list(self._plan(self._book.find([first]))) if first is not None else []
+        if not plan:
+            self._missed("unnamed", tokens)
+            return False
+        parts = [keys for _, keys in plan[0]]
+        keys = [key for part in parts for key in part]
+        mask = self._asking.contains(keys, deadline_s=self._run.deadline_s)
+        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+        found = all(there.intersection(part) for part in parts)
+        if not found:
+            self._missed("absent", tokens)
+        return found
 
     def present(self, hashes: Sequence[str]) -> int:
         """How many pages, from the first, the store has whole; counts those that it lacks.

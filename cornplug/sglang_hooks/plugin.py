@@ -7,10 +7,12 @@ cannot work stops the process with the reason.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import sys
+from collections.abc import Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 from cornplug.engine_side.settings import SETTINGS
 from cornplug.errors import ConfigError
@@ -22,12 +24,12 @@ _registered: dict[str, Hook] = {}
 
 
 def register() -> None:
-    """Hook the flags; in the processes of a server that shares, everything.
+    """Hook the flags; in the processes of a server that shares, what that server needs.
 
     Raises SystemExit, which SGLang lets through, where cornplug was asked for and this SGLang
     is not one that it knows.
     """
-    from cornplug.sglang_hooks import flags
+    from cornplug.sglang_hooks import flags, parts
 
     why = untested()
     if why and _asked_for():
@@ -35,18 +37,22 @@ def register() -> None:
     if why:
         return
     _register(flags.HOOKS)
-    if active.is_on():
-        _register(_hooks())  # SGLang applies them when all plugins have had their turn
+    needed = active.needed() if active.is_on() else None
+    if needed is not None:
+        _register((*parts.hooks(needed), _LAST))  # SGLang applies them when all plugins have had their turn
 
 
-def install() -> None:
-    """Hook everything now: the main process knows only from its flags that it shares.
+def install(needed: Iterable[str]) -> None:
+    """Hook these parts now: the main process knows only from its settings what it shares.
 
-    Raises ConfigError where this SGLang lacks a target, or another plugin holds it.
+    Raises ConfigError where this SGLang lacks a target or has another kind of function there, or
+    where another plugin holds it.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    _register(_hooks())
+    from cornplug.sglang_hooks import parts
+
+    _register((*parts.hooks(needed), _LAST))
     HookRegistry.apply_hooks()
     verify()
 
@@ -59,6 +65,13 @@ def verify(*_args: Any, **_kwargs: Any) -> None:
             ENABLE,
             f"SGLang {compat.sglang_version()} cannot be hooked at {', '.join(missing)}",
             "Its log says why. Leave the flag out, or the plugin that holds the same place (SGLANG_PLUGINS).",
+        )
+    unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
+    if unlike:
+        raise ConfigError(
+            ENABLE,
+            f"SGLang {compat.sglang_version()} calls with other parameters: {'; '.join(unlike)}",
+            "Install a release of cornplug for it, or leave the flag out.",
         )
 
 
@@ -89,30 +102,38 @@ def is_applied(hook: Hook) -> bool:
     return False
 
 
-def _hooks() -> tuple[Hook, ...]:
-    from cornplug.sglang_hooks import (
-        embeddings,
-        epd,
-        epd_fallback,
-        hicache_settings,
-        kv_names,
-        media,
-        named,
-        weights,
-    )
+# The first thing that each process does once its plugins are loaded.
+_LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)
 
-    return (
-        *hicache_settings.HOOKS,
-        *named.HOOKS,
-        *kv_names.HOOKS,
-        *media.HOOKS,
-        *embeddings.HOOKS,
-        *epd.HOOKS,
-        *epd_fallback.HOOKS,
-        *weights.HOOKS,
-        # The first thing that each process does once its plugins are loaded.
-        Hook("sglang.srt.runtime_context.publish", "before", verify),
-    )
+
+def misfit(hook: Hook) -> str:
+    """Why a hook in its place cannot take the calls that its target gets; "" where it can.
+
+    Tried with every parameter that the target has, given by position and by name: what was added to
+    it or renamed is found here, and not at the first request.
+    """
+    if hook.kind == "replace":
+        return ""
+    first = () if hook.kind == "before" else (None,)
+    found = pkgutil.resolve_name(hook.target)
+    found = (
+        found.__func__ if isinstance(found, MethodType) else found
+    )  # a class method, whose hook gets `cls`
+    target = inspect.signature(found).parameters.values()
+    plain = [p for p in target if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name: None for p in target if p.kind is p.KEYWORD_ONLY}
+    ours = inspect.signature(hook.function)
+    if unknown := sorted(set(hook.reads) - {p.name for p in target}):
+        return f"no parameter {', '.join(unknown)}"
+    # A method's own object, and what has no name, come by position always.
+    fixed = sum(p.kind is p.POSITIONAL_ONLY or p.name in ("self", "cls") for p in plain)
+    try:
+        ours.bind(*first, *(None for _ in plain), **named)
+        by_name = {p.name: None for p in plain[fixed:]}
+        ours.bind(*first, *(None for _ in plain[:fixed]), **by_name, **named)
+    except TypeError as e:
+        return str(e)
+    return ""
 
 
 def _register(hooks: tuple[Hook, ...]) -> None:

@@ -10,6 +10,7 @@ by the request itself, the tokenizer when it passes it on.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.sglang_hooks.compat import Hook, logger
@@ -33,53 +34,63 @@ def note_replaced(how: str) -> None:
     _replaced.set()
 
 
-def _update(_self: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+def _update(_self: Any, recv_req: Any) -> None:
     # A draft model's weights are in no identity; requests without a selector are for all.
-    if getattr(request, "selector", "all") != "draft":
-        note_replaced(type(request).__name__.removesuffix("ReqInput"))
+    if getattr(recv_req, "selector", "all") != "draft":
+        note_replaced(type(recv_req).__name__.removesuffix("ReqInput"))
 
 
-def _release(_self: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+def _release(_self: Any, recv_req: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings = resolved_view(get_server_args())
     # Without the saver nothing is given up; with the backup the same bytes come back.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
-    if lost and (not request.tags or _WEIGHTS_TAG in request.tags):
+    if lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags):
         note_replaced("release_memory_occupation")
 
 
-def _check(_self: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+def _check(_self: Any, recv_req: Any) -> None:
     # Its other actions only look.
-    if request.action == "reset_tensors" and request.selector != "draft":
+    if recv_req.action == "reset_tensors" and recv_req.selector != "draft":
         note_replaced("check_weights reset_tensors")
 
 
-def _rpc(_self: Any, request: Any) -> None:
-    if request.method not in _HARMLESS_RPC:
-        note_replaced(f"collective_rpc {request.method}")
+def _rpc(_self: Any, recv_req: Any) -> None:
+    if recv_req.method not in _HARMLESS_RPC:
+        note_replaced(f"collective_rpc {recv_req.method}")
+
+
+def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
+    """The same in the tokenizer process, where it comes with the HTTP request."""
+
+    def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
+        function(manager, obj)
+
+    return passed_on
 
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-_UPDATES: Final = (
-    "begin_weight_update",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_MANAGERS: Final = frozenset({"update_weights_from_disk"})
+"""Of the tokenizer's, those that its manager has and not the mixin."""
+_CHANGES: Final = (
+    ("begin_weight_update", _update),
+    ("update_weights_from_disk", _update),
+    ("update_weights_from_distributed", _update),
+    ("update_weights_from_tensor", _update),
+    ("update_weights_from_ipc", _update),
+    ("release_memory_occupation", _release),
+    ("check_weights", _check),
 )
 
 HOOKS: tuple[Hook, ...] = (
-    *(Hook(f"{owner}.{name}", "before", _update) for owner in (_SCHEDULER, _TOKENIZER) for name in _UPDATES),
-    Hook(f"{_SCHEDULER}.update_weights_from_disk", "before", _update),
-    Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk", "before", _update
-    ),
+    *(Hook(f"{_SCHEDULER}.{name}", "before", function) for name, function in _CHANGES),
     *(
-        Hook(f"{owner}.{name}", "before", function)
-        for owner in (_SCHEDULER, _TOKENIZER)
-        for name, function in (("release_memory_occupation", _release), ("check_weights", _check))
+        Hook(f"{_MANAGER if name in _MANAGERS else _TOKENIZER}.{name}", "before", _in_tokenizer(function))
+        for name, function in _CHANGES
     ),
     Hook("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", "before", _rpc),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import yaml
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -42,41 +42,47 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     active.turn_off()
 
 
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory enough for HiCache, whatever this machine has."""
+    monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda **_: 64 << 30)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "text"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
-    )
-    return str(folder)
+    return str(checkpoints.qwen2_text(tmp_path_factory.mktemp("models") / "text"))
 
 
 def given(model: str, *args: str) -> ServerArgs:
     return prepare_server_args(["--model-path", model, "--device", "cpu", *args])
 
 
-def filled(model: str, *args: str) -> ServerArgs:
+def resolved(model: str, *args: str) -> dict[str, Any]:
+    """What SGLang makes of a command line, with all that happens before any process."""
     record = given(model, *args)
-    if active.is_on():
-        hicache_settings.fill_in(record, active.config())
-    return record
+    record.resolve_once()
+    found: dict[str, Any] = record.resolved_dict()
+    return found
 
 
-def differences(record: ServerArgs, stock: ServerArgs) -> dict[str, Any]:
-    ours, theirs = msgspec.structs.asdict(record), msgspec.structs.asdict(stock)
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: json.loads(value) if name.endswith("extra_config") else value
+        name: json.loads(value) if name.endswith("extra_config") and value else value
         for name, value in ours.items()
-        if value != theirs[name] and name != "random_seed"
+        # A port and a seed are drawn anew for each.
+        if value != theirs[name] and name not in ("random_seed", "nccl_port", "port")
     }
+
+
+def shares_kv(found: dict[str, Any]) -> bool:
+    return bool(found["hicache_storage_backend"] == "dynamic" and found["enable_hierarchical_cache"])
 
 
 def test_golden(text: str) -> None:
     """What each set of flags changes, field by field; {} without any."""
-    stock = given(text)
+    stock = resolved(text)
     produced = {
-        name: {"settings": differences(filled(text, *args), stock), "is_on": active.is_on()}
+        name: {"settings": differences(resolved(text, *args), stock), "is_on": active.is_on()}
         for name, args in (("none", []), ("--enable-cornplug", ["--enable-cornplug"]), ("all", ALL))
     }
     assert produced == json.loads(GOLDEN.read_text())
@@ -122,35 +128,38 @@ def test_the_next_server_of_a_process_shares_only_when_asked(text: str) -> None:
 def test_a_config_file_says_the_same(text: str, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump({"enable-cornplug": True, "cornplug-app": "chat", "page-size": 128}))
-    record = filled(text, "--config", str(file))
+    found = resolved(text, "--config", str(file))
     assert active.config().engine.app == "chat"
-    assert (record.page_size, record.enable_hierarchical_cache) == (128, True)
+    assert (found["page_size"], found["enable_hierarchical_cache"]) == (128, True)
 
 
 def test_given_settings_stay(text: str) -> None:
-    record = filled(
+    found = resolved(
         text, "--enable-cornplug", "--page-size", "32", "--enable-hierarchical-cache",
         "--hicache-ratio", "1.5", "--hicache-mem-layout", "layer_first",
         "--hicache-storage-prefetch-policy", "wait_complete",
         "--hicache-storage-backend-extra-config", '{"prefetch_timeout_base": 7}',
     )  # fmt: skip
-    assert (record.page_size, record.hicache_ratio) == (32, 1.5)
-    assert (record.hicache_mem_layout, record.hicache_storage_prefetch_policy) == (
+    assert (found["page_size"], found["hicache_ratio"]) == (32, 1.5)
+    assert (found["hicache_mem_layout"], found["hicache_storage_prefetch_policy"]) == (
         "layer_first",
         "wait_complete",
     )
-    extra = json.loads(record.hicache_storage_backend_extra_config)
+    extra = json.loads(found["hicache_storage_backend_extra_config"])
     assert (extra["prefetch_timeout_base"], extra["prefetch_threshold"]) == (7, 32)
     assert extra["class_name"] == "CornplugStorage"
 
 
 def test_our_own_storage_may_be_given_by_hand(text: str) -> None:
     by_hand = json.dumps(hicache_settings.BACKEND)
-    record = filled(
-        text, "--enable-cornplug", "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
+    args = (
+        "--enable-cornplug", "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
         "--hicache-storage-backend-extra-config", by_hand,
     )  # fmt: skip
-    assert hicache_settings.is_ours(record)
+    assert shares_kv(resolved(text, *args))
+    # Where nothing is shared the operator's HiCache stays, without a storage behind it.
+    found = resolved(text, *args, "--load-format", "dummy")
+    assert (found["enable_hierarchical_cache"], found["hicache_storage_backend"]) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +175,12 @@ def test_our_own_storage_may_be_given_by_hand(text: str) -> None:
         ["--page-size", "24"],
         ["--page-size", "96"],
         ["--page-size", "32", "--cornplug-page-tokens", "48"],
-        ["--chunked-prefill-size", "100"],
+        ["--hicache-host-memory-mode", "buffer_only"],
     ],
 )
 def test_a_setting_that_excludes_sharing_is_refused_by_both_names(text: str, args: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        filled(text, "--enable-cornplug", *args)
+        resolved(text, "--enable-cornplug", *args)
     assert args[0] in str(caught.value)
     assert "--enable-cornplug" in str(caught.value)
     assert caught.value.remedy
@@ -179,55 +188,100 @@ def test_a_setting_that_excludes_sharing_is_refused_by_both_names(text: str, arg
 
 @pytest.mark.parametrize("size", ["16", "32", "64", "128", "192"])
 def test_pages_that_divide_or_are_multiples(text: str, size: str) -> None:
-    assert filled(text, "--enable-cornplug", "--page-size", size).page_size == int(size)
+    found = resolved(text, "--enable-cornplug", "--page-size", size, "--chunked-prefill-size", "768")
+    assert shares_kv(found)
+    assert found["page_size"] == int(size)
+
+
+@pytest.mark.parametrize(("chunk", "page"), [("4096", 64), ("96", 32), ("48", 16), ("-1", 64)])
+def test_a_chunk_of_prefill_is_whole_pages(text: str, chunk: str, page: int) -> None:
+    found = resolved(text, "--enable-cornplug", "--chunked-prefill-size", chunk)
+    assert (shares_kv(found), found["page_size"]) == (True, page)
 
 
 def test_embeddings_only_leaves_the_cache_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = resolved(text, "--disable-radix-cache")
     monkeypatch.setenv("CORNPLUG_ENGINE_SHARE_KV", "false")
-    assert differences(filled(text, "--enable-cornplug", "--disable-radix-cache"), given(text)) == {
-        "disable_radix_cache": True
-    }
+    assert differences(resolved(text, "--enable-cornplug", "--disable-radix-cache"), stock) == {}
 
 
+# What is said, and the settings or the model's config under which KV is not shared.
+REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("--load-format dummy", ["--load-format", "dummy"], {}),
+    ("--attn-dp-size 2", ["--attn-dp-size", "2", "--tp-size", "2"], {}),
+    ("--pp-size 2", ["--pp-size", "2"], {}),
+    ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill"], {}),
+    ("--is-embedding", ["--is-embedding"], {}),
+    ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3"], {}),
+    ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"], {}),
+    ("--chunked-prefill-size 100", ["--chunked-prefill-size", "100"], {}),
+    ("hybrid model", [], {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("hybrid model", [], {"attention_chunk_size": 64}),
+    ("hybrid model", [], {"index_topk": 2048}),
+    (
+        "KV cache quantised",
+        [],
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "kv_cache_quant_algo": "FP8",
+            }
+        },
+    ),
+]
+
+
+def _model(text: str, folder: Path, config: dict[str, Any]) -> str:
+    """The checkpoint `text` with these fields in its config.json."""
+    if not config:
+        return text
+    shutil.copytree(text, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("said", "args", "config"), REASONS)
 @pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--pp-size", "2"], "--pp-size 2"),
-        (["--attn-dp-size", "2"], "--attn-dp-size 2"),
-        (["--load-format", "dummy"], "--load-format dummy"),
-        (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE"),
-        (["--disaggregation-mode", "decode"], "--disaggregation-mode decode"),
-    ],
+    "own", [[], ["--enable-hierarchical-cache", "--page-size", "32"]], ids=["", "HiCache"]
 )
-def test_a_deployment_that_cannot_share_kv_runs_and_says_so_once(
-    text: str, args: list[str], named: str
+def test_where_kv_cannot_be_shared_the_server_is_stock(
+    text: str, tmp_path: Path, said: str, args: list[str], config: dict[str, Any], own: list[str]
 ) -> None:
+    """No pinned pool, no copies, no pages of 64 for nothing; and what the operator gave stays."""
+    model = _model(text, tmp_path / "model", config)
+    stock = resolved(model, *args, *own)
     # SGLang's parser takes all handlers from the root logger, pytest's too.
     with mock.patch.object(compat.logger, "warning") as warning:
-        record = filled(text, "--enable-cornplug", *args)
-    assert not record.enable_hierarchical_cache
+        found = resolved(model, "--enable-cornplug", *args, *own)
+    if own and "--chunked-prefill-size" in args:
+        assert shares_kv(found)  # 100 is no multiple of 32 either: SGLang's own affair, with its own page
+        return
+    assert differences(found, stock) == {}
     warning.assert_called_once()
-    assert named in str(warning.call_args)
+    assert said in str(warning.call_args)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"text_config": {"layers_block_type": ["mamba", "attention"]}},
-        {"full_attention_interval": 4},
-        {"index_topk": 2048},
-    ],
-)
-def test_a_hybrid_model_runs_without_shared_kv(tmp_path: Path, config: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some", **config}))
-    assert not filled(str(tmp_path), "--enable-cornplug").enable_hierarchical_cache
+def test_what_sglang_refuses_to_join_with_hicache_starts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NVFP4 on SM100 SGLang raises where HiCache is on: it must not be while that is asked."""
+    from sglang.srt.arg_groups import kv_cache_hook
+
+    original, seen = kv_cache_hook.handle_kv4_compatibility, []
+
+    def asked(server_args: Any) -> None:
+        seen.append(resolving_view(server_args).enable_hierarchical_cache)
+        original(server_args)
+
+    monkeypatch.setattr(kv_cache_hook, "handle_kv4_compatibility", asked)
+    assert shares_kv(resolved(text, "--enable-cornplug"))
+    assert seen == [False]
 
 
-def test_full_attention_in_every_layer_is_no_hybrid(tmp_path: Path) -> None:
-    config = {"model_type": "qwen2", "layer_types": ["full_attention"] * 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert filled(str(tmp_path), "--enable-cornplug").enable_hierarchical_cache
+def test_full_attention_in_every_layer_is_no_hybrid(text: str, tmp_path: Path) -> None:
+    layers = json.loads((Path(text) / "config.json").read_text())["num_hidden_layers"]
+    model = _model(text, tmp_path / "model", {"layer_types": ["full_attention"] * layers})
+    assert shares_kv(resolved(model, "--enable-cornplug"))
 
 
 def test_without_room_for_hicache_the_server_starts_all_the_same(
@@ -237,24 +291,39 @@ def test_without_room_for_hicache_the_server_starts_all_the_same(
     reserve = pool_base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     for free, shared in ((reserve, False), (reserve + (2 << 30), True)):
         monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda free=free, **_: free)
-        assert bool(filled(text, "--enable-cornplug").enable_hierarchical_cache) == shared
+        assert shares_kv(resolved(text, "--enable-cornplug")) == shared
     # Who asks for HiCache by name hears of it from SGLang.
     monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda **_: reserve)
-    assert (
-        filled(text, "--enable-cornplug", "--enable-hierarchical-cache").hicache_storage_backend == "dynamic"
-    )
+    assert shares_kv(resolved(text, "--enable-cornplug", "--enable-hierarchical-cache"))
 
 
-def test_what_sglang_decides_itself_withdraws_kv(text: str) -> None:
+def test_without_a_compiler_the_server_starts_all_the_same(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConfigError("--enable-cornplug", "SGLang cannot compile its page hash", "Install one.")
+
+    stock = resolved(text)
+    monkeypatch.setattr(hicache_settings, "compile_hash", fail)
+    assert differences(resolved(text, "--enable-cornplug"), stock) == {}
+
+
+def test_what_sglang_decides_itself_leaves_kv_alone(text: str) -> None:
     """Some models and attention backends set a page size or disable the radix cache by themselves."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    for decision in ({"page_size": 1}, {"page_size": 48}, {"disable_radix_cache": True}):
-        record = filled(text, "--enable-cornplug")
+    for decision, shares in (
+        ({"page_size": 1}, False),
+        ({"page_size": 48}, False),
+        ({"disable_radix_cache": True}, False),
+        ({"page_size": 128}, True),
+    ):
+        record = given(text, "--enable-cornplug")
         declare_resolution(record, "a model", **decision)
         hicache_settings.settle(record)
         settled = resolving_view(record)
-        assert (settled.enable_hierarchical_cache, settled.hicache_storage_backend) == (False, None)
+        assert settled.enable_hierarchical_cache is shares
+        assert (settled.hicache_storage_backend == "dynamic") is shares
 
 
 @pytest.mark.parametrize(
@@ -267,20 +336,43 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
     """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
     makes of their pictures (`test_families.py`), and see `compat.PROVEN`."""
     folder = getattr(checkpoints, model)(tmp_path / model)
-    record = filled(str(folder), "--enable-cornplug", "--enable-multimodal")
+    record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:
         hicache_settings.settle(record)
     assert resolving_view(record).enable_hierarchical_cache is not blind
     assert ("no prefix cache for pictures" in str(warning.call_args)) is blind
 
 
-def test_settle_leaves_what_fits(text: str) -> None:
-    from sglang.srt.arg_groups.overrides import declare_resolution
+@pytest.mark.parametrize(
+    ("args", "model", "wanted"),
+    [
+        ([], "qwen2_text", {"weights", "kv"}),
+        (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
+        (
+            ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
+            "qwen2_text",
+            {"weights", "kv", "lora"},
+        ),
+        (["--enable-multimodal"], "qwen2_vl", {"weights", "kv", "pictures"}),
+        (
+            ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
+            "qwen2_vl",
+            {"weights", "kv", "pictures", "encoder"},
+        ),
+    ],
+)
+def test_a_server_has_the_hooks_that_it_needs(
+    tmp_path: Path, args: list[str], model: str, wanted: set[str]
+) -> None:
+    folder = getattr(checkpoints, model)(tmp_path / model)
+    resolved(str(folder), "--enable-cornplug", *args)
+    assert active.needed() == wanted
 
-    record = filled(text, "--enable-cornplug")
-    declare_resolution(record, "a model", page_size=128)
-    hicache_settings.settle(record)
-    assert resolving_view(record).enable_hierarchical_cache
+
+def test_front_ends_that_lose_pictures_are_named(text: str) -> None:
+    with mock.patch.object(compat.logger, "warning") as warning:
+        resolved(text, "--enable-cornplug", "--tokenizer-worker-num", "2")
+    assert "--tokenizer-worker-num 2" in str(warning.call_args)
 
 
 def test_share_from_python(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,105 @@ def test_absent_pages_are_counted(process: Tally) -> None:
     process.drain()
     assert backend.batch_exists(hashes) == 3
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "absent"), [5])]
+
+
+class Cache:
+    """What the hook on `prefetch_from_storage` reads of SGLang's cache, and what SGLang would queue."""
+
+    enable_storage, prefetch_threshold, tp_world_size = True, 64, 1
+
+    def __init__(self, backend: CornplugStorage) -> None:
+        self.cache_controller = SimpleNamespace(storage_backend=backend)
+        self.tree_core = SimpleNamespace(is_eagle=False)
+        self.queued: list[int] = []
+
+    def prefetch_from_storage(
+        self,
+        request: Any,
+        last_host_node_id: Any,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: Any = None,
+        matched_prefix_tokens: Any = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        if len(new_input_tokens) >= self.prefetch_threshold:
+            self.queued.append(len(new_input_tokens))
+
+    def request(self, tokens: list[int], matched: int = 0, salt: str | None = None) -> bool:
+        """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
+        self.queued.clear()
+        hashes = hashes_of(tokens, 64, Space(None, salt))
+        kv_names._prefetch(
+            Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
+            hashes[matched // 64 - 1] if matched else None, None,
+            matched_prefix_tokens=array("q", tokens[:matched]), cache_salt=salt,
+        )  # fmt: skip
+        return bool(self.queued)
+
+
+def test_nothing_is_queued_for_what_the_store_lacks(process: Tally) -> None:
+    """A queued prefetch costs a request a step of the scheduler, whatever it finds."""
+    backend, host = attach()
+    cache = Cache(backend)
+    assert not cache.request(TOKENS)
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "absent"), [8])]
+    backend.batch_set_v1(name(TOKENS, 64)[:3], host.alloc(192))
+    assert cache.request(TOKENS)
+    assert not cache.request([1, *TOKENS[1:]])
+    assert not cache.request(TOKENS, salt="another")
+    assert cache.request(TOKENS, matched=128)
+    assert not cache.request(TOKENS, matched=192)
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "slow_s"])
+def test_a_store_that_is_gone_queues_nothing(store: FaultyStore, process: Tally, fault: str) -> None:
+    backend, host = attach()
+    backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
+    setattr(store, fault, 9.0 if fault == "slow_s" else True)
+    process.drain()
+    assert not Cache(backend).request(TOKENS)
+    reason = "store_down" if fault == "unavailable" else "store_timeout"
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", reason), [1])]
+
+
+def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> None:
+    backend, host = attach(page_size=16)
+    cache = Cache(backend)
+    cache.prefetch_threshold = 16
+    backend.batch_set_v1(name(TOKENS, 16), host.alloc(512))
+    hashes = hashes_of(TOKENS, 16)
+    for matched, queued in ((0, True), (80, True), (512 - 16, True)):
+        cache.queued.clear()
+        kv_names._prefetch(
+            Cache.prefetch_from_storage, cache, "request", 1, array("q", TOKENS[matched:]),
+            hashes[matched // 16 - 1] if matched else None,
+            matched_prefix_tokens=array("q", TOKENS[:matched]),
+        )  # fmt: skip
+        assert bool(cache.queued) is queued
+    assert not cache.request([9, *TOKENS])
+
+
+def test_ranks_queue_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's threads meet for each prefetch: one that is queued on this rank alone is waited for."""
+    backend, host = attach()
+    backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
+    cache: Any = Cache(backend)
+    cache.tp_world_size = 2
+    votes: list[int] = []
+
+    def vote(tensor: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MIN
+        votes.append(int(tensor.item()))
+        tensor.fill_(0)
+
+    cache._all_reduce = vote
+    assert not cache.request(TOKENS)
+    backend._off = "layout"
+    assert not cache.request(TOKENS)
+    assert votes == [1, 0]
 
 
 def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:

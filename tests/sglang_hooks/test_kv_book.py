@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from array import array
 from pathlib import Path
@@ -18,7 +19,7 @@ from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import kv_names, kv_roots, named
+from cornplug.sglang_hooks import kv_book, kv_names, kv_roots, named
 from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_roots import Roots
 
@@ -106,7 +107,7 @@ def test_what_hangs_in_the_air_is_not_entered() -> None:
 
 
 def test_it_forgets_the_oldest() -> None:
-    book = Book(16, 16, max_pages=10)
+    book = Book(16, 16, max_bytes=10 * (kv_book._PAGE_BYTES + kv_book._END_BYTES))
     old, new = prompt(128), prompt(128, 3)
     book.record(None, hashes_of(old, 16), old, PLAIN)
     book.record(None, hashes_of(new, 16), new, PLAIN)
@@ -247,9 +248,9 @@ def book(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, salt: str | None = None) -> Any:
     key = RadixKey(array("q", tokens), is_bigram=bigram, cache_salt=salt)
-    result = get_storage_hash_str(key, prior, page_size=16)
-    kv_names._looked_up(result, key, prior, page_size=16)
-    return result
+    # As bound by the hook that is in place in this process, or not.
+    original = inspect.unwrap(get_storage_hash_str)
+    return kv_names._hashed(original, key, prior, page_size=16)
 
 
 def test_a_lookup_is_entered(book: Book) -> None:
@@ -266,11 +267,10 @@ def test_pairs_of_a_draft_are_not(book: Book) -> None:
 def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
-    cache = SimpleNamespace(tree_core=SimpleNamespace(is_eagle=False))
-    rest = array("q", tokens[128:])
-    kv_names._will_look_up(
-        cache, None, 3, rest, hashes[7], None, matched_prefix_tokens=array("q", tokens[:128])
-    )
+    first = kv_names.first_page(book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN)
+    assert first == hashes[8]
+    # As far as the page of the store goes, which the next pages are a part of.
+    assert [page is not None for page in book.find(hashes)] == [True] * 12 + [False] * 4
     looked_up(tokens[128:], hashes[7])
     check(book, tokens, hashes)
 
@@ -278,8 +278,7 @@ def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
 def test_a_hash_of_other_tokens_learns_nothing(book: Book) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
-    cache = SimpleNamespace(tree_core=SimpleNamespace(is_eagle=False))
-    kv_names._will_look_up(cache, None, 3, [], hashes[7], None, matched_prefix_tokens=array("q", wrong[:128]))
+    kv_names.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
     looked_up(tokens[128:], hashes[7])
     assert set(book.find(hashes[8:])) == {None}
 
@@ -291,13 +290,18 @@ class Tree:
         return None, "tenant" if node else None
 
 
+def queue(
+    self: Any, host_indices: Any, token_ids: Any, hash_value: Any = None, prefix_keys: Any = None
+) -> int:
+    """As SGLang's `write_storage`."""
+    return 7
+
+
 def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] | None) -> None:
-    cache = SimpleNamespace(tree_core=Tree())
+    def write(self: Any, node_id: int) -> None:
+        assert kv_names._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
-    def write(cache: Any, node: int) -> None:
-        kv_names._will_write(None, None, array("q", tokens), hashes, prefix)
-
-    kv_names._backing_up(write, cache, node)
+    kv_names._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
 
 
 def test_a_backup_is_entered(book: Book) -> None:
@@ -312,7 +316,7 @@ def test_a_backup_is_entered(book: Book) -> None:
 def test_a_backup_without_its_prefix_is_not(book: Book) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
-    kv_names._will_write(None, None, array("q", tokens), hashes_of(tokens, 16), [])
+    kv_names._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(book) == 0
 
 
@@ -330,6 +334,20 @@ def test_values_of_media_are_told_apart_by_the_register(book: Book) -> None:
     assert set(book.find(looked_up(tokens, None))[4:]) == {None}
     named.add(identity)
     check(book, tokens, looked_up(tokens, None))
+
+
+@pytest.mark.parametrize("prior", [b"", bytes(range(32))])
+def test_sglangs_hash_is_our_chain(prior: bytes) -> None:
+    tokens = prompt(64)
+    tokens[20:24] = placeholder_tokens(b"o" * 32)
+    for made in (tokens, array("q", tokens)):
+        assert kv_names._native_chain(prior, made) == chain(prior, made)
+    assert kv_names._fastest_chain() is kv_names._native_chain
+
+
+def test_a_changed_hash_of_sglangs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_names, "_native_chain", lambda prior, tokens: [b"other"])
+    assert kv_names._fastest_chain() is chain
 
 
 def test_one_page_hash_is_what_get_hash_str_gives() -> None:

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import active, compat, plugin
+from cornplug.sglang_hooks import active, compat, parts, plugin
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -43,19 +43,66 @@ def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else(zygote: Zygote
     assert "cornplug.sglang_hooks.media" not in modules
 
 
-def test_a_child_of_a_sharing_server_has_every_hook(zygote: Zygote) -> None:
-    targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}")
-    assert targets >= {hook.target for hook in plugin._hooks()}
+@pytest.mark.parametrize(
+    ("said", "hooked", "free"),
+    [
+        ("kv,weights", "UnifiedRadixCache.prefetch_from_storage", ("encoder.receiver", "lora", "multimodal")),
+        ("pictures,weights", "BaseMultimodalProcessor._finalize_mm_items", ("unified_radix_cache", "lora")),
+        (
+            "weights",
+            "SchedulerWeightUpdaterManager.update_weights_from_disk",
+            ("unified_radix_cache", "mm_sched"),
+        ),
+    ],
+)
+def test_a_child_has_the_hooks_that_its_server_needs(
+    zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
+) -> None:
+    targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
+    assert targets >= {hook.target for hook in parts.hooks(said.split(","))}
+    assert any(target.endswith(hooked) for target in targets)
+    assert not any(other in target for target in targets for other in free)
 
 
 def test_every_target_is_there_and_installing_twice_hooks_once() -> None:
     load_plugins()
-    plugin.install()
-    plugin.install()
-    for hook in plugin._hooks():
+    plugin.install(parts.ALL)
+    plugin.install(parts.ALL)
+    for hook in parts.hooks(parts.ALL):
         assert plugin.is_applied(hook), hook
+        assert plugin.misfit(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
         assert len(ours) == 1, hook
+
+
+def _grown(key: object, prior: object, another: object) -> None:
+    """A function of SGLang's that has got a parameter."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "reads", "fits"),
+    [
+        ("after", lambda result, key, prior: None, (), False),
+        ("after", lambda result, key, prior, another: None, (), True),
+        ("after", lambda result, key, before, another: None, (), False),
+        ("around", lambda original, *args, **kwargs: None, ("key", "another"), True),
+        ("around", lambda original, *args, **kwargs: None, ("key", "gone"), False),
+        ("before", lambda *args, **kwargs: None, (), True),
+        ("before", lambda key, **kwargs: None, (), False),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_found_at_start(
+    kind: Any, function: Any, reads: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = Hook(f"{__name__}._grown", kind, function, reads)
+    assert (plugin.misfit(hook) == "") is fits
+    monkeypatch.setattr(plugin, "is_applied", lambda hook: True)
+    monkeypatch.setattr(plugin, "_registered", {"grown": hook})
+    if fits:
+        plugin.verify()
+    else:
+        with pytest.raises(ConfigError, match="grown"):
+            plugin.verify()
 
 
 def test_hooks_do_nothing_where_nobody_asked() -> None:
@@ -63,7 +110,7 @@ def test_hooks_do_nothing_where_nobody_asked() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    plugin.install()
+    plugin.install(parts.ALL)
     active.turn_off()
     record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
     record.resolve_once()

@@ -1,0 +1,191 @@
+"""Why the KV of a server is not shared: what of its settings, model or deployment excludes it.
+
+Asked at the end of SGLang's own resolution of its settings (`hicache_settings.settle`), when
+nothing of ours is set yet: a server that cannot share runs with exactly what stock would have.
+What only the loaded model shows is asked before the host pools are made (`kv_late.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.errors import CheckpointError
+from cornplug.identity import LINK_TOKENS
+from cornplug.kv_page import ITEM_BYTES
+from cornplug.sglang_hooks.model import UNVERIFIABLE_FORMATS
+
+_LEAST_ROOM_BYTES: Final = 1 << 30
+"""Less than this for all host pools is not worth having, and may be gone once the model is loaded."""
+
+# (field, its widest value that still shares KV, flag): pages are of whole sequences and all layers.
+_DEPLOYMENTS: Final = (
+    ("pp_size", 1, "--pp-size"),
+    ("nnodes", 1, "--nnodes"),
+    ("dcp_size", 1, "--dcp-size"),
+    ("attn_cp_size", 1, "--attn-cp-size"),
+    ("attn_dp_size", 1, "--attn-dp-size"),
+    ("disaggregation_mode", "null", "--disaggregation-mode"),
+    ("speculative_algorithm", None, "--speculative-algorithm"),
+    ("dllm_algorithm", None, "--dllm-algorithm"),
+    ("enable_prefill_cp", False, "--enable-prefill-cp"),
+    ("encoder_only", False, "--encoder-only"),
+    ("is_embedding", False, "--is-embedding"),
+    ("enable_dp_attention", False, "--enable-dp-attention"),
+    ("use_ray", False, "--use-ray"),  # its actors do not inherit that this server shares
+    # With these SGLang refuses HiCache or its storage, and does not start.
+    ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding"),
+    ("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint"),
+    ("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel"),
+    ("enable_amd_monokernel", False, "--enable-amd-monokernel"),
+)
+# Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
+_HYBRID_FIELDS: Final = (
+    "attention_chunk_size",
+    "attn_type_list",
+    "full_attention_interval",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "index_topk",
+    "layers_block_type",
+    "linear_attn_config",
+    "mamba_d_state",
+    "ssm_state_size",
+)
+_KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
+"""Settings under which a value of the cache is one of `kv_page.ITEM_BYTES`. All others quantise."""
+
+
+def excluded(server_args: Any, page_tokens: int) -> str:
+    """Why this server's KV cannot be shared; "" where nothing is known that excludes it.
+
+    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` are
+    those of the store's page.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    settled = resolving_view(server_args)
+    return (
+        deployment(settled)
+        or _checkpoint(settled)
+        or _kv_dtype(server_args, settled)
+        or _cache(server_args, settled, page_tokens)
+        or _confused_pictures(server_args)
+        or ("" if settled.enable_hierarchical_cache else _no_room())
+    )
+
+
+def fits(page_size: int, page_tokens: int) -> bool:
+    """Whether pages of SGLang's are made of, or part of, pages of the store."""
+    divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
+    return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
+
+
+def page_for(settled: Any, page_tokens: int) -> int:
+    """The page size to set where neither operator nor model has chosen one; 0 where none will do.
+
+    A chunk of prefill is whole pages: the largest page is taken that divides it.
+    """
+    chunk = settled.chunked_prefill_size
+    for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
+        if fits(size, page_tokens) and (chunk is None or chunk <= 0 or chunk % size == 0):
+            return size
+    return 0
+
+
+def is_free(server_args: Any) -> bool:
+    """Whether the page size is SGLang's plain default: nobody chose it, and nothing depends on it."""
+    for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
+        if "page_size" in declared:
+            return bool(source == "_page_size_default")
+    return server_args.page_size is None
+
+
+def deployment(settings: Any) -> str:
+    """What of the deployment excludes sharing, by its flag; "" where nothing does."""
+    for field, plain, flag in _DEPLOYMENTS:
+        if (value := getattr(settings, field)) != plain:
+            return f"{flag} {value}"
+    if settings.load_format in UNVERIFIABLE_FORMATS:
+        return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
+    return ""
+
+
+def _checkpoint(settled: Any) -> str:
+    try:
+        config = Checkpoint.open(settled.model_path, settled.revision).config
+    except CheckpointError:
+        return ""  # What cannot be identified later is not shared.
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    hybrid = [name for name in _HYBRID_FIELDS if text.get(name)]
+    hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
+    return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
+
+
+def _kv_dtype(server_args: Any, settled: Any) -> str:
+    if settled.kv_cache_dtype not in _KV_DTYPES:
+        return f"--kv-cache-dtype {settled.kv_cache_dtype}: only {', '.join(ITEM_BYTES)} are shared"
+    if settled.kv_cache_dtype != "auto":
+        return ""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    said = getattr(model.hf_config, "quantization_config", None) or {}
+    said = said if isinstance(said, dict) else said.to_dict()
+    nested = said.get("quantization")
+    for section in (said, nested if isinstance(nested, dict) else {}):
+        for field in ("kv_cache_quant_algo", "kv_cache_scheme"):
+            if section.get(field):
+                return f"the checkpoint has its KV cache quantised ({field})"
+    name = str(model.dtype).removeprefix("torch.")
+    return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+
+
+def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
+    if settled.disable_radix_cache:
+        return "SGLang disables the radix cache for this model"
+    if is_free(server_args):
+        if not page_for(settled, page_tokens):
+            return (
+                f"--chunked-prefill-size {settled.chunked_prefill_size} is no multiple of a page of "
+                f"{LINK_TOKENS} tokens or more"
+            )
+    elif not fits(settled.page_size, page_tokens):
+        return f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
+    return ""
+
+
+def _confused_pictures(server_args: Any) -> str:
+    """Whether two prompts that differ in their pictures alone are one token stream to SGLang.
+
+    Its models put values of the picture's hash for the placeholder tokens. The backend for models that
+    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
+    SGLang then goes without a radix cache, but decides so only when it has set up ours.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import ModelImpl
+
+    model = model_config_of(server_args)
+    if not model.is_multimodal:
+        return ""
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    if get_resolved_model_impl(model) != ModelImpl.TRANSFORMERS:
+        return ""
+    return "SGLang has no prefix cache for pictures in models of its generic transformers backend"
+
+
+def _no_room() -> str:
+    """SGLang leaves a reserve of host memory (10 GiB) out of its host pools, and a server with HiCache
+    does not start where nothing is left beside it: without us it would have."""
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+    from sglang.srt.mem_cache.pool_host import base
+
+    try:
+        free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    except RuntimeError as e:  # no reading of the cgroup's limits; SGLang's own sizing would end on it
+        return str(e)
+    if free - reserve >= _LEAST_ROOM_BYTES:
+        return ""
+    gib = 1 << 30
+    return f"{free / gib:.1f} GiB of host memory are free, {reserve / gib:.0f} of which HiCache leaves alone"

@@ -1,0 +1,55 @@
+"""Which of this room's hooks a server needs: a hook that is not there cannot break, or be in the way.
+
+Decided in the main process from SGLang's resolved settings, and told to its children
+(`active.need`). Each part names the modules whose `HOOKS` it takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+from cornplug.sglang_hooks.compat import Hook
+
+_ROOM: Final = "cornplug.sglang_hooks"
+
+# part -> modules
+_MODULES: Final = {
+    # While SGLang resolves its settings, in the main process alone.
+    "resolution": ("hicache_settings",),
+    "weights": ("weights",),
+    "kv": ("kv_names", "kv_late"),
+    "lora": ("kv_roots",),
+    "pictures": ("named", "media", "embeddings"),
+    "encoder": ("epd", "epd_fallback"),
+}
+RESOLUTION: Final = frozenset({"resolution"})
+ALL: Final = frozenset(_MODULES)
+
+
+def needed(server_args: Any) -> frozenset[str]:
+    """The parts of a server with these settings, which SGLang has resolved."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+
+    from cornplug.sglang_hooks import hicache_settings
+
+    settled = resolved_view(server_args)
+    found = {"weights"}
+    if str(settled.model_path).lower() in ("none", "dummy"):  # SGLang resolves no model of these names
+        return frozenset(found)
+    if settled.enable_hierarchical_cache and hicache_settings.is_ours(settled):
+        found.add("kv")
+        # An adapter may come while the server runs, but only where LoRA was asked for at its start.
+        found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
+    if model_config_of(server_args).is_multimodal:
+        found.add("pictures")
+        encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
+        found |= {"encoder"} if encoder else set()
+    return frozenset(found)
+
+
+def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
+    """The hooks of these parts."""
+    modules = [name for part in sorted(parts) for name in _MODULES[part]]
+    return tuple(hook for name in modules for hook in importlib.import_module(f"{_ROOM}.{name}").HOOKS)
