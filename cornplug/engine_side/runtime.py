@@ -37,7 +37,8 @@ class Runtime:
 
     def another_connection(self) -> Store:
         """A connection for a thread that must not wait for the others' turns."""
-        return PoolStore(self.config.store, connect_timeout_s=0)
+        off = isinstance(self.store, OffStore)
+        return self.store if off else PoolStore(self.config.store, connect_timeout_s=0)
 
     @property
     def deadline_s(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
@@ -15,11 +16,13 @@ from functools import cache, lru_cache
 from cornplug.config import Config
 from cornplug.engine_side.runtime import Runtime
 from cornplug.engine_side.settings import settings
+from cornplug.identity import digest
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.stats import ServerTally
 
 _VARIABLE = "CORNPLUG_SGLANG"
 _PARTS = "CORNPLUG_SGLANG_PARTS"
+_GROUP = "CORNPLUG_SGLANG_GROUP"
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -44,12 +47,29 @@ def turn_off() -> None:
 def need(parts: Iterable[str]) -> None:
     """Tell this process's children which parts of this room their server needs (`parts.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
+    os.environ[_GROUP] = secrets.token_hex(16)
 
 
 def needed() -> frozenset[str] | None:
     """The parts that the main process found to be needed; None before it has."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
+
+
+def group() -> bytes:
+    """What the tensor-parallel ranks of this replica know each other by in the store (32 bytes); b""
+    in a process that no main process of a sharing server has started.
+
+    Only in SGLang's scheduler processes. Replicas of one server are engines of their own.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    said = os.environ.get(_GROUP, "")
+    return (
+        digest("cornplug-sglang-ranks-v1", said.encode(), str(get_parallel().dp_rank).encode())
+        if said
+        else b""
+    )
 
 
 def is_on() -> bool:

@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache on the host's store: the storage backend "cornplug".
 
-SGLang asks from threads of its own, in batches of at most 128 pages, and computes what it does
-not get. Nothing here raises for want of the store, and every answer has a deadline.
+SGLang asks from threads of its own, writes and reads in batches of at most 128 pages, and computes
+what it does not get. Nothing here raises for want of the store, and every answer has a deadline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from cornplug.engine_side.runtime import Runtime, miss
+from cornplug.engine_side.runtime import miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.sglang_hooks import active, kv_names, weights
 from cornplug.sglang_hooks.compat import logger
@@ -28,10 +28,9 @@ from cornplug.sglang_hooks.hicache_settings import compile_hash
 from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_ranks import Ranks
 from cornplug.sglang_hooks.kv_reader import WHAT, Reader
 from cornplug.sglang_hooks.kv_roots import Roots
-from cornplug.sglang_hooks.kv_writer import Writer
+from cornplug.sglang_hooks.kv_writer import Writer, part_of
 
 
 class CornplugStorage(HiCacheStorage):
@@ -45,6 +44,7 @@ class CornplugStorage(HiCacheStorage):
                 "Add --enable-cornplug.",
             )
         self._config = storage_config
+        self._run = active.runtime()
         self._tally = active.tally()
         self._off = "starting"
         self._reader: Reader | None = None
@@ -52,16 +52,7 @@ class CornplugStorage(HiCacheStorage):
         self._book: Book | None = None
         self._extra_pools: set[str] = set()
         self._controller = kv_names.attaching()
-        self._runtime: Runtime | None = None
-        self._broken = ""
-        try:
-            self._runtime = active.runtime()
-        except ConfigError as e:
-            self._broken = str(e)  # A store that will not talk to us, for instance; told when all is there.
         self._excluded = _excluded(storage_config)
-        # Latent pages are written by rank 0 alone.
-        together = storage_config.tp_size if not (self._excluded or storage_config.is_mla_model) else 1
-        self._ranks = Ranks(together, storage_config.tp_rank)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -69,12 +60,6 @@ class CornplugStorage(HiCacheStorage):
     def is_open(self) -> bool:
         """Whether this rank shares KV."""
         return not self._off
-
-    @property
-    def _run(self) -> Runtime:
-        if self._runtime is None:
-            raise LayoutError(self._broken, reason="config")
-        return self._runtime
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -89,10 +74,6 @@ class CornplugStorage(HiCacheStorage):
             self._off = ""
         except CornplugError as e:
             self._stop(e.reason, str(e))
-        if not self._excluded and not self._config.is_mla_model:
-            with miss(self._tally, self._run.app, WHAT):
-                if not self._ranks.agree(not self._off) and not self._off:
-                    self._stop("ranks", "another rank cannot share")
 
     def _open(self) -> None:
         if self._excluded:
@@ -124,7 +105,13 @@ class CornplugStorage(HiCacheStorage):
         roots = Roots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
         self._reader = Reader(self._run, roots, book, mine, pages, self._tally)
-        self._writer = Writer(self._run, self._reader, book, mine, pages, self._ranks, self._tally)
+        # Latent pages are written by rank 0 alone, whole.
+        ranks = 1 if pages.latent else self._config.tp_size
+        group = active.group() if ranks > 1 else b""
+        if ranks > 1 and not group:
+            raise LayoutError("the ranks do not know each other's name", reason="ranks")
+        part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
+        self._writer = Writer(self._run, self._reader, book, mine, pages, part, self._tally)
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
             " %d, verified by writing",
@@ -209,9 +196,8 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. What became of them is in our metrics.
         """
-        if self._writer is not None and self._off not in ("closed", "ranks"):
-            willing = not self._off and not weights.replaced()
-            self._writer.save(keys, self._slots(host_indices), willing=willing)
+        if self._writer is not None and not self._off and not weights.replaced():
+            self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 
     # -- the parts of SGLang's interface that our pages have no use for -----------------------

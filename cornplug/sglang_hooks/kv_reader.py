@@ -14,7 +14,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_book import Book, Page, Part, Space
 from cornplug.sglang_hooks.kv_layout import HostPages
 from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.sglang_hooks.kv_roots import Roots, RootsOfCall
 from cornplug.store.base import Lease
 
 WHAT = "kv_page"
@@ -34,9 +34,13 @@ class Reader:
         """End the connection of the scheduler's thread."""
         self._asking.close()
 
-    def keys(self, page: Page, part: Part) -> list[bytes]:
+    def roots(self) -> RootsOfCall:
+        """The roots that one call needs."""
+        return RootsOfCall(self._roots)
+
+    def keys(self, page: Page, part: Part, roots: RootsOfCall) -> list[bytes]:
         """The store's keys of a part, newest continuation first. Raises CheckpointError."""
-        root = self._roots.root(page.space)
+        root = roots.root(page.space)
         return [
             page_key(self._run.secret, root, self._book.page_tokens, link) for link in reversed(part.links)
         ]
@@ -115,7 +119,7 @@ class Reader:
         parts = self._book.parts(page)
         if not parts:
             return None
-        keys = self.keys(page, parts[0])
+        keys = self.keys(page, parts[0], self.roots())
         with self._leased(keys) as leases:
             source = _Copies(self._mine, leases).of(keys)
         return None if source is None else source[..., parts[0].inside, :]
@@ -123,13 +127,14 @@ class Reader:
     def _plan(self, pages: Sequence[Page | None]) -> Iterator[list[tuple[Part, list[bytes]]]]:
         """Parts and their keys of each page, up to the first that has no name in the store."""
         made: dict[tuple[Space, tuple[bytes, ...]], list[bytes]] = {}
+        roots = self.roots()
         for page in pages:
             parts = self._book.parts(page) if page is not None else []
             if page is None or not parts:
                 return
             for part in parts:
                 if (page.space, part.links) not in made:
-                    made[page.space, part.links] = self.keys(page, part)
+                    made[page.space, part.links] = self.keys(page, part, roots)
             yield [(part, made[page.space, part.links]) for part in parts]
 
     @contextmanager

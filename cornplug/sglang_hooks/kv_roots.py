@@ -84,6 +84,20 @@ class Roots:
             self._read.set()
 
 
+class RootsOfCall:
+    """Roots, each made once: of the pages of one call, which are hundreds of one namespace."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._made: dict[Space, bytes] = {}
+
+    def root(self, space: Space) -> bytes:
+        """As `Roots.root`."""
+        if space not in self._made:
+            self._made[space] = self._roots.root(space)
+        return self._made[space]
+
+
 def _without_lora(extra_key: str | None) -> tuple[str | None, str]:
     """(the user's own extra_key, hex digest of the adapter's bytes or "").
 

@@ -1,33 +1,40 @@
-"""Pages from SGLang's host pool into the store, written by all ranks together."""
+"""Pages from SGLang's host pool into the store.
+
+Tensor-parallel ranks write one page together without a word to each other: each reserves its part
+of the same room, writes its heads and commits what it knows, and the daemon makes the page of the
+parts. A rank that is late, gone or stopped in the middle holds nobody up.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-import numpy as np
 import torch
 
-from cornplug.engine_side.page_header import page_header
+from cornplug.engine_side.page_header import page_header, page_part
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CheckpointError, CornplugError, StoreUnavailable
-from cornplug.kv_page import tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_book import Book, Page
 from cornplug.sglang_hooks.kv_layout import HostPages
 from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_ranks import Ranks, RanksApart, Sums
 from cornplug.sglang_hooks.kv_reader import WHAT, Reader
-from cornplug.store.base import Location, Refusal, Reservation
+from cornplug.sglang_hooks.kv_roots import RootsOfCall
+from cornplug.store.base import Location, Part, Refusal, Reservation
 
 _TAIL_BYTES: Final = 64 << 20
 """Small pages kept until the store's page that they begin is complete."""
-
-_Places = list[tuple[bytes, Location]]
+_ROUND_BYTES: Final = 64 << 20
+"""Room asked for at once: what a young store grows by in one answer, and what others then wait for."""
+_SAVE_S: Final = 4.0
+"""Longest for one call: SGLang ends its server where this thread does not stop within 10 s."""
+_FIRST_PAUSE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,26 @@ class _Piece:
     source: torch.Tensor | Page
 
 
+_Wanted = Mapping[bytes, list[_Piece]]
+
+
+def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> Part | None:
+    """What a rank writes of pages that all ranks of `group` write; None where it writes them whole, or not.
+
+    Raises LayoutError where the heads do not split.
+    """
+    writers = [rank for rank in range(tp_size) if tensor_parallel_heads(page.heads, tp_size, rank)[1]]
+    if len(writers) == 1 or tp_rank not in writers:
+        return None
+    return Part(group, writers.index(tp_rank), len(writers))
+
+
 class Writer:
-    """One a rank. Called from SGLang's backup thread; no call raises for want of the store."""
+    """One a rank. Called from SGLang's backup thread; no call raises for want of the store.
+
+    Args:
+        part: this rank's, None where it writes pages whole, or none.
+    """
 
     def __init__(
         self,
@@ -48,31 +73,30 @@ class Writer:
         book: Book,
         mine: RankPages,
         host: HostPages,
-        ranks: Ranks,
+        part: Part | None,
         tally: Tally,
     ) -> None:
         self._run, self._reader, self._book = runtime, reader, book
-        self._mine, self._host, self._ranks, self._tally = mine, host, ranks, tally
+        self._mine, self._host, self._part, self._tally = mine, host, part, tally
         self._memory = mine.memory()
         self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._tail_bytes = 0
 
-    def save(self, hashes: Sequence[str], slots: Sequence[int], *, willing: bool = True) -> None:
-        """Offer pages to the store. `slots` are their first slots in the host pool.
-
-        Every rank must call it for the same pages in the same order; one that is not
-        `willing` takes part all the same, so that the others need not wait for it.
-        """
+    def save(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
+        """Offer pages to the store. `slots` are their first slots in the host pool."""
+        if not self._mine.writes:
+            return
+        began = time.monotonic()
         outcomes: Counter[str] = Counter()
-        wanted = self._wanted(hashes, slots, outcomes) if willing else {}
-        reserved = self._reserve(list(wanted), outcomes) if self._ranks.rank == 0 else []
-        try:
-            self._fill(wanted, reserved, outcomes)
-        except RanksApart as e:
-            self._give_up(reserved)
-            outcomes[e.reason] += len(reserved)
-        if willing:
-            self._keep_tails(hashes, slots)
+        refused = self._offer(self._wanted(hashes, slots, outcomes), outcomes, began + _SAVE_S)
+        pause_s = _FIRST_PAUSE_S
+        # A young store grows while we wait; SGLang offers no page twice.
+        while refused and time.monotonic() + pause_s < began + self._run.patience_s and self._grows():
+            time.sleep(pause_s)
+            pause_s *= 2
+            refused = self._offer(refused, outcomes, began + _SAVE_S)
+        outcomes[Refusal.FULL.value] += len(refused)
+        self._keep_tails(hashes, slots)
         self._count(outcomes)
 
     # -- which of the store's pages are complete -----------------------------------------------
@@ -82,6 +106,7 @@ class Writer:
     ) -> dict[bytes, list[_Piece]]:
         """Key -> pieces, of the store's pages that these pages complete."""
         at = dict(zip(hashes, slots, strict=True))
+        roots = self._reader.roots()
         found: dict[bytes, list[_Piece]] = {}
         for name, page in zip(hashes, self._book.find(hashes), strict=True):
             try:
@@ -90,20 +115,20 @@ class Writer:
                 elif self._book.page_size >= self._book.page_tokens:
                     whole = self._host.page(at[name])
                     for part in self._book.parts(page):
-                        key = self._reader.keys(page, part)[0]
+                        key = self._reader.keys(page, part, roots)[0]
                         found[key] = [_Piece(part.inside, whole[..., part.page, :])]
                 elif self._book.is_closing(page):
                     if pieces := self._gathered(name, at):
-                        found[self._closing_key(page)] = pieces
+                        found[self._closing_key(page, roots)] = pieces
                     else:
                         outcomes["incomplete"] += 1
             except CheckpointError as e:
                 outcomes[e.reason] += 1
         return found
 
-    def _closing_key(self, page: Page) -> bytes:
+    def _closing_key(self, page: Page, roots: RootsOfCall) -> bytes:
         (part,) = self._book.parts(page)
-        return self._reader.keys(page, part._replace(links=(page.link,)))[0]
+        return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[_Piece] | None:
         """The small pages of one store page; None where one of them is nowhere any more."""
@@ -138,44 +163,71 @@ class Writer:
 
     # -- writing them ---------------------------------------------------------------------------
 
-    def _reserve(self, keys: list[bytes], outcomes: Counter[str]) -> list[Reservation]:
-        if not keys or self._ranks.apart:
-            return []
-        size = self._mine.page.page_bytes
+    def _offer(self, wanted: _Wanted, outcomes: Counter[str], end_s: float) -> dict[bytes, list[_Piece]]:
+        """Write pages, some at a time; those for which there was no room."""
+        refused: dict[bytes, list[_Piece]] = {}
+        for keys in self._rounds(list(wanted)):
+            deadline_s = min(self._run.patience_s, end_s - time.monotonic())
+            if deadline_s <= 0:
+                outcomes["late"] += len(keys)
+                continue
+            reserved = []
+            for key, answer in zip(keys, self._reserve(keys, deadline_s, outcomes), strict=False):
+                if isinstance(answer, Reservation):
+                    reserved.append(answer)
+                elif answer is Refusal.FULL:
+                    refused[key] = wanted[key]
+                else:
+                    outcomes[answer.value] += 1
+            self._fill(wanted, reserved, outcomes)
+        return refused
+
+    def _rounds(self, keys: list[bytes]) -> Iterator[list[bytes]]:
+        step = max(1, _ROUND_BYTES // self._mine.page.page_bytes)
+        for start in range(0, len(keys), step):
+            yield keys[start : start + step]
+
+    def _grows(self) -> bool:
+        """Whether the store may have room for a page soon, that it has not now."""
         try:
-            answers = self._run.store.reserve(
-                [(key, size) for key in keys], app=self._run.app, deadline_s=self._run.patience_s
-            )
+            stat = self._run.store.stat(deadline_s=self._run.patience_s)
+        except StoreUnavailable:
+            return False
+        return stat.capacity_bytes - stat.used_bytes >= self._mine.page.page_bytes
+
+    def _reserve(
+        self, keys: Sequence[bytes], deadline_s: float, outcomes: Counter[str]
+    ) -> list[Reservation | Refusal]:
+        entries = [(key, self._mine.page.page_bytes) for key in keys]
+        try:
+            return self._run.store.reserve(entries, app=self._run.app, deadline_s=deadline_s, part=self._part)
         except StoreUnavailable as e:
             outcomes[e.reason] += len(keys)
             return []
-        outcomes.update(answer.value for answer in answers if isinstance(answer, Refusal))
-        return [answer for answer in answers if not isinstance(answer, Refusal)]
 
-    def _fill(
-        self, wanted: Mapping[bytes, list[_Piece]], reserved: list[Reservation], outcomes: Counter[str]
-    ) -> None:
-        """Every rank writes its heads of what rank 0 reserved; rank 0 publishes. Raises RanksApart."""
-        places: _Places = [(reservation.key, reservation.location) for reservation in reserved]
-        message = self._ranks.announce(msgspec.msgpack.encode(places) if places else b"")
-        if not message:
+    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation], outcomes: Counter[str]) -> None:
+        """Write this rank's heads of the pages that room is reserved for, and tell the store."""
+        written, broken = [], []
+        for reservation in reserved:
+            sums = self._written(wanted[reservation.key], reservation.location)
+            if sums is None:
+                broken.append(reservation)
+            elif self._part is None:
+                written.append((reservation, page_header(reservation.key, self._mine.page, sums)))
+            else:
+                written.append((reservation, page_part(reservation.key, self._mine.page, sums)))
+        outcomes["write_failed"] += len(broken)
+        self._give_up(broken)
+        try:
+            stored = self._run.store.commit(written, deadline_s=self._run.patience_s) if written else []
+        except StoreUnavailable as e:
+            outcomes[e.reason] += len(written)
             return
-        places = msgspec.msgpack.decode(message, type=_Places)
-        # A row a page: whether this rank has done its part, then the checksums of its segments.
-        mine: Sums = np.zeros((len(places), 1 + len(self._mine.segments)), np.uint64)
-        for row, (key, location) in zip(mine, places, strict=True):
-            sums = self._written(wanted.get(key), location) if self._mine.writes else {}
-            if sums is not None:
-                row[0] = 1
-                row[1:] = list(sums.values()) or 0
-        rows = self._ranks.gather(mine)
-        if self._ranks.rank == 0:
-            self._publish(reserved, rows, outcomes)
+        outcomes["stored"] += sum(stored)
+        outcomes["reservation_ended"] += len(stored) - sum(stored)
 
-    def _written(self, pieces: list[_Piece] | None, location: Location) -> Mapping[int, int] | None:
+    def _written(self, pieces: list[_Piece], location: Location) -> Mapping[int, int] | None:
         """Segment -> checksum of this rank's part, None where it could not be written."""
-        if pieces is None:
-            return None
         try:
             for piece in pieces:
                 source = piece.source
@@ -189,44 +241,14 @@ class Writer:
         except CornplugError:
             return None
 
-    def _publish(self, reserved: list[Reservation], rows: list[Sums], outcomes: Counter[str]) -> None:
-        page, writers = self._mine.page, self._writers()
-        whole, broken = [], []
-        for i, reservation in enumerate(reserved):
-            sums: dict[int, int] = {}
-            for rank, segments in writers.items():
-                if rows[rank][i, 0]:
-                    sums |= dict(zip(segments, rows[rank][i, 1:].tolist(), strict=True))
-            if len(sums) == page.segments:
-                whole.append((reservation, page_header(reservation.key, page, sums)))
-            else:
-                broken.append(reservation)
-        outcomes["write_failed"] += len(broken)
-        self._give_up(broken)
-        try:
-            stored = self._run.store.commit(whole, deadline_s=self._run.patience_s) if whole else []
-        except StoreUnavailable as e:
-            outcomes[e.reason] += len(whole)
-            return
-        outcomes["stored"] += sum(stored)
-        outcomes["reservation_ended"] += len(stored) - sum(stored)
-
-    def _writers(self) -> dict[int, list[int]]:
-        """Rank -> the segments that it writes."""
-        page, found = self._mine.page, {}
-        for rank in range(self._ranks.size):
-            heads, writes = tensor_parallel_heads(page.heads, self._ranks.size, rank)
-            if writes:
-                found[rank] = page.segments_of(heads)
-        return found
-
-    def _give_up(self, reserved: list[Reservation]) -> None:
+    def _give_up(self, reserved: Sequence[Reservation]) -> None:
         with suppress(StoreUnavailable):
             if reserved:
                 self._run.store.release([r.token for r in reserved], deadline_s=self._run.patience_s)
 
     def _count(self, outcomes: Counter[str]) -> None:
-        if self._ranks.rank != 0:
+        # Of a page that ranks write together the first counts.
+        if self._part is not None and self._part.index != 0:
             return
         for outcome, by in outcomes.items():
             if by:

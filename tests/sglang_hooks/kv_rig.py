@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sglang_hicache_cpu
@@ -27,10 +26,9 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_layout import HostPages, host_pages, page_geometry, rank_heads
 from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_ranks import Ranks, Sums
 from cornplug.sglang_hooks.kv_reader import Reader
 from cornplug.sglang_hooks.kv_roots import Roots
-from cornplug.sglang_hooks.kv_writer import Writer
+from cornplug.sglang_hooks.kv_writer import Writer, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 
@@ -116,31 +114,6 @@ class RigRuntime(Runtime):
         return Another(self.store)
 
 
-class LocalRanks(Ranks):
-    """Ranks that are threads of this process."""
-
-    def __init__(self, size: int, rank: int, shared: dict[str, Any]) -> None:
-        super().__init__(1, rank)
-        self.size = size
-        self._shared = shared
-        self._barrier: threading.Barrier = shared.setdefault("barrier", threading.Barrier(size, timeout=20))
-
-    def announce(self, message: bytes) -> bytes:
-        if self.rank == 0:
-            self._shared["message"] = message
-        self._barrier.wait()
-        found: bytes = self._shared["message"]
-        self._barrier.wait()
-        return found
-
-    def gather(self, mine: Sums) -> list[Sums]:
-        self._shared[f"row {self.rank}"] = mine
-        self._barrier.wait()
-        found = [self._shared[f"row {rank}"] for rank in range(self.size)]
-        self._barrier.wait()
-        return found
-
-
 def hashes_of(tokens: Sequence[int], page_size: int, space: Space = PLAIN) -> list[str]:
     """SGLang's own page hashes."""
     key = RadixKey(array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt)
@@ -174,7 +147,7 @@ class Engine:
     layout: str = "layer_first"
     tp: tuple[int, int] = (1, 0)
     latent: bool = False
-    shared: dict[str, Any] = field(default_factory=dict)
+    group: bytes = b"one engine's ranks"
     identity: bytes = b"model"
 
     def __post_init__(self) -> None:
@@ -191,9 +164,9 @@ class Engine:
         self.run = RigRuntime(self.faulty)
         self.roots = Roots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
         mine = RankPages(self.geometry, self.heads, writes, self.faulty)
-        ranks = LocalRanks(size, rank, self.shared) if size > 1 and not self.latent else Ranks(1, rank)
+        part = None if self.latent else part_of(self.geometry, size, rank, self.group)
         self.reader = Reader(self.run, self.roots, self.book, mine, self.pages, self.tally)
-        self.writer = Writer(self.run, self.reader, self.book, mine, self.pages, ranks, self.tally)
+        self.writer = Writer(self.run, self.reader, self.book, mine, self.pages, part, self.tally)
 
     def knows(self, tokens: Sequence[int], space: Space = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)

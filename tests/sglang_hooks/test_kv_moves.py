@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+import time
 
 import pytest
 import torch
 
 from cornplug.errors import StoreUnavailable
+from cornplug.sglang_hooks import kv_writer
 from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.kv_ranks import Ranks, RanksApart, Sums
+from cornplug.store import index
 from cornplug.store.memory import MemoryStore
 
 from .kv_rig import LAYOUTS, Engine, sequence
@@ -62,8 +63,7 @@ def test_every_page_size_reads_every_other(
 
 @pytest.mark.parametrize(("writes", "reads"), list(itertools.product((1, 2, 4, 8), (1, 2, 8))))
 def test_every_degree_reads_every_other(store: MemoryStore, writes: int, reads: int) -> None:
-    shared: dict[str, Any] = {}
-    writers = [Engine(store.connect(), tp=(writes, rank), shared=shared) for rank in range(writes)]
+    writers = [Engine(store.connect(), tp=(writes, rank)) for rank in range(writes)]
     kv = sequence(writers[0].geometry, 256)
     write_together(writers, TOKENS[:256], kv)
     for rank in range(reads):
@@ -131,7 +131,7 @@ def test_a_damaged_page_is_a_counted_miss_and_goes(store: MemoryStore) -> None:
     hashes = reader.knows(TOKENS[:256])
     page = reader.book.find(hashes)[2]
     assert page is not None
-    key = reader.reader.keys(page, reader.book.parts(page)[0])[0]
+    key = reader.reader.keys(page, reader.book.parts(page)[0], reader.reader.roots())[0]
     (lease,) = reader.store.lease([key], ttl_s=9, deadline_s=1)
     assert lease is not None
     reader.store.view(lease.location, writable=True)[100] ^= 4
@@ -153,7 +153,8 @@ def test_evicted_between_question_and_answer(store: MemoryStore) -> None:
     assert reader.reader.present(hashes) == 4
     page = reader.book.find(hashes)[2]
     assert page is not None
-    reader.store.delete(reader.reader.keys(page, reader.book.parts(page)[0]), deadline_s=1)
+    keys = reader.reader.keys(page, reader.book.parts(page)[0], reader.reader.roots())
+    reader.store.delete(keys, deadline_s=1)
     assert reader.reader.load(hashes, [0, 64, 128, 192]) == 2
     assert reader.counts()["cornplug_misses_total", "evicted"] == 1
 
@@ -179,45 +180,97 @@ def test_nothing_raises_for_want_of_the_store(store: MemoryStore, fault: str) ->
     assert (stat.leases, stat.reservations) == (0, 0)
 
 
-def test_an_unwilling_rank_spoils_the_page_and_holds_nobody_up(store: MemoryStore) -> None:
-    shared: dict[str, Any] = {}
-    engines = [Engine(store.connect(), tp=(2, rank), shared=shared) for rank in range(2)]
+def test_ranks_wait_for_nobody(store: MemoryStore) -> None:
+    """A rank that comes seconds later, at start or in the middle, makes the page whole when it comes."""
+    engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
     kv = sequence(engines[0].geometry, 128)
-    hashes, _ = (engine.knows(TOKENS[:128]) for engine in engines)
-    slots = [engine.put(kv, 0, 2) for engine in engines]
-
-    def second() -> None:
-        engines[1].writer.save(hashes, slots[1], willing=False)
-
-    other = threading.Thread(target=second)
-    other.start()
-    engines[0].writer.save(hashes, slots[0])
-    other.join(20)
-    stat = store.connect().stat(deadline_s=1)
-    assert (stat.entries, stat.reservations) == (0, 0)
-    assert engines[0].counts()["cornplug_saves_total", "write_failed"] == 2
+    engines[0].save(TOKENS[:128], kv)
+    assert store.connect().stat(deadline_s=1).entries == 0
+    engines[1].save(TOKENS[:128], kv)
+    assert torch.equal(Engine(store.connect()).load(TOKENS[:128]), kv)
+    assert engines[0].counts()["cornplug_saves_total", "stored"] == 2
+    assert engines[1].counts() == {}  # the first rank counts
 
 
-class Gone(Ranks):
-    def announce(self, message: bytes) -> bytes:
-        return message
+def test_ranks_need_not_see_the_same_batches(store: MemoryStore) -> None:
+    """As after /flush_cache, which stops one rank's thread a batch before another's."""
+    engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
+    kv = sequence(engines[0].geometry, 256)
+    engines[0].save(TOKENS[:256], kv)
+    hashes = engines[1].knows(TOKENS[:256])
+    engines[1].writer.save(hashes[:2], engines[1].put(kv, 0, 2))
+    assert torch.equal(Engine(store.connect()).load(TOKENS[:256]), kv[..., :128, :])
+    engines[1].writer.save(hashes[2:], engines[1].put(kv, 2, 2))
+    assert torch.equal(Engine(store.connect()).load(TOKENS[:256]), kv)
 
-    def gather(self, mine: Sums) -> list[Sums]:
-        self.apart = True
-        raise RanksApart("nobody there", reason="ranks")
 
-
-def test_a_rank_that_is_gone_ends_the_writing_only(store: MemoryStore) -> None:
-    engine = Engine(store.connect())
-    kv = sequence(engine.geometry, 256)
-    engine.save(TOKENS[:128], kv)
-    engine.writer._ranks = Gone(1, 0)
-    engine.save(TOKENS[:256], kv)
-    assert engine.counts()["cornplug_saves_total", "ranks"] == 2
+def test_a_rank_that_is_gone_ends_its_pages_only(store: MemoryStore) -> None:
+    engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
+    kv = sequence(engines[0].geometry, 256)
+    write_together(engines, TOKENS[:128], kv)
+    engines[0].save(TOKENS[:256], kv)
+    engines[1].store.close()
+    engines[0].store.close()
     stat = store.connect().stat(deadline_s=1)
     assert (stat.entries, stat.reservations) == (2, 0)
+    assert Engine(store.connect()).load(TOKENS[:256]).shape[3] == 128
+
+
+def test_replicas_do_not_write_into_each_others_pages(store: MemoryStore) -> None:
+    first, other = (
+        Engine(store.connect(), tp=(2, 0)),
+        Engine(store.connect(), tp=(2, 1), group=b"another replica!"),
+    )
+    kv = sequence(first.geometry, 128)
+    first.save(TOKENS[:128], kv)
+    other.save(TOKENS[:128], kv)
+    assert store.connect().stat(deadline_s=1).entries == 0
+    Engine(store.connect(), tp=(2, 1)).save(TOKENS[:128], kv)
+    assert torch.equal(Engine(store.connect()).load(TOKENS[:128]), kv)
+
+
+def test_a_long_first_prompt_is_saved_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer of a young store gives room for 64 MiB: eight pages of an 8B model, of a hundred."""
+    engine = Engine(store.connect(), page_size=16, page_tokens=16)
+    monkeypatch.setattr(index, "CALL_GROWTH_BYTES", 4 * engine.geometry.page_bytes)
+    monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
+    kv = sequence(engine.geometry, 256)
     engine.save(TOKENS[:256], kv)
-    assert engine.load(TOKENS[:256]).shape[3] == 128
+    assert engine.counts()["cornplug_saves_total", "stored"] == 16
+    assert torch.equal(Engine(store.connect(), page_size=16, page_tokens=16).load(TOKENS[:256]), kv)
+
+
+def test_refused_pages_are_offered_again_while_the_store_grows(store: MemoryStore) -> None:
+    engine = Engine(store.connect())
+    kv = sequence(engine.geometry, 256)
+    engine.faulty.full = True
+    threading.Timer(0.05, lambda: setattr(engine.faulty, "full", False)).start()
+    engine.save(TOKENS[:256], kv)
+    assert engine.counts()["cornplug_saves_total", "stored"] == 4
+
+
+def test_a_full_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(MemoryStore(capacity_bytes=64 << 10).connect())
+    keys = [bytes([i]) * 32 for i in range(2)]
+    engine.store.reserve([(key, 32 << 10) for key in keys], app="other", deadline_s=1)
+    began = time.monotonic()
+    engine.save(TOKENS[:256], sequence(engine.geometry, 256))
+    assert time.monotonic() - began < 0.5
+    assert engine.counts()["cornplug_saves_total", "full"] == 4
+
+
+def test_a_store_that_answers_slowly_ends_a_call_in_time(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gives this thread 10 s to stop, and ends the server otherwise."""
+    engine = Engine(store.connect())
+    monkeypatch.setattr(kv_writer, "_ROUND_BYTES", engine.geometry.page_bytes)
+    monkeypatch.setattr(kv_writer, "_SAVE_S", 0.3)
+    engine.faulty.slow_s = 0.2
+    began = time.monotonic()
+    engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))
+    assert time.monotonic() - began < 2
+    assert engine.counts()["cornplug_saves_total", "late"] >= 1
 
 
 def test_saves_and_loads_are_counted(store: MemoryStore) -> None:
