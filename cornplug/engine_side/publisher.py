@@ -53,6 +53,10 @@ class EmbeddingPublisher:
         outcome, size = "error", 0
         try:
             if mark is not None:
+                import torch
+
+                # A thread begins on device 0, where a rank of another one wants no context.
+                torch.cuda.set_device(embedding.device)
                 mark.synchronize()
             payload = raw_bytes(embedding)
             size = payload.nbytes

@@ -125,7 +125,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KVMoves)
         if self._worker is not None and kv_connector_metadata.preempted:
-            self._worker.drain()
+            self._worker.give_up_saves(kv_connector_metadata.preempted)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()

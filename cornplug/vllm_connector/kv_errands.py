@@ -20,8 +20,12 @@ class OpenSave:
 
     reservation: Reservation
     request_id: str
+    index: int
+    """Of the page, in its request."""
     checksums: dict[int, int] = field(default_factory=dict)
     failed_segments: int = 0
+    given_up: bool = False
+    """Its request was preempted."""
 
     def answered(self, page: PageGeometry) -> bool:
         """Whether every rank that writes a part of it has said how that went.

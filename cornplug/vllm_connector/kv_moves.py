@@ -40,6 +40,8 @@ class Load:
     end: int
     pages: tuple[PageRead, ...]
     blocks: tuple[int, ...]
+    deadline_s: float = 30.0
+    """From the worker's hearing of it; the pages not begun by then are computed."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
         """The blocks that hold tokens [first_token, end)."""
@@ -63,8 +65,8 @@ class KVMoves(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     finishing: list[str] = field(default_factory=list)
     """Finished requests whose blocks stay until their saves are done."""
-    preempted: bool = False
-    """Blocks are about to be given away: finish reading them first."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks were given away, and may have been overwritten."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class KVAcks(KVConnectorWorkerMetadata):
     failed_loads: dict[str, str] = field(default_factory=dict)
     """Request -> reason."""
     loaded_bytes: int = 0
+    loading_s: float = 0.0
+    """Seconds that the mover spent on them, its queue not counted."""
     unusable: str = ""
     """Why this worker's cache cannot be mapped to pages; "" when it can."""
 
@@ -89,6 +93,7 @@ class KVAcks(KVConnectorWorkerMetadata):
             self.failed_writes[token] = self.failed_writes.get(token, 0) + segments
         self.failed_loads |= other.failed_loads
         self.loaded_bytes += other.loaded_bytes
+        self.loading_s = max(self.loading_s, other.loading_s)
         self.unusable = self.unusable or other.unusable
         return self
 

@@ -6,7 +6,7 @@ request would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.kv_page import MAX_SEGMENTS
@@ -46,8 +46,8 @@ class OffWorker:
         """Nothing is read here: they are sent."""
         self._finishing.update(request_ids)
 
-    def drain(self) -> None:
-        """Nothing moves."""
+    def give_up_saves(self, request_ids: Collection[str]) -> None:
+        """Nothing is saved."""
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(sent, received) request ids since the last call."""

@@ -235,7 +235,9 @@ class KVScheduler:
         """The moves of the step that was just scheduled."""
         loads, self._loads = self._loads, []
         finishing, self._finishing = self._finishing, []
-        moves = KVMoves(loads=loads, finishing=finishing, preempted=bool(output.preempted_req_ids))
+        moves = KVMoves(loads=loads, finishing=finishing, preempted=list(output.preempted_req_ids or ()))
+        for request_id in moves.preempted:
+            self._give_up_saves(request_id)
         if self._errands:
             self._errands.run()
         wanted = self._new_pages(output)
@@ -243,6 +245,17 @@ class KVScheduler:
             with miss(self._tally, self._run.app, WHAT):
                 moves.saves = self._reserve(wanted)
         return moves
+
+    def _give_up_saves(self, request_id: str) -> None:
+        """A preempted request's blocks are gone: pages that no worker has acknowledged are not
+        written, and are offered again when they are computed again."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        for token in tracked.open_saves:
+            save = self._open[token]
+            save.given_up = True
+            tracked.saved_pages = min(tracked.saved_pages, save.index)
 
     def _new_pages(self, output: SchedulerOutput) -> list[tuple[_Tracked, int, bytes]]:
         """(request, page index, key) of pages that this step's forward completes."""
@@ -276,7 +289,7 @@ class KVScheduler:
                 self._tally.count("cornplug_saves_total", self._run.app, WHAT, answer.value)
                 continue
             request_id = tracked.request.request_id
-            self._open[answer.token] = OpenSave(answer, request_id)
+            self._open[answer.token] = OpenSave(answer, request_id, index)
             tracked.open_saves.add(answer.token)
             writes.setdefault(request_id, []).append(PageWrite(index, answer.token, answer.location))
         return [
@@ -314,7 +327,8 @@ class KVScheduler:
         save = self._open.pop(token)
         if save.failed_segments:
             self._errands.release([token])
-            self._tally.count("cornplug_saves_total", self._run.app, WHAT, "write_failed")
+            outcome = "preempted" if save.given_up else "write_failed"
+            self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
         else:
             self._errands.commit(save)
         tracked = self._tracked.get(save.request_id)
@@ -333,7 +347,7 @@ class KVScheduler:
         self._forget_if_over(tracked)
         # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
         # then: it must not hear of them twice. Saves that are still open were begun before the
-        # request was preempted, so they have been read (`preempted` drains).
+        # request was preempted, and given up.
         if tracked.open_saves and tracked.loading is None:
             self._finishing.append(request.request_id)
             return True

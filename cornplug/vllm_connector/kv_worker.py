@@ -2,17 +2,18 @@
 
 Copies run on one thread of their own (and, on an accelerator, one stream of their own), so
 the forward pass does not wait. A block is stable while it is read: full blocks of a running
-request never change, a finished request's blocks stay until `finished_sending`, and
-`drain` finishes all reading before the engine gives blocks of a preempted request away.
+request never change, and a finished request's blocks stay until `finished_sending`. Those of
+a preempted request are given away at once, and vLLM's second model runner overwrites them before
+it tells: what has not been acknowledged by then is given up, whatever was read.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,52 +22,25 @@ from numpy.typing import NDArray
 
 from cornplug.codec import checksum
 from cornplug.engine_side.tensors import rows
-from cornplug.errors import CodecError, CornplugError, LayoutError
+from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_layout import BlockLayout, Places, Plane, derive, write_op
+from cornplug.vllm_connector.kv_copies import BlockCopies, CpuSide, kernel_table
+from cornplug.vllm_connector.kv_layout import BlockLayout, derive, write_op
+from cornplug.vllm_connector.kv_mover import Job, Mover
 from cornplug.vllm_connector.kv_moves import KVAcks, Load, PageRead, PageWrite, Save
 
 Bytes = NDArray[np.uint8]
-
-_SLAB_TOKENS = 128
-"""Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
+Table = NDArray[np.int64]
 
 
-class _Cpu:
-    """The side stream of a device without streams."""
+@dataclass(eq=False, slots=True)
+class _Saving:
+    """A save that is under way."""
 
-    def mark(self) -> None:
-        return None
-
-    @contextmanager
-    def after(self, mark: None) -> Iterator[None]:
-        yield
-
-    def finish(self) -> None:
-        return None
-
-
-class _Cuda:
-    """A stream beside the engine's; `mark` is a point of the engine's stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    @contextmanager
-    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            yield
-
-    def finish(self) -> None:
-        self._stream.synchronize()
+    save: Save
+    given_up: bool = False
 
 
 class KVWorker:
@@ -77,19 +51,19 @@ class KVWorker:
         self._mine = mine
         self._block_size = block_size
         self._store = store
-        self._caches: list[torch.Tensor] = []
-        self._layouts: list[BlockLayout] = []
-        self._side: Any = _Cpu()
-        self._device = torch.device("cpu")
-        self._stage: torch.Tensor | None = None
-        self._mover = ThreadPoolExecutor(1, thread_name_prefix="cornplug-kv")
+        self._copies: BlockCopies | None = None
+        self._slots = block_size
+        """Of one block of the caches, where the engine's is several of the kernels'."""
+        self._mover = Mover(lambda: self._side.enter_thread())
+        self._side: Any = CpuSide()
         self._lock = threading.Lock()
         self._acks = KVAcks()
+        self._unsent: dict[int, str] = {}
+        """Reservation token -> request, of what `_acks` says was written."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._open_saves: dict[str, int] = {}
+        self._saving: dict[str, list[_Saving]] = {}
         self._finishing: set[str] = set()
-        self._pending: set[Future[None]] = set()
 
     # -- start ------------------------------------------------------------------------------
 
@@ -106,58 +80,78 @@ class KVWorker:
                     reason="layout",
                 )
             known: dict[tuple[Any, ...], BlockLayout] = {}
+            layouts = []
             for name, cache in caches.items():
                 if str(cache.dtype).removeprefix("torch.") != page.dtype:
                     raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
                 kind = (type(layers[name].impl), cache.shape, cache.stride(), cache.dtype)
                 if kind not in known:
-                    known[kind] = derive(
-                        cache, len(mine.heads), self._block_size, page.dim, write_op(layers[name])
-                    )
-                self._caches.append(cache)
-                self._layouts.append(known[kind])
+                    write = write_op(layers[name])
+                    known[kind] = derive(cache, len(mine.heads), self._slots_of(cache), page.dim, write)
+                layouts.append(known[kind])
+            if len({layout.block_size for layout in layouts}) > 1:
+                raise LayoutError("layers with blocks of several sizes", reason="layout")
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             self._acks.unusable = e.reason
             return
-        self._device = self._caches[0].device
-        if self._device.type == "cuda":
-            self._side = _Cuda(self._device)
+        shape = (len(mine.heads), len(mine.layers), *page.shape[2:])
+        self._copies = BlockCopies(list(caches.values()), layouts, shape)
+        self._slots, self._side = layouts[0].block_size, self._copies.side
         compat.logger.info(
             "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
-            len(self._caches),
+            len(layouts),
             mine.heads.start,
             mine.heads.stop - 1,
             page.heads,
         )
 
+    def _slots_of(self, cache: torch.Tensor) -> int:
+        """Tokens of one block of a cache: the engine's block size, or a part of it."""
+        slots = cache.shape[2] if cache.ndim == 4 else 0
+        return slots if slots and self._block_size % slots == 0 else self._block_size
+
     # -- the engine's step ------------------------------------------------------------------
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Begin loads; their requests run once `finished` names them."""
+        mark = self._side.mark() if loads else None
         for load in loads:
-            self._submit(self._load, load)
+            self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[Save]) -> None:
         """Begin copying out what this step's forward has computed."""
+        mark = self._side.mark() if saves else None
         for save in saves:
+            saving = _Saving(save)
             with self._lock:
-                self._open_saves[save.request_id] = self._open_saves.get(save.request_id, 0) + 1
-            self._submit(self._save, save)
+                self._saving.setdefault(save.request_id, []).append(saving)
+            self._mover.submit(self._save(saving, mark), urgent=False)
 
     def finishing(self, request_ids: Sequence[str]) -> None:
         """These requests' blocks stay until `finished` names them as sent."""
         self._finishing.update(request_ids)
 
+    def give_up_saves(self, request_ids: Collection[str]) -> None:
+        """What the scheduler half has not heard of yet counts as not written: these requests'
+        blocks are somebody else's now, and may have been before they were read. Waits for nobody."""
+        with self._lock:
+            for request_id in request_ids:
+                for saving in self._saving.get(request_id, ()):
+                    saving.given_up = True
+            late = [token for token, request_id in self._unsent.items() if request_id in request_ids]
+            for token in late:
+                del self._unsent[token], self._acks.written[token]
+                self._acks.failed_writes[token] = self._share
+
     def drain(self) -> None:
         """Wait until no block is being read or written."""
-        wait(self._pending)
-        self._pending.clear()
+        self._mover.wait()
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(sent, received) request ids since the last call."""
         with self._lock:
-            sent = {r for r in self._finishing if not self._open_saves.get(r)}
+            sent = {r for r in self._finishing if not self._saving.get(r)}
             self._finishing -= sent
             received, self._loaded = self._loaded, set()
         return sent, received
@@ -174,32 +168,29 @@ class KVWorker:
             if self._acks.is_empty():
                 return None
             acks, self._acks = self._acks, KVAcks()
+            self._unsent.clear()
         return acks
 
     def close(self) -> None:
         """Finish what is moving."""
-        self._mover.shutdown(wait=True, cancel_futures=True)
+        self._mover.close()
 
     # -- the mover's thread -----------------------------------------------------------------
 
-    def _submit(self, work: Any, item: Load | Save) -> None:
-        mark = self._side.mark()
-        future = self._mover.submit(work, item, mark)
-        future.add_done_callback(_log_failure)
-        self._pending.add(future)
-        self._pending -= {f for f in self._pending if f.done()}
-
-    def _load(self, load: Load, mark: Any) -> None:
+    def _load(self, load: Load, mark: Any, asked: float) -> Job:
         # Whatever happens here, the request must be told that its load is over.
         done, reason = 0, "load_error"
+        began = time.monotonic()
         try:
-            with self._side.after(mark):
-                for slab in self._slabs(load.pages):
-                    whole = self._read_slab(load, slab)
-                    self._side.finish()
-                    done += whole
-                    if whole < len(slab):
-                        raise CodecError(f"page {slab[whole].index} is corrupt", reason="corrupt")
+            table = self._table(load.blocks)
+            for slab in self._slabs(load.pages):
+                if time.monotonic() > asked + load.deadline_s:
+                    raise StoreUnavailable("a load took too long", reason="load_timeout")
+                whole = self._read_slab(load, slab, table, mark)
+                done += whole
+                if whole < len(slab):
+                    raise CodecError(f"page {slab[whole].index} is corrupt", reason="corrupt")
+                yield
             reason = ""
         except CornplugError as e:
             reason = e.reason
@@ -215,97 +206,85 @@ class KVWorker:
                     self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
                     self._acks.failed_loads[load.request_id] = reason
                 self._acks.loaded_bytes += done * self._slice_bytes
+                self._acks.loading_s += time.monotonic() - began
                 self._loaded.add(load.request_id)
 
-    def _save(self, save: Save, mark: Any) -> None:
-        written: dict[int, dict[int, int]] = {}
+    def _save(self, saving: _Saving, mark: Any) -> Job:
+        save, written = saving.save, set[int]()
         try:
+            table = self._table(save.blocks)
             for slab in self._slabs(save.pages) if self._mine.writes else ():
+                if saving.given_up:
+                    break
                 try:
-                    with self._side.after(mark):
-                        written |= self._write_slab(save, slab)
+                    sums = self._write_slab(slab, table, mark)
+                    self._acknowledge(saving, sums)
+                    written |= sums.keys()
                 except CornplugError as e:
                     compat.logger.debug("cornplug: save of %s failed: %s", save.request_id, e)
+                yield
         finally:
             missing = [page.token for page in save.pages if page.token not in written]
             with self._lock:
-                self._acks.written |= written
                 if self._mine.writes:
-                    share = len(self._mine.heads) * len(self._mine.layers)
-                    self._acks.failed_writes |= dict.fromkeys(missing, share)
-                self._open_saves[save.request_id] -= 1
-                if not self._open_saves[save.request_id]:
-                    del self._open_saves[save.request_id]
+                    self._acks.failed_writes |= dict.fromkeys(missing, self._share)
+                self._saving[save.request_id].remove(saving)
+                if not self._saving[save.request_id]:
+                    del self._saving[save.request_id]
 
-    def _slabs(self, pages: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        step = max(1, _SLAB_TOKENS // self._page.page_tokens)
-        for i in range(0, len(pages), step):
-            yield pages[i : i + step]
+    def _acknowledge(self, saving: _Saving, sums: Mapping[int, dict[int, int]]) -> None:
+        with self._lock:
+            if saving.given_up:
+                self._acks.failed_writes |= dict.fromkeys(sums, self._share)
+            else:
+                self._acks.written |= sums
+                self._unsent |= dict.fromkeys(sums, saving.save.request_id)
+
+    @property
+    def _share(self) -> int:
+        """Segments of a page that this rank writes."""
+        return len(self._mine.heads) * len(self._mine.layers)
 
     @property
     def _slice_bytes(self) -> int:
-        return len(self._mine.heads) * len(self._mine.layers) * self._page.segment_bytes
+        return self._share * self._page.segment_bytes
 
-    def _staging(self, pages: int) -> torch.Tensor:
-        """Host memory for some pages of this rank: (pages, heads, layers, 2, page_tokens, dim).
-
-        Kept from slab to slab: new memory would cost a page fault for every 4 KiB copied.
-        """
-        if self._stage is None or len(self._stage) < pages:
-            self._stage = torch.empty(
-                (pages, len(self._mine.heads), len(self._mine.layers), *self._page.shape[2:]),
-                dtype=getattr(torch, self._page.dtype),
-                pin_memory=self._device.type == "cuda",
-            )
-        return self._stage[:pages]
-
-    def _places(self, blocks: Sequence[int], start: int, end: int) -> Places:
-        return Places(blocks, start, end, self._block_size, self._device)
-
-    def _planes(self, host: torch.Tensor) -> Iterator[tuple[Plane, torch.Tensor, torch.Tensor]]:
-        """(plane, its cache, its part of `host`), `host` of shape (heads, layers, 2, n, dim)."""
-        for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
-            yield layout.keys, cache, host[:, i, 0]
-            yield layout.values, cache, host[:, i, 1]
-
-    def _write_slab(self, save: Save, pages: Sequence[PageWrite]) -> dict[int, dict[int, int]]:
-        """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
-        if not self._layouts:
+    def _mapped(self) -> BlockCopies:
+        if self._copies is None:
             raise LayoutError("this cache is not mapped", reason="layout")
-        size = self._page.page_tokens
-        staging = self._staging(len(pages))
-        for row, target in enumerate(pages):
-            places = self._places(save.blocks, target.index * size, (target.index + 1) * size)
-            for plane, cache, host in self._planes(staging[row]):
-                plane.copy_out(cache, places, host)
-        self._side.finish()
+        return self._copies
+
+    def _table(self, blocks: Sequence[int]) -> Table:
+        return kernel_table(blocks, self._block_size, self._slots)
+
+    def _slabs(self, pages: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        step = self._copies.slab_pages if self._copies is not None else 1
+        for i in range(0, len(pages), step):
+            yield pages[i : i + step]
+
+    def _write_slab(self, pages: Sequence[PageWrite], table: Table, mark: Any) -> dict[int, dict[int, int]]:
+        """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
+        host = self._mapped().copy_out(table, [page.index for page in pages], mark)
         sums: dict[int, dict[int, int]] = {}
         for row, target in enumerate(pages):
             found = sums[target.token] = dict[int, int]()
-            source = rows(staging[row])
+            source = rows(host[row])
             arena = self._arena_rows(self._store.view(target.location, writable=True))
             for head, here, there in zip(self._mine.heads, source, arena, strict=True):
                 self._sum(here, head, found)
                 np.copyto(there, here)
         return sums
 
-    def _read_slab(self, load: Load, pages: Sequence[PageRead]) -> int:
+    def _read_slab(self, load: Load, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
         """Copy neighbouring pages in, each segment verified in our own memory first; how many
         there were before a damaged one."""
-        if not self._layouts:
-            raise LayoutError("this cache is not mapped", reason="layout")
-        size = self._page.page_tokens
-        staging = self._staging(len(pages))
+        copies = self._mapped()
+        host = copies.host(len(pages))
         each = range(len(pages))
-        whole = list(itertools.takewhile(lambda row: self._copied(pages[row], staging[row]), each))
-        for row in whole:
-            source = pages[row]
-            first = source.index * size
-            start, end = max(first, load.start), min(first + size, load.end)
-            places = self._places(load.blocks, start, end)
-            for plane, cache, host in self._planes(staging[row, :, :, :, start - first : end - first]):
-                plane.copy_in(cache, places, host)
-        return len(whole)
+        whole = len(list(itertools.takewhile(lambda row: self._copied(pages[row], host[row]), each)))
+        if whole:
+            copies.copy_in(table, pages[0].index, whole, load.start, load.end, mark)
+        return whole
 
     def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
         """Copy this rank's part of a page to host memory; whether the copy is what was stored."""
@@ -338,9 +317,3 @@ class KVWorker:
         step, data = self._page.segment_bytes, row.data
         for i, layer in enumerate(self._mine.layers):
             found[head * self._page.layers + layer] = checksum(data[i * step : (i + 1) * step])
-
-
-def _log_failure(future: Future[None]) -> None:
-    error = None if future.cancelled() else future.exception()
-    if error is not None:
-        compat.logger.error("cornplug: moving KV failed", exc_info=error)

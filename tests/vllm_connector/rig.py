@@ -29,6 +29,9 @@ from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector, kv_scheduler
 from cornplug.vllm_connector.kv_connector import CornplugConnector
+from cornplug.vllm_connector.kv_copies import BlockCopies
+
+from .late_device import LateDevice
 
 HEADS, LAYERS, DIM = 4, 4, 8
 POISON = -7.0
@@ -123,10 +126,17 @@ class Rank:
     heads: range
     layers: range
     caches: dict[str, torch.Tensor]
+    slots: int
+    """Of one block of the caches: the engine's block size, or a part of it."""
+
+    def place(self, request: Request, block_size: int, position: int) -> tuple[int, int]:
+        """(block of the caches, slot in it)"""
+        block, slot = request.blocks[position // block_size], position % block_size
+        return block * (block_size // self.slots) + slot // self.slots, slot % self.slots
 
     def compute(self, request: Request, block_size: int, start: int, end: int) -> None:
         for position in range(start, end):
-            block, slot = request.blocks[position // block_size], position % block_size
+            block, slot = self.place(request, block_size, position)
             values = expected(request.all_token_ids, position, self.heads, self.layers)
             for cache, (key, value) in zip(self.caches.values(), values, strict=True):
                 cache[block, :, slot, :DIM], cache[block, :, slot, DIM:] = key, value
@@ -134,7 +144,7 @@ class Rank:
     def check(self, request: Request, block_size: int, end: int) -> None:
         """Every byte of the first `end` tokens is what the model would have computed."""
         for position in range(end):
-            block, slot = request.blocks[position // block_size], position % block_size
+            block, slot = self.place(request, block_size, position)
             values = expected(request.all_token_ids, position, self.heads, self.layers)
             for cache, (key, value) in zip(self.caches.values(), values, strict=True):
                 assert torch.equal(cache[block, :, slot, :DIM], key), (request.request_id, position)
@@ -158,9 +168,14 @@ class Engine:
         policy: str = "recompute",
         context_parallel: int = 1,
         extra_layers: int = 0,
+        kernel_block: int = 0,
+        accelerator: bool = False,
         **fields: Any,
     ) -> None:
+        """`kernel_block`: the caches are in smaller blocks than the engine counts. `accelerator`: the
+        workers copy as on one, with copies that arrive late."""
         self.block_size, self.tp, self.pp = block_size, tp, pp
+        self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = list(range(blocks))
         self.requests: dict[str, Request] = {}
         self.preempted: set[str] = set()
@@ -229,14 +244,23 @@ class Engine:
         with self._patched(shard):
             connector = CornplugConnector(config, KVConnectorRole.WORKER, self._cache_config(layers, blocks))
         caches = {
-            f"model.layers.{i}.attn": torch.full((blocks, len(heads), self.block_size, 2 * DIM), POISON)
+            f"model.layers.{i}.attn": torch.full(
+                (blocks * self.block_size // self.kernel_block, len(heads), self.kernel_block, 2 * DIM),
+                POISON,
+            )
             for i in layers
         }
         config.compilation_config.static_forward_context.update(
             {name: SimpleNamespace(impl=backend) for name in caches}
         )
         connector.register_kv_caches(dict(reversed(caches.items())))
-        return Rank(connector, heads, layers, caches)
+        worker: Any = connector._worker
+        if self.accelerator:
+            mapped = worker._copies
+            worker._copies = BlockCopies(
+                mapped._caches, mapped._layouts, mapped._shape, direct=False, side=LateDevice()
+            )
+        return Rank(connector, heads, layers, caches, self.kernel_block)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -274,7 +298,7 @@ class Engine:
     def _poison(self, blocks: list[int]) -> None:
         for rank in self.ranks:
             for cache in rank.caches.values():
-                cache[blocks] = POISON
+                cache.unflatten(0, (-1, self.block_size // self.kernel_block))[blocks] = POISON
 
     # -- the loop ---------------------------------------------------------------------------
 

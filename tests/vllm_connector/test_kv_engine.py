@@ -41,10 +41,18 @@ Make = Callable[..., Engine]
         ({"block_size": 16}, {"block_size": 32}),
         ({"block_size": 128}, {"block_size": 16}),
         ({"block_size": 16}, {"block_size": 128}),
+        ({"accelerator": True}, {"tp": 2}),
+        ({"tp": 2}, {"accelerator": True}),
+        ({"accelerator": True, "tp": 2, "block_size": 64}, {"accelerator": True, "pp": 2}),
+        ({"kernel_block": 8}, {"block_size": 64, "kernel_block": 16}),
+        (
+            {"kernel_block": 8, "accelerator": True},
+            {"block_size": 64, "kernel_block": 32, "accelerator": True},
+        ),
     ],
 )
 def test_pages_of_one_engine_serve_another(
-    engine: Make, store: MemoryStore, writer: dict[str, int], reader: dict[str, int]
+    engine: Make, store: MemoryStore, writer: dict[str, Any], reader: dict[str, Any]
 ) -> None:
     first, second = engine(**writer), engine(**reader)
     first.run("a", PROMPT)
@@ -93,10 +101,13 @@ def test_a_longer_local_hit_begins_inside_a_page(engine: Make) -> None:
     assert second.counts[("saved_tokens",)] == 112
 
 
+@pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("take", [128, 96, 70, 33, 16])
-def test_an_engine_may_take_less_than_it_was_offered(engine: Make, store: MemoryStore, take: int) -> None:
+def test_an_engine_may_take_less_than_it_was_offered(
+    engine: Make, store: MemoryStore, take: int, accelerator: bool
+) -> None:
     engine().run("a", PROMPT)
-    second = engine()
+    second = engine(accelerator=accelerator)
     request = second.add("b", PROMPT)
     second.settle(take=take)
     second.check(request)
@@ -384,23 +395,39 @@ def test_blocks_stay_until_they_are_saved(
     assert open_in(store) == (0, 0)
 
 
-def test_a_preempted_requests_blocks_are_read_before_they_are_given_away(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pages_of_a_preempted_request_are_given_up_where_its_blocks_may_be_overwritten(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    first = engine()
+    """vLLM's second model runner copies and zeroes blocks before it calls `handle_preemptions`."""
+    first = engine(tp=tp)
     slow_views(monkeypatch, first, 0.05)
     request = first.add("a", PROMPT)
     first.step()
-    # vLLM frees the blocks while scheduling, and others overwrite them in the next forward:
-    # here the poison comes after `handle_preemptions`, as that forward would.
-    blocks, first.preempted = request.blocks, {"a"}
+    first.preempt(request)  # the rig overwrites its blocks at once
+    began = time.monotonic()
     step = first.schedule()
-    rank = first.ranks[0]
-    rank.connector.handle_preemptions(step.meta)
-    for cache in rank.caches.values():
-        cache[blocks] = 3.0
+    for rank in first.ranks:
+        rank.connector.handle_preemptions(step.meta)
+    assert time.monotonic() - began < 0.04, "nobody waits for a copy that counts for nothing"
     first.update(first.execute(step))
     first.settle()
+    assert first.counts["saves", "kv_page", "preempted"] == 4
+    first.check(request)
+    # What it computed again was offered again, and is right: `run` looks at every byte.
+    second = engine()
+    taken = second.run("b", PROMPT).external_tokens
+    assert taken == 32 * first.counts.get(("saves", "kv_page", "stored"), 0)
+    assert open_in(store) == (0, 0)
+
+
+def test_what_was_acknowledged_before_a_preemption_stays(engine: Make, store: MemoryStore) -> None:
+    first = engine()
+    request = first.run("a", PROMPT)
+    first.preempt(request)
+    first.settle()
+    assert first.counts["saves", "kv_page", "stored"] == 4
+    assert ("saves", "kv_page", "preempted") not in first.counts
     assert engine().run("b", PROMPT).external_tokens == 128
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backends import cpu_attn
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_layout import BlockLayout, Places, WriteOp, derive, write_op
+from cornplug.vllm_connector.kv_copies import BlockCopies
+from cornplug.vllm_connector.kv_layout import BlockLayout, WriteOp, derive, write_op
 
 Tensor = torch.Tensor
 
@@ -42,21 +44,27 @@ def check(cache: Tensor, layout: BlockLayout, write: WriteOp, heads: int, size: 
 
 
 def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: int) -> None:
-    """A range of tokens over several blocks comes and goes as the same tokens one by one."""
-    table, start, end = [2, 0, 1], 3, 2 * size + 5
-    places = Places(table, start, end, size, cache.device)
-    tokens = torch.arange(start, end)
-    at = torch.tensor(table)[tokens // size], tokens % size
-    for plane in (layout.keys, layout.values):
-        host = torch.empty(heads, end - start, dim, dtype=cache.dtype)
-        plane.copy_out(cache, places, host)
-        assert torch.equal(host.transpose(0, 1), plane.gather(cache, *at))
-        before, new = cache.clone(), host + 1
-        plane.copy_in(cache, places, new)
+    """Pages over several blocks come and go as the same tokens one by one, whichever way."""
+    table, pages, page_tokens = np.array([2, 0, 1]), (0, 1), size + size // 2
+    tokens = torch.arange(2 * page_tokens)
+    at = torch.from_numpy(table)[tokens // size], tokens % size
+    for direct in (True, False) if layout.keys.strides is not None else (False,):
+        copies = BlockCopies([cache], [layout], (heads, 1, 2, page_tokens, dim), direct=direct)
+        host = copies.copy_out(table, pages, None)
+        for i, plane in enumerate((layout.keys, layout.values)):
+            found = host[:, :, 0, i].transpose(1, 2).flatten(0, 1)
+            assert torch.equal(found, plane.gather(cache, *at))
+        start, end = 3, 2 * page_tokens - 1
+        before = cache.clone()
+        for i, plane in enumerate((layout.keys, layout.values)):
+            new = (host[:, :, 0, i] + 1).transpose(1, 2).flatten(0, 1)[start:end]
+            plane.scatter(cache, at[0][start:end], at[1][start:end], new)
         theirs = cache.clone()
         cache.copy_(before)
-        plane.scatter(cache, *at, new.transpose(0, 1))
+        host += 1
+        copies.copy_in(table, 0, 2, start, end, None)
         assert torch.equal(cache, theirs)
+        cache.copy_(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -68,15 +68,8 @@ class Lives:
             if what == "finish":
                 engine.finish(request)
             elif request.status == "running" and not self.pending:
-                self.preempt(request)
-
-    def preempt(self, request: Any) -> None:
-        # Its blocks are overwritten by the step after `handle_preemptions`, not before.
-        engine = self.engine
-        for rank in engine.ranks:
-            worker: Any = rank.connector._worker
-            worker.drain()
-        engine.preempt(request)
+                # Its blocks are overwritten at once, as by the second model runner.
+                engine.preempt(request)
 
     def step(self, **how: Any) -> None:
         """With `lag`, a step's output is seen after the next step has been scheduled."""

@@ -1,0 +1,288 @@
+"""The mover's copies: every layout of vLLM's, the accelerator's branch on CPU tensors, and its order."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    compute_layout_strides,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from cornplug.errors import LayoutError
+from cornplug.testing.fake_cuda import Recorder, fake_cuda
+from cornplug.vllm_connector import kv_layout
+from cornplug.vllm_connector.kv_copies import BlockCopies, CudaSide, kernel_table
+from cornplug.vllm_connector.kv_layout import derive
+from cornplug.vllm_connector.kv_mover import Mover
+
+from .late_device import STALE, LateDevice
+from .test_kv_layout import side_by_side
+
+HEADS, BLOCK, DIM, LAYERS, BLOCKS, PAGE = 3, 16, 8, 4, 12, 32
+SHARED = [layout for layout in KVCacheLayout if layout is not KVCacheLayout.LHBNC]
+SPLIT = [
+    pytest.param(layout, slots, id=f"{layout.name}-{slots}")
+    for layout in SHARED
+    for slots in (BLOCK, BLOCK // 2)
+    # vLLM does not split blocks that hold other layers.
+    if slots == BLOCK or layout.is_layer_compact
+]
+TABLE = (7, 2, 9, 0, 11, 4, 5)
+
+
+def caches(layout: KVCacheLayout, slots: int = BLOCK, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """The engine's caches as vLLM makes them, (blocks, heads, slots, 2 * dim) a layer."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=dtype)
+    names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
+    layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+    tensor = KVCacheTensor(spec.page_size_bytes * BLOCKS * LAYERS, names, layer, block)
+    config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
+    made = allocate_kv_cache(config, torch.device("cpu"), layout, [slots])
+    return [made[name] for name in names]
+
+
+def fill(of: list[Any], slots: int) -> torch.Tensor:
+    """Write every token of TABLE as its backend would; what was written, (tokens, layers, 2, heads, dim)."""
+    tokens = len(TABLE) * BLOCK
+    values = torch.randn(tokens, LAYERS, 2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    at = torch.from_numpy(kernel_table(TABLE, BLOCK, slots))[torch.arange(tokens) // slots] * slots
+    for cache, of_layer in zip(of, values.unbind(1), strict=True):
+        keys, found = of_layer.to(cache.dtype).unbind(1)
+        side_by_side(keys, found, cache, at + torch.arange(tokens) % slots)
+    return values.to(of[0].dtype)
+
+
+def page_of(values: torch.Tensor, page: int) -> torch.Tensor:
+    """(heads, layers, 2, tokens, dim)"""
+    return values[page * PAGE : (page + 1) * PAGE].permute(3, 1, 2, 0, 4)
+
+
+def copies(of: list[Any], slots: int, **how: Any) -> BlockCopies:
+    layouts = [derive(cache, HEADS, slots, DIM, side_by_side) for cache in of]
+    return BlockCopies(of, layouts, (HEADS, LAYERS, 2, PAGE, DIM), **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("direct", [True, False], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize(("layout", "slots"), SPLIT)
+def test_every_layout_of_vllm(layout: KVCacheLayout, slots: int, direct: bool, dtype: torch.dtype) -> None:
+    source = caches(layout, slots, dtype)
+    values = fill(source, slots)
+    side = None if direct else LateDevice()
+    table = kernel_table(TABLE, BLOCK, slots)
+    out = copies(source, slots, direct=direct, side=side)
+    host = out.copy_out(table, [0, 2], None)
+    assert torch.equal(host[0], page_of(values, 0))
+    assert torch.equal(host[1], page_of(values, 2))
+
+    target = caches(layout, slots, dtype)
+    for cache in target:
+        cache.fill_(5)
+    into = copies(target, slots, direct=direct, side=LateDevice() if side else None)
+    into.host(2).copy_(torch.stack([page_of(values, 1), page_of(values, 2)]))
+    start, end = PAGE + 3, 3 * PAGE - 5
+    into.copy_in(table, 1, 2, start, end, None)
+    tokens = torch.arange(len(TABLE) * BLOCK)
+    at, slot = torch.from_numpy(table)[tokens // slots], tokens % slots
+    expected = caches(layout, slots, dtype)
+    for i, cache in enumerate(expected):
+        cache.fill_(5)
+        keys, found = values[start:end, i].unbind(1)
+        side_by_side(keys, found, cache, (at * slots + slot)[start:end])
+        assert torch.equal(target[i], cache)
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
+def test_a_slab_is_gathered_at_once(layout: KVCacheLayout) -> None:
+    """vLLM's layers lie evenly in one allocation: not a launch for each of them."""
+    assert len(copies(caches(layout), BLOCK, direct=False)._parts) == 1
+
+
+def test_layers_of_separate_allocations_each_go_by_themselves() -> None:
+    source = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
+    values = fill(source, BLOCK)
+    out = copies(source, BLOCK, direct=False)
+    assert len(out._parts) == LAYERS
+    assert torch.equal(out.copy_out(np.array(TABLE), [1], None)[0], page_of(values, 1))
+
+
+def test_a_layout_that_spans_the_whole_cache_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = caches(KVCacheLayout.LHBNC)[0]
+    made: list[Any] = []
+    for name in ("zeros", "empty", "meshgrid", "full"):
+        monkeypatch.setattr(kv_layout.torch, name, lambda *a, **k: made.append(a))
+    with pytest.raises(LayoutError, match="VLLM_KV_CACHE_LAYOUT") as error:
+        derive(cache, HEADS, BLOCK, DIM, side_by_side)
+    assert error.value.reason == "layout"
+    assert not made
+
+
+# -- copies that arrive late ------------------------------------------------------------------
+
+
+def test_a_late_copy_into_strided_memory_is_read_too_early() -> None:
+    """What the mover did before: the control that `LateDevice` sees such a thing."""
+    device = LateDevice()
+    source = torch.randn(PAGE, HEADS, DIM)
+    host = device.host((HEADS, LAYERS, 2, PAGE, DIM), torch.float32)
+    with device:
+        host[:, 0, 0].copy_(source.transpose(0, 1), non_blocking=True)
+    device.finish()
+    assert device.pageable == 1
+    assert (host[:, 0, 0] == STALE).all()
+
+
+def test_nothing_is_read_before_it_has_arrived() -> None:
+    device = LateDevice()
+    source = caches(KVCacheLayout.LBNHC)
+    values = fill(source, BLOCK)
+    out = copies(source, BLOCK, direct=False, side=device)
+    for pages in ([0, 1, 2], [2], [1, 0]):
+        host = out.copy_out(np.array(TABLE), pages, None)
+        for row, page in enumerate(pages):
+            assert torch.equal(host[row], page_of(values, page))
+    assert device.pageable == 0
+
+
+def test_a_slab_that_fails_has_nothing_under_way_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, side=device)
+    finished = []
+    monkeypatch.setattr(device, "finish", lambda: finished.append(True))
+    monkeypatch.setattr(out, "_parts", [None])
+    with pytest.raises(AttributeError):
+        out.copy_in(np.array(TABLE), 0, 1, 0, PAGE, None)
+    assert finished
+
+
+# -- CUDA without a GPU -----------------------------------------------------------------------
+
+
+def on_cuda() -> tuple[Recorder, BlockCopies]:
+    """Copies over fake CUDA caches in the order of FlashAttention's."""
+    block = HEADS * BLOCK * 2 * DIM
+    whole = torch.empty(LAYERS * BLOCKS * block, dtype=torch.bfloat16, device="cuda:0")
+    order = (block, 2 * DIM, HEADS * 2 * DIM, 1)
+    of = [whole.as_strided((BLOCKS, HEADS, BLOCK, 2 * DIM), order, i * BLOCKS * block) for i in range(LAYERS)]
+    real = torch.utils._python_dispatch._disable_current_modes
+    with real():
+        like = torch.zeros(LAYERS * BLOCKS * block, dtype=torch.bfloat16).as_strided(of[0].shape, order)
+        layout = derive(like, HEADS, BLOCK, DIM, side_by_side)
+    return BlockCopies(of, [layout] * LAYERS, (HEADS, LAYERS, 2, PAGE, DIM))
+
+
+@pytest.mark.parametrize("pages", [[0], [0, 1, 2]])
+def test_on_cuda_one_whole_copy_into_pinned_memory_then_the_event(pages: list[int]) -> None:
+    events = Recorder()
+    with fake_cuda(events):
+        out = on_cuda()
+        mark = out.side.mark()
+        out.copy_out(np.array(TABLE), pages, mark)
+    assert events.events == [
+        ("event recorded on", "the engine's"),
+        ("our stream waits",),
+        ("cpu to cuda", "late", "whole", "pinned"),  # where the tokens lie
+        ("index",),
+        ("cuda to cpu", "late", "whole", "pinned"),
+        ("event recorded on", "ours"),
+        ("event waited for",),
+    ]
+
+
+def test_on_cuda_a_load_crosses_once_and_is_waited_for() -> None:
+    events = Recorder()
+    with fake_cuda(events):
+        into = on_cuda()
+        into.host(2)
+        into.copy_in(np.array(TABLE), 0, 2, 3, 60, into.side.mark())
+    assert events.events[2:] == [
+        ("cpu to cuda", "late", "whole", "pinned"),
+        ("cpu to cuda", "late", "whole", "pinned"),
+        ("index_put_",),
+        ("event recorded on", "ours"),
+        ("event waited for",),
+    ]
+
+
+def test_the_movers_thread_has_its_ranks_device() -> None:
+    """Else a rank above 0 makes itself a context, half a gigabyte, on GPU 0."""
+    events, done = Recorder(), threading.Event()
+    with fake_cuda(events):
+        side = CudaSide(torch.device("cuda", 1))
+
+    def job() -> Any:
+        events.note("job in", threading.current_thread().name)
+        done.set()
+        yield
+
+    with fake_cuda(events):
+        mover = Mover(side.enter_thread)
+        mover.submit(job(), urgent=True)
+        assert done.wait(5)
+        mover.close()
+    assert events.events == [("device set in", "cornplug-kv_0"), ("job in", "cornplug-kv_0")]
+
+
+# -- who goes first ---------------------------------------------------------------------------
+
+
+def test_loads_go_before_what_is_left_of_a_save() -> None:
+    order: list[str] = []
+    first, go = threading.Event(), threading.Event()
+
+    def save(name: str) -> Any:
+        for i in itertools.count():
+            order.append(f"{name}{i}")
+            first.set()
+            go.wait(5)
+            if i == 2:
+                return
+            yield
+
+    def load(name: str) -> Any:
+        order.append(name)
+        yield
+        order.append(name)
+
+    mover = Mover(lambda: None)
+    mover.submit(save("a"), urgent=False)
+    mover.submit(save("b"), urgent=False)
+    assert first.wait(5)
+    mover.submit(load("x"), urgent=True)
+    mover.submit(load("y"), urgent=True)
+    go.set()
+    assert mover.wait(5)
+    mover.close()
+    assert order == ["a0", "x", "x", "y", "y", "a1", "a2", "b0", "b1", "b2"]
+
+
+def test_a_job_that_breaks_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks() -> Any:
+        raise ValueError("broken")
+        yield
+
+    def works() -> Any:
+        done.append(True)
+        yield
+
+    done: list[bool] = []
+    mover = Mover(lambda: None)
+    mover.submit(breaks(), urgent=True)
+    mover.submit(works(), urgent=True)
+    assert mover.wait(5)
+    mover.close()
+    assert done
+    assert not mover.submit(works(), urgent=True)
