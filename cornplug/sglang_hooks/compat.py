@@ -25,6 +25,11 @@ makes of them with what the encoder service makes. Of the others SGLang 0.5.23 c
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
 LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that we could stand in for."""
 
+EPOCHS: Final[Mapping[str, int]] = {}
+"""`model_type` -> how often a release in the tested range has mended what SGLang computes for that
+family. A mended one computes other values from the same checkpoint: an epoch other than 0 is part of
+the key, so that a server before the mending and one after it share nothing."""
+
 
 class Hook(NamedTuple):
     """One seam. `function` as `sglang.srt.plugins.hook_registry.HookType` says:

@@ -13,7 +13,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import ITEM_BYTES
-from cornplug.sglang_hooks.model import UNVERIFIABLE_FORMATS
+from cornplug.sglang_hooks.model import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Less than this for all host pools is not worth having, and may be gone once the model is loaded."""
@@ -106,7 +106,7 @@ def deployment(settings: Any) -> str:
     for field, plain, flag in _DEPLOYMENTS:
         if (value := getattr(settings, field)) != plain:
             return f"{flag} {value}"
-    if settings.load_format in UNVERIFIABLE_FORMATS:
+    if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
     return ""
 

@@ -9,24 +9,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_side.adapters import Adapters
 from cornplug.engine_side.page_roots import page_root
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import lora
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.kv_book import Space
 from cornplug.sglang_hooks.salts import salt_of
 
 _FIRST_READ_S: Final = 2.0
 _MAX_ROOTS: Final = 4096
-
-_adapters: Final = Adapters()
-_adapter_paths: dict[str, str | None] = {}
-"""LoRA id -> folder, of every adapter that this process ever loaded; None: it came as tensors."""
-_disputed: set[str] = set()
-"""Adapter ids that a request without LoRA has named in its extra_key: SGLang's own cache does
-not tell its KV from the adapter's, and so nobody can."""
 
 
 class Roots:
@@ -44,7 +36,7 @@ class Roots:
         self._identify = identify
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._failed = CheckpointError("the checkpoint is still being read", reason="identifying")
-        self._known: dict[tuple[str | None, str], bytes] = {}
+        self._known: dict[tuple[str | None, bytes | None], bytes] = {}
         self._read = threading.Event()
         threading.Thread(target=self._read_identity, name="cornplug-identify-lm", daemon=True).start()
         self._read.wait(_FIRST_READ_S)
@@ -61,16 +53,14 @@ class Roots:
         """
         if self._identity is None:
             raise self._failed
-        extra_key, lora = _without_lora(space.extra_key)
+        extra_key, adapter = lora.taken_apart(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
-        root = self._known.get((salt, lora))
+        root = self._known.get((salt, adapter))
         if root is None:
             if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
-            root = page_root(
-                self._secret, self._identity, self._page, adapter=bytes.fromhex(lora) or None, salt=salt
-            )
-            self._known[salt, lora] = root
+            root = page_root(self._secret, self._identity, self._page, adapter=adapter, salt=salt)
+            self._known[salt, adapter] = root
         return root
 
     def _read_identity(self) -> None:
@@ -98,52 +88,4 @@ class RootsOfCall:
         return self._made[space]
 
 
-def _without_lora(extra_key: str | None) -> tuple[str | None, str]:
-    """(the user's own extra_key, hex digest of the adapter's bytes or "").
-
-    SGLang appends the adapter's id to the user's extra_key. Raises CheckpointError("lora")
-    where that cannot be taken apart.
-    """
-    if extra_key is None or not _adapter_paths:
-        return extra_key, ""
-    # A copy: the scheduler's thread may load another adapter meanwhile.
-    found = [name for name in list(_adapter_paths) if name in extra_key]
-    if not found:
-        return extra_key, ""
-    if len(found) > 1 or not extra_key.endswith(found[0]) or found[0] in _disputed:
-        raise CheckpointError("a namespace that names an adapter in an unknown way", reason="lora")
-    path = _adapter_paths[found[0]]
-    if path is None:
-        raise CheckpointError("an adapter that came as tensors has no files", reason="lora")
-    # SGLang makes "" of no extra_key when it appends.
-    return extra_key.removesuffix(found[0]) or None, _adapters.digest(path).hex()
-
-
-def _adapter_loads(manager: Any, lora_ref: Any) -> None:
-    """Before an adapter is loaded from its folder: its bytes as they are now are its identity."""
-    if not active.is_on():
-        return
-    _adapter_paths[lora_ref.lora_id] = lora_ref.lora_path
-    try:
-        _adapters.digest(lora_ref.lora_path)
-    except CheckpointError as e:
-        logger.warning("cornplug: KV under LoRA %s is not shared: %s", lora_ref.lora_name, e)
-
-
-def _adapter_comes_as_tensors(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
-    if active.is_on():
-        _adapter_paths[lora_ref.lora_id] = None
-
-
-def _request_made(result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    if _adapter_paths and request.lora_id is None and request.extra_key is not None:
-        _disputed.update(name for name in _adapter_paths if name in request.extra_key)
-
-
-_MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager"
-
-HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_MANAGER}._load_lora_adapter", "before", _adapter_loads),
-    Hook(f"{_MANAGER}._load_lora_adapter_from_tensors", "before", _adapter_comes_as_tensors),
-    Hook("sglang.srt.managers.schedule_batch.Req.__init__", "after", _request_made),
-)
+HOOKS: tuple[Hook, ...] = lora.HOOKS

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+from pathlib import Path
 from typing import Any, Final
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.engine_side.allow_lists import judge
 from cornplug.engine_side.model import EngineModel, declares_quantization
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks.compat import PROVEN
+from cornplug.sglang_hooks import environment
+from cornplug.sglang_hooks.compat import EPOCHS, PROVEN
+from cornplug.sglang_hooks.setting_tables import SERVER_ARGS, WHERE_QUANTISED
 
-UNVERIFIABLE_FORMATS: Final = frozenset(
-    {
-        "dummy",
-        "expert_pack",
-        "flash_rl",
-        "gguf",
-        "ipc_cache",
-        "npcache",
-        "presharded",
-        "private",
-        "pt",
-        "remote",
-        "remote_instance",
-        "sharded_state",
-    }
+READS_SAFETENSORS: Final = frozenset(
+    {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}
 )
-"""What these load formats read is not the checkpoint's safetensors."""
+"""Load formats that read the checkpoint's safetensors, and nothing else."""
 
-# Settings that change values and that neither the checkpoint nor vLLM knows. A server with one
-# of them shares with its like only.
-_PECULIAR: Final = ("modelopt_quant", "quantization_param_path", "rl_on_policy_target")
-_PECULIAR_SWITCHES: Final = ("enable_precise_embedding_interpolation",)
-
-# Settings that bring weights or computation from elsewhere: files that nobody has fingerprinted, a
-# process that has loaded them, hooks on the model's modules.
-_UNVERIFIABLE_SETTINGS: Final = (
-    "custom_weight_loader",
-    "decrypted_config_file",
-    "forward_hooks",
-    "kt_weight_path",
-    "modelexpress_config",
-    "modelopt_checkpoint_restore_path",
-    "quantize_and_serve",
-    "rl_quant_profile",
-)
+_READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
+"""What `--model-loader-extra-config` may say about how the files are read."""
+_LIBRARIES: Final = ("backend", "device", "use_fast")
+_PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 
 
 def engine_model() -> EngineModel:
     """The model of this process's engine, by the settings that SGLang has published here.
 
-    Raises CheckpointError where nobody can say what runs: "load_format", "overrides", "no_settings"
-    (SGLang has not published them yet), and as `Checkpoint.open`.
+    Raises CheckpointError where nobody can say what runs: "load_format", "settings", "overrides",
+    "no_settings" (SGLang has not published them yet), and as `Checkpoint.open`.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -66,40 +46,93 @@ def engine_model() -> EngineModel:
 
 def describe(settings: Any, model: Any) -> EngineModel:
     """As `engine_model`, of SGLang's resolved settings and its ModelConfig."""
-    if settings.load_format in UNVERIFIABLE_FORMATS:
-        raise CheckpointError(
-            f"load format {settings.load_format!r} does not read the checkpoint's safetensors; "
-            "weights cannot be identified",
-            reason="load_format",
-        )
-    elsewhere = [name for name in _UNVERIFIABLE_SETTINGS if getattr(settings, name)]
-    elsewhere += ["weight_cache_mode"] if settings.weight_cache_mode == "client" else []
-    elsewhere += ["a pointer head"] if model.pointer_head is not None else []
-    if elsewhere:
-        raise CheckpointError(
-            f"what runs is not in the checkpoint alone ({', '.join(elsewhere)}); it cannot be identified",
-            reason="load_format",
-        )
+    _check_sources(settings, model)
+    checkpoint = Checkpoint.open(model.model_path, model.revision)
     return EngineModel(
-        checkpoint=Checkpoint.open(model.model_path, model.revision),
+        checkpoint=checkpoint,
         dtype=dtype_name(model.dtype),
         max_model_len=model.context_len,
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
         engine="sglang",
         proven=PROVEN,
-        overrides=_overrides(settings, model),
+        overrides=_overrides(settings, model, str(checkpoint.config.get("model_type"))),
     )
 
 
-def _overrides(settings: Any, model: Any) -> dict[str, Any]:
+def _check_sources(settings: Any, model: Any) -> None:
+    """Raise CheckpointError("load_format") unless weights come from the checkpoint's safetensors."""
+    if settings.load_format not in READS_SAFETENSORS:
+        raise CheckpointError(
+            f"load format {settings.load_format!r} is not known to read the checkpoint's safetensors alone; "
+            f"weights cannot be identified. Known: {', '.join(sorted(READS_SAFETENSORS))}.",
+            reason="load_format",
+        )
+    elsewhere = ["a pointer head"] if model.pointer_head is not None else []
+    if settings.download_dir and not Path(model.model_path).is_dir():
+        elsewhere.append("--download-dir, which is not where checkpoints are identified; name a folder")
+    extra = settings.model_loader_extra_config or {}
+    extra = json.loads(extra) if isinstance(extra, str) else extra
+    if unknown := sorted(extra.keys() - _READING):
+        elsewhere.append(f"--model-loader-extra-config {', '.join(unknown)}")
+    if elsewhere:
+        raise CheckpointError(
+            f"what runs is not in the checkpoint alone ({', '.join(elsewhere)}); it cannot be identified",
+            reason="load_format",
+        )
+
+
+def _overrides(settings: Any, model: Any, family: str) -> dict[str, Any]:
     """In the form of the vLLM room's, so that what both know as nothing is nothing."""
-    found: dict[str, Any] = {}
+    values, defaults = _fields(settings)
+    quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
+    found = (judge(SERVER_ARGS, values, defaults) | environment.verdict()).overrides_or_raise()
+    if quantised:
+        chosen = {name: values[name] for name in WHERE_QUANTISED if values[name] != defaults[name]}
+        found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
+    asked = (settings.mm_process_config or {}).get("image") or {}
+    if libraries := {name: asked[name] for name in _LIBRARIES if name in asked}:
+        # vLLM loads another image processor for them; SGLang hands them to the one that it has.
+        found[f"{SERVER_ARGS.of}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
     if settings.quantization and not declares_quantization(model.hf_config):
         # Weights that an engine quantises as it loads them are its own: scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
-    for field in _PECULIAR:
-        if (value := getattr(settings, field)) is not None:
-            found[field] = value
-    return found | {field: True for field in _PECULIAR_SWITCHES if getattr(settings, field)}
+    if epoch := EPOCHS.get(family, 0):
+        found["sglang_epoch"] = epoch
+    if plugins := _other_plugins():
+        found["sglang_plugins"] = plugins
+    return found
+
+
+def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and defaults of SGLang's ServerArgs."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    values: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for field in msgspec.structs.fields(ServerArgs):
+        if field.default is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default
+        elif field.default_factory is not msgspec.NODEFAULT:
+            defaults[field.name] = field.default_factory()
+        value = getattr(settings, field.name)
+        # SGLang resolves some lists that were not given to empty ones.
+        unset = defaults.get(field.name, value) is None and value in ([], {})
+        values[field.name] = None if unset else value
+    return values, defaults
+
+
+def _other_plugins() -> list[str]:
+    """Distributions that may replace any function of SGLang's: with the same ones, servers share."""
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    found = set()
+    for group in _PLUGINS:
+        for point in importlib.metadata.entry_points(group=group):
+            if allowed and point.name not in allowed:
+                continue
+            of = f"{point.dist.name}=={point.dist.version}" if point.dist else point.value
+            if not of.startswith(("cornplug==", "cornplug-dev-")):
+                found.add(of)
+    return sorted(found)

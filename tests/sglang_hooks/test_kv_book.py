@@ -19,7 +19,7 @@ from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import kv_book, kv_names, kv_roots, named
+from cornplug.sglang_hooks import kv_book, kv_names, lora, named
 from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_roots import Roots
 
@@ -181,10 +181,22 @@ def test_a_failed_identity_says_so() -> None:
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_roots, "_adapter_paths", {})
-    monkeypatch.setattr(kv_roots, "_disputed", set())
-    monkeypatch.setattr(kv_roots, "_adapters", Adapters())
-    monkeypatch.setattr(kv_roots.active, "is_on", lambda: True)
+    monkeypatch.setattr(lora, "_paths", {})
+    monkeypatch.setattr(lora, "_disputed", set())
+    monkeypatch.setattr(lora, "_files", Adapters())
+    monkeypatch.setattr(lora.active, "is_on", lambda: True)
+
+
+class _Loras(dict[str, Any]):
+    """Of a manager that has loaded whatever it is asked for: one weight, which it applies."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return SimpleNamespace(
+            layers=[SimpleNamespace(weights={"layers.0.q_proj.lora_A": 0})], embedding_layers={}
+        )
+
+
+SGLANG_LORA = SimpleNamespace(loras=_Loras(), target_modules={"q_proj"})
 
 
 def adapter(folder: Path, weights: bytes) -> str:
@@ -195,7 +207,7 @@ def adapter(folder: Path, weights: bytes) -> str:
 
 
 def load(name: str, path: str | None) -> None:
-    kv_roots._adapter_loads(None, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+    lora._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
 def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
@@ -216,7 +228,7 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
-    kv_roots._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    lora._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
     for name, reason in (
         ("id-gone", "lora"),
         ("id-changed", "lora_changed"),
@@ -231,7 +243,7 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
 def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(Space("id-one", None))
-    kv_roots._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    lora._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
         roots().root(Space("id-one", None))
 

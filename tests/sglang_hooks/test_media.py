@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
 from sglang.srt.utils import ImageData
 
+from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.media import digest_image
 from cornplug.engine_side.model import TowerIdentity
+from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, placeholder_tokens
 from cornplug.sglang_hooks import active, decoded, media
 from cornplug.store.memory import MemoryStore
@@ -229,6 +233,18 @@ def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:
     bundled = with_digest()
     named([bundled], request(image_data=["a", ImageData(url="b", detail="low")]))
     assert bundled.identity is None
+
+
+@pytest.mark.parametrize("family", ["glm4v", "mistral3", "gemma3", "llava_next", "nobody_knows"])
+def test_families_that_nobody_compared_in_sglang_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    described = SimpleNamespace(checkpoint=Checkpoint.open(str(tmp_path)))
+    monkeypatch.setattr(media, "engine_model", lambda: described)
+    with pytest.raises(CheckpointError, match="nobody has compared") as caught:
+        media._tower_identity(None)
+    assert caught.value.reason == "unproven_family"
 
 
 def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

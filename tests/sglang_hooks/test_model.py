@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
@@ -17,7 +18,7 @@ from cornplug.checkpoint import Checkpoint
 from cornplug.engine_side.model import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import PROVEN
-from cornplug.sglang_hooks.model import UNVERIFIABLE_FORMATS, describe
+from cornplug.sglang_hooks.model import READS_SAFETENSORS, describe
 
 _CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -77,7 +78,7 @@ def test_quantisation_that_the_checkpoint_declares_is_no_override(folder: Path) 
 
 def test_a_tower_that_interpolates_otherwise_is_its_own(folder: Path) -> None:
     made = described(folder, enable_precise_embedding_interpolation=True)
-    assert made.overrides == {"enable_precise_embedding_interpolation": True}
+    assert made.overrides == {"ServerArgs.enable_precise_embedding_interpolation": True}
 
 
 def test_processor_settings_of_the_server(folder: Path) -> None:
@@ -85,7 +86,7 @@ def test_processor_settings_of_the_server(folder: Path) -> None:
     assert made.processor_kwargs == {"max_pixels": 50176}
 
 
-@pytest.mark.parametrize("load_format", sorted(UNVERIFIABLE_FORMATS))
+@pytest.mark.parametrize("load_format", sorted({*LOAD_FORMAT_CHOICES, "ipc_cache"} - READS_SAFETENSORS))
 def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_format: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         described(folder, load_format=load_format)
@@ -101,6 +102,10 @@ def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_f
         {"modelopt_checkpoint_restore_path": "/x"},
         {"forward_hooks": [{"target_modules": ["model.layers.0"]}]},
         {"weight_cache_mode": "client"},
+        {"model_loader_extra_config": '{"presharded_path": "/x"}'},
+        {"enable_mm_global_cache": True},
+        {"enable_mis": True},
+        {"kv_canary": "log"},
     ],
 )
 def test_weights_of_other_sources_are_refused(folder: Path, settings: dict[str, Any]) -> None:

@@ -85,6 +85,17 @@ def test_transformers_own_ways_are_nothing_peculiar(tmp_path: Path, preprocessor
     assert peculiarity(processor, known) is not None
 
 
+@pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
+def test_pillow_and_torchvision_make_other_pixels(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+    """`--image-processor-backend`: they resize differently, by up to 2 of 255 levels."""
+    known = model(tmp_path, preprocessor)
+    processor = Processor(tmp_path)
+    processor._processor = AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
+    assert peculiarity(processor, known) is None
+    processor._processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    assert peculiarity(processor, known) is not None
+
+
 def test_settings_that_the_identity_knows_are_not_peculiar_and_others_are(tmp_path: Path) -> None:
     known = model(tmp_path, QWEN, max_pixels=112 * 112)
     same = Processor(tmp_path, max_pixels=112 * 112)

@@ -1,0 +1,101 @@
+"""LoRA adapters that this engine has loaded, by the id that SGLang gives each.
+
+SGLang appends that id, made anew at each load, to the `extra_key` of a request's namespace. What counts
+is the adapter's bytes, and which of them this server applies: of an adapter for more modules than
+`--lora-target-modules` (or the adapters at start) name, it leaves the others out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from cornplug.engine_side.adapters import Adapters
+from cornplug.errors import CheckpointError
+from cornplug.identity import digest
+from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks.compat import Hook, logger
+
+_files: Final = Adapters()
+_paths: dict[str, str | None] = {}
+"""LoRA id -> folder, of every adapter that this process ever loaded; None: it came as tensors."""
+_managers: dict[str, Any] = {}
+"""LoRA id -> SGLang's LoRAManager that has loaded it."""
+_left_out: dict[str, bytes] = {}
+"""LoRA id -> digest of the names of the weights that this server does not apply, b"" for none."""
+_disputed: set[str] = set()
+"""Adapter ids that a request without LoRA has named in its extra_key: SGLang's own cache does
+not tell its KV from the adapter's, and so nobody can."""
+
+
+def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
+    """(the user's own extra_key, digest of what is applied of the adapter; None without one).
+
+    Asks the file system about the adapter. Raises CheckpointError: "lora" where nobody can say what
+    is applied, "lora_changed".
+    """
+    if extra_key is None or not _paths:
+        return extra_key, None
+    # A copy: the scheduler's thread may load another adapter meanwhile.
+    found = [name for name in list(_paths) if name in extra_key]
+    if not found:
+        return extra_key, None
+    name = found[0]
+    if len(found) > 1 or not extra_key.endswith(name) or name in _disputed:
+        raise CheckpointError("a namespace that names an adapter in an unknown way", reason="lora")
+    path = _paths[name]
+    if path is None:
+        raise CheckpointError("an adapter that came as tensors has no files", reason="lora")
+    whole = _files.digest(path)
+    left_out = _not_applied(name)
+    applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
+    # SGLang makes "" of no extra_key when it appends.
+    return extra_key.removesuffix(name) or None, applied
+
+
+def _not_applied(name: str) -> bytes:
+    """Digest of the names of an adapter's weights that SGLang leaves out, b"" where it applies all."""
+    if name not in _left_out:
+        manager = _managers.get(name)
+        adapter = manager.loras.get(name) if manager is not None else None
+        if manager is None or adapter is None:
+            raise CheckpointError("SGLang no longer says what it applies of an adapter", reason="lora")
+        weights = {weight for layer in adapter.layers for weight in layer.weights}
+        weights.update(adapter.embedding_layers)
+        # As SGLang's memory pool: a weight is applied where a target's name occurs in its own.
+        skipped = sorted(w for w in weights if not any(target in w for target in manager.target_modules))
+        _left_out[name] = (
+            digest("cornplug-adapter-skipped-v1", json.dumps(skipped).encode()) if skipped else b""
+        )
+    return _left_out[name]
+
+
+def _adapter_loads(manager: Any, lora_ref: Any) -> None:
+    """Before an adapter is loaded from its folder: its bytes as they are now are its identity."""
+    if not active.is_on():
+        return
+    _managers[lora_ref.lora_id] = manager
+    _paths[lora_ref.lora_id] = lora_ref.lora_path
+    try:
+        _files.digest(lora_ref.lora_path)
+    except CheckpointError as e:
+        logger.warning("cornplug: KV under LoRA %s is not shared: %s", lora_ref.lora_name, e)
+
+
+def _adapter_comes_as_tensors(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
+    if active.is_on():
+        _paths[lora_ref.lora_id] = None
+
+
+def _request_made(result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    if _paths and request.lora_id is None and request.extra_key is not None:
+        _disputed.update(name for name in _paths if name in request.extra_key)
+
+
+_MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_MANAGER}._load_lora_adapter", "before", _adapter_loads),
+    Hook(f"{_MANAGER}._load_lora_adapter_from_tensors", "before", _adapter_comes_as_tensors),
+    Hook("sglang.srt.managers.schedule_batch.Req.__init__", "after", _request_made),
+)

@@ -1,0 +1,132 @@
+"""Adapters in the root of page keys: their bytes, which of them SGLang applies, and at what cost."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sglang.srt.lora.utils import get_target_module_name
+
+from cornplug.engine_side.adapters import Adapters
+from cornplug.errors import CheckpointError
+from cornplug.kv_page import PageGeometry
+from cornplug.sglang_hooks import lora
+from cornplug.sglang_hooks.kv_book import Space
+from cornplug.sglang_hooks.kv_roots import Roots, RootsOfCall
+
+WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
+        monkeypatch.setattr(lora, name, empty)
+    monkeypatch.setattr(lora, "_files", Adapters())
+    monkeypatch.setattr(lora.active, "is_on", lambda: True)
+
+
+def folder(path: Path, *, target_modules: Any = "all-linear") -> Path:
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": target_modules}))
+    tensors = {
+        f"base_model.model.model.layers.0.x.{module}.lora_{part}.weight": torch.ones(4, 4)
+        for module in WEIGHTS
+        for part in "AB"
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def manager(*targets: str, embeddings: tuple[str, ...] = ()) -> Any:
+    """As SGLang's LoRAManager after `--lora-target-modules TARGETS`."""
+    weights = {f"layers.0.x.{module}.lora_A.weight": None for module in WEIGHTS}
+    loaded = SimpleNamespace(
+        layers=[SimpleNamespace(weights=weights)], embedding_layers=dict.fromkeys(embeddings)
+    )
+    return SimpleNamespace(loras={"id-1": loaded}, target_modules=set(targets))
+
+
+def root(of: Any, path: Path) -> bytes:
+    """Of a process that has loaded this one adapter."""
+    for table in (lora._paths, lora._managers, lora._left_out):
+        table.clear()
+    lora._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
+    return roots().root(Space("id-1", None))
+
+
+def roots() -> Roots:
+    page = PageGeometry(page_tokens=16, heads=1, layers=1, dim=8, dtype="float32")
+    return Roots(b"s" * 32, page, lambda: (b"l" * 32, {"config": {}}))
+
+
+def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    whole = root(manager(*WEIGHTS), path)
+    assert root(manager(*WEIGHTS, "gate_proj"), path) == whole  # nothing of this adapter left out
+    attention = root(manager("q_proj", "k_proj", "o_proj"), path)
+    query = root(manager("q_proj"), path)
+    assert len({whole, attention, query}) == 3
+    # What vLLM has for it, which applies all of an adapter or refuses it.
+    assert lora.taken_apart("id-1")[1] != Adapters().digest(str(path))
+    assert root(manager(*WEIGHTS), path) == whole
+    assert lora.taken_apart("id-1")[1] == Adapters().digest(str(path))
+
+
+def test_embeddings_that_are_not_adapted_count(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    names = ("base_model.model.lm_head.lora_A.weight",)
+    assert root(manager(*WEIGHTS, embeddings=names), path) != root(
+        manager(*WEIGHTS, "lm_head", embeddings=names), path
+    )
+
+
+def test_a_weight_counts_as_applied_where_sglang_finds_its_module() -> None:
+    targets = {"qkv_proj", "o_proj"}
+    assert get_target_module_name("layers.0.self_attn.qkv_proj.lora_A", targets) == "qkv_proj"
+    with pytest.raises(ValueError, match="mlp"):
+        get_target_module_name("layers.0.mlp.down_proj.lora_A", targets)
+
+
+def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_path: Path) -> None:
+    of = manager(*WEIGHTS)
+    root(of, folder(tmp_path / "a"))
+    lora._left_out.clear()
+    of.loras.clear()
+    with pytest.raises(CheckpointError):
+        roots().root(Space("id-1", None))
+
+
+def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeypatch: Any) -> None:
+    path = folder(tmp_path / "a")
+    root(manager(*WEIGHTS), path)
+    for number in range(500):
+        lora._paths[f"id-other-{number}"] = str(path)
+    stats = 0
+    stat = Path.stat
+
+    def counted(self: Path, **kwargs: Any) -> os.stat_result:
+        nonlocal stats
+        stats += 1
+        return stat(self, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", counted)
+    call = RootsOfCall(roots())
+    assert len({call.root(Space("id-1", None)) for _ in range(2048)}) == 1
+    assert stats < 20
+
+
+def test_a_file_that_changes_is_seen_by_the_next_call(tmp_path: Path) -> None:
+    path = folder(tmp_path / "a")
+    root(manager(*WEIGHTS), path)
+    made = roots()
+    made.root(Space("id-1", None))
+    (path / "adapter_model.safetensors").write_bytes(b"other")
+    with pytest.raises(CheckpointError) as refused:
+        RootsOfCall(made).root(Space("id-1", None))
+    assert refused.value.reason == "lora_changed"

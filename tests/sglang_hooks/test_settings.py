@@ -1,0 +1,296 @@
+"""Every setting and every environment variable of SGLang stands in one of the three tables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import sglang.srt
+import torch
+from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+from sglang.srt.environ import EnvField, Envs
+from sglang.srt.server_args import ServerArgs
+
+from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks import compat, environment, model
+from cornplug.sglang_hooks.environment import ENVIRONMENT
+from cornplug.sglang_hooks.model import describe
+from cornplug.sglang_hooks.setting_tables import SERVER_ARGS, grouped
+
+CONFIG = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1024,
+    "max_position_embeddings": 4096, "dtype": "bfloat16", "rope_parameters": {"rope_type": "default"},
+}  # fmt: skip
+FIELDS = [field.name for field in msgspec.structs.fields(ServerArgs)]
+VARIABLES = [name for name, field in vars(Envs).items() if isinstance(field, EnvField)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what a test of SGLang on a CPU needs."""
+    for name in list(environment.os.environ):
+        if name.startswith("SGLANG_") and name != "SGLANG_USE_CPU_ENGINE":
+            monkeypatch.delenv(name)
+
+
+def overrides(folder: Path, quantized: bool = False, **settings: Any) -> dict[str, Any]:
+    declared = {"quant_method": "fp8"} if quantized else None
+    config = SimpleNamespace(
+        model_path=str(folder),
+        revision=None,
+        dtype=torch.bfloat16,
+        context_len=64,
+        pointer_head=None,
+        hf_config=SimpleNamespace(quantization_config=declared),
+    )
+    return dict(describe(ServerArgs(model_path=str(folder), **settings), config).overrides)
+
+
+# -- the tables are whole -----------------------------------------------------------------------
+
+
+def test_every_field_of_server_args_stands_in_exactly_one_table() -> None:
+    assert misplaced(SERVER_ARGS, FIELDS) == {}
+
+
+def _read_in_sources() -> Iterator[str]:
+    """SGLANG_* names that occur in SGLang's runtime, declared in environ.py or read directly."""
+    (root,) = sglang.srt.__path__
+    for file in Path(root).rglob("*.py"):
+        yield from re.findall(r"[\"'](SGLANG_[A-Z0-9_]+)[\"']", file.read_text(errors="replace"))
+
+
+# Of a docstring's example, and of a message.
+_NO_VARIABLES = {"SGLANG_NEW_NAME", "SGLANG_OLD_NAME"}
+
+
+def test_every_environment_variable_stands_in_exactly_one_table() -> None:
+    ours = {*ENVIRONMENT.in_key, *ENVIRONMENT.harmless, *ENVIRONMENT.refused}
+    others = {name for name in ours if not name.startswith("SGLANG_")} - set(VARIABLES)
+    names = {*VARIABLES, *_read_in_sources(), *others} - _NO_VARIABLES
+    names |= {"SGLANG_FORCE_SHUTDOWN", "SGLANG_PYTHON"}
+    assert misplaced(ENVIRONMENT, names) == {}
+
+
+@pytest.mark.parametrize("tables", [SERVER_ARGS, ENVIRONMENT])
+@pytest.mark.parametrize("place", ["in_key", "harmless", "refused"])
+def test_a_field_that_loses_its_place_is_named(tables: FieldTables, place: str) -> None:
+    every = {**tables.in_key, **tables.harmless, **tables.refused}
+    name, reason = next(iter(getattr(tables, place).items()))
+    rest = {key: value for key, value in getattr(tables, place).items() if key != name}
+    holed = _with(tables, place, rest)
+    assert misplaced(holed, every) == {name: "in none of the tables"}
+    other = "harmless" if place != "harmless" else "refused"
+    doubled = _with(tables, other, {**getattr(tables, other), name: reason})
+    assert misplaced(doubled, every) == {name: "in several tables"}
+
+
+def _with(tables: FieldTables, place: str, table: dict[str, str]) -> FieldTables:
+    kept = {name: getattr(tables, name) for name in ("in_key", "harmless", "refused")}
+    return FieldTables(of=tables.of, **{**kept, place: table})
+
+
+def test_a_name_in_two_groups_is_an_error() -> None:
+    with pytest.raises(ValueError, match="twice stands in two"):
+        grouped({"one reason": "once twice", "another": "twice"})
+
+
+# -- what SGLang resolves by itself is no override -------------------------------------------------
+
+
+def test_a_server_with_no_flags_has_no_overrides(folder: Path) -> None:
+    """As SGLang resolves them: so keys are those of vLLM."""
+    args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native")
+    args.resolve_once()
+    assert describe(resolved_view(args), model_config_of(args)).overrides == {}
+
+
+def test_harmless_variables_change_no_key(monkeypatch: Any) -> None:
+    for name in ENVIRONMENT.harmless:
+        monkeypatch.setenv(name, "1")
+    assert environment.verdict() == environment.judge(ENVIRONMENT, {}, {})
+
+
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mha"])
+def test_kernels_of_full_attention_are_one(folder: Path, backend: str) -> None:
+    assert overrides(folder, attention_backend=backend, mm_attention_backend="fa3") == {}
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def _another(name: str) -> Any:
+    default = next(f.default for f in msgspec.structs.fields(ServerArgs) if f.name == name)
+    return not default if isinstance(default, bool) else 7 if isinstance(default, int) else "other"
+
+
+def test_each_setting_that_changes_values_is_in_the_key(folder: Path) -> None:
+    for name in [name for name, how in SERVER_ARGS.in_key.items() if how == AS_OVERRIDE]:
+        value = _another(name)
+        assert overrides(folder, **{name: value}) == {f"ServerArgs.{name}": value}
+
+
+def test_each_setting_that_nobody_can_identify_is_refused(folder: Path) -> None:
+    for name in SERVER_ARGS.refused:
+        with pytest.raises(CheckpointError, match=rf"ServerArgs\.{name}:") as caught:
+            overrides(folder, **{name: _another(name)})
+        assert caught.value.reason == "settings"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0", "model.layers.0"),
+        ("SGLANG_FP4_IGNORED_LAYERS", "lm_head", "lm_head"),
+        ("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}', {"bits": 4}),
+        ("SGLANG_INT4_WEIGHT", "1", True),
+        ("SGLANG_CPU_QUANTIZATION", "true", True),
+        ("SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN", "1", True),
+        ("SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE", "1", True),
+        ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "0.5", 0.5),
+        ("SGLANG_ROPE_CACHE_FP32", "1", True),
+        ("SGLANG_IMAGE_MAX_PIXELS", "1000", 1000),
+        ("NVIDIA_TF32_OVERRIDE", "1", "1"),
+    ],
+)
+def test_switches_that_change_weights_or_arithmetic(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any
+) -> None:
+    monkeypatch.setenv(name, text)
+    assert overrides(folder) == {f"environment.{name}": value}
+
+
+def test_a_switch_at_its_default_is_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INT4_WEIGHT", "0")
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "")
+    assert overrides(folder) == {}
+
+
+def test_a_file_that_a_switch_names_counts_by_its_content(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    file = tmp_path / "quant.json"
+    monkeypatch.setenv("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    file.write_text('{"bits": 4}')
+    four = overrides(folder)
+    file.write_text('{"bits": 8}')
+    assert overrides(folder) != four
+
+
+@pytest.mark.parametrize("name", ["SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_USE_MODELSCOPE", "SGLANG_OF_2027"])
+def test_switches_that_nobody_can_identify_are_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(CheckpointError, match=rf"environment\.{name}"):
+        overrides(folder)
+
+
+def test_a_setting_of_a_later_release_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = model._fields
+
+    def with_another(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, defaults = fields(settings)
+        return {**values, "enable_lossy_2027": True}, {**defaults, "enable_lossy_2027": False}
+
+    monkeypatch.setattr(model, "_fields", with_another)
+    with pytest.raises(CheckpointError, match=r"ServerArgs\.enable_lossy_2027"):
+        overrides(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_w4a4_mxfp4_megamoe": True},
+        {"attention_backend": "wave"},
+        {"prefill_attention_backend": "llada2_cfg_flashinfer"},
+        {"dsa_prefill_backend": "flashmla_sparse_q8"},
+        {"moe_a2a_backend": "deepep"},
+        {"enable_quant_communications": True},
+        {"model_impl": "transformers"},
+    ],
+)
+def test_lossy_computation_has_keys_of_its_own(folder: Path, settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    assert overrides(folder, **settings) == {f"ServerArgs.{name}": value}
+
+
+def test_kernels_that_quantise_count_where_weights_are_quantised(folder: Path) -> None:
+    settings = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "flashinfer_mxfp4"}
+    assert overrides(folder, **settings) == {}
+    assert overrides(folder, quantized=True, **settings) == {
+        f"ServerArgs.{name}": value for name, value in settings.items()
+    }
+
+
+# -- other sources ---------------------------------------------------------------------------------
+
+
+def test_reading_in_threads_is_no_other_source(folder: Path) -> None:
+    config = '{"enable_multithread_load": true, "num_threads": 8}'
+    assert overrides(folder, model_loader_extra_config=config) == {}
+
+
+def test_a_folder_of_downloads_is_another_source_unless_the_model_is_a_folder(folder: Path) -> None:
+    assert overrides(folder, download_dir="/cache") == {}
+    with pytest.raises(CheckpointError, match="download-dir"):
+        overrides(Path("qwen/qwen2"), download_dir="/cache")
+
+
+def test_other_plugins_are_in_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(name="patch", value="p:q", dist=SimpleNamespace(name="patches", version="1.0"))
+    ours = SimpleNamespace(name="cornplug", value="c:d", dist=SimpleNamespace(name="cornplug", version="1"))
+    found = {"sglang.srt.plugins": [ours, other], "sglang.srt.platforms": []}
+    monkeypatch.setattr(model.importlib.metadata, "entry_points", lambda group: found[group])
+    assert overrides(folder) == {"sglang_plugins": ["patches==1.0"]}
+    monkeypatch.setenv("SGLANG_PLUGINS", "cornplug")
+    assert overrides(folder) == {}
+
+
+@pytest.mark.parametrize("asked", [{"use_fast": False}, {"backend": "pil"}, {"device": "cuda"}])
+def test_a_library_that_sglang_does_not_change_is_not_vllms(folder: Path, asked: dict[str, Any]) -> None:
+    made = overrides(folder, mm_process_config={"image": {**asked, "max_pixels": 1000}})
+    assert made == {"ServerArgs.mm_process_config": asked}
+
+
+def test_an_epoch_parts_servers_before_and_after_a_mending(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model, "EPOCHS", {"qwen2": 2})
+    assert overrides(folder) == {"sglang_epoch": 2}
+
+
+def test_every_epoch_is_of_a_family_and_counts_from_one() -> None:
+    assert all(isinstance(name, str) and epoch > 0 for name, epoch in compat.EPOCHS.items())
+
+
+def test_the_log_names_what_is_in_the_way(folder: Path, caplog: Any, monkeypatch: Any) -> None:
+    """What a server says when its language model cannot be identified."""
+    from cornplug.kv_page import PageGeometry
+    from cornplug.sglang_hooks.kv_roots import Roots
+
+    monkeypatch.setenv("SGLANG_OF_2027", "1")
+
+    def identify() -> Any:
+        return overrides(folder)
+
+    page = PageGeometry(page_tokens=16, heads=1, layers=1, dim=8, dtype="float32")
+    with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
+        assert Roots(b"s" * 32, page, identify).wait(5)
+    assert "environment.SGLANG_OF_2027" in caplog.text
