@@ -1,6 +1,8 @@
 """All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
 
-Read nowhere else. Precedence: explicit arguments (engine flags), environment, the file
+Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: what SGLang's
+processes hand to their children (`sglang_hooks/active.py`), and where another environment's programs are
+(`planner/launching/processes.py`). Precedence: explicit arguments (engine flags), environment, the file
 named by `CORNPLUG_CONFIG`, the defaults below.
 """
 

@@ -1,4 +1,4 @@
-"""Every error cornplug raises, in one tree.
+"""The errors that callers of cornplug meet, in one tree. (Signals inside a module are not among them.)
 
     CornplugError
     ├── ConfigError            a setting is wrong: names the field and the remedy
@@ -15,7 +15,8 @@
         ├── EncoderRefused     the service answered that it will not do this
         └── ReplicaLost        inside the service: the process that computed has ended
 
-Connectors catch `CornplugError` in exactly one place each and count a miss.
+Connectors catch `CornplugError` where they call the store or the encoder service, and count a miss with its
+`reason`: none reaches an engine.
 """
 
 from __future__ import annotations

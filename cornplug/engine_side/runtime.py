@@ -53,7 +53,7 @@ class Runtime:
 
 @contextmanager
 def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
-    """The one place where a failure of ours becomes a counted miss instead of an exception."""
+    """Count a failure inside the block as a miss instead of raising it into the engine."""
     try:
         yield
     except CornplugError as e:

@@ -35,7 +35,7 @@ class Item:
 class Tower(Protocol):
     """Weights up to the cut. Called by one thread only, except `prepare`.
 
-    Holds no sockets, locks or closures: a replica gets it by pickling, in a process of ours.
+    A replica, which is a process of its own, loads its own from the checkpoint (`replica.py`).
     """
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Item:

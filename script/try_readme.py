@@ -1,0 +1,141 @@
+"""Run README's own commands with an installed cornplug, as a user would after README's install line.
+
+Usage: try_readme.py README.md PLAN.toml, by the interpreter of an environment that holds the wheel and the
+extras that README names for it. Names of published models become tiny checkpoints made here, hosts this one.
+Commands that start an engine are left to the tests of that engine. Exits 1 naming each command that failed,
+and each that nothing here knows how to try: a new line of README needs a line in `_try`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+# Tried by CI itself, by the tests of that engine, or the very lines by which this environment was made.
+_ELSEWHERE = ("script/", "vllm serve", "sglang serve", "pip install", "CORNPLUG_CONFIG=qos.toml vllm serve")
+_READY_S = 120.0
+
+
+def main(readme: Path, plan: Path) -> int:
+    text = readme.read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = [line for kind, block in blocks if kind in ("", "bash") for line in _lines(block)]
+    commands += re.findall(r"`(cornplug (?:doctor|fingerprint)[^`]*)`", text)
+    snippets = [block for kind, block in blocks if kind == "python"]
+    with tempfile.TemporaryDirectory(prefix="cp-") as name:
+        place = Place(Path(name), plan)
+        failed = [command for command in commands if not place.tries(command, snippets)]
+    for command in failed:
+        print(f"README: failed, or nobody knows how to try it: {command}", file=sys.stderr)
+    print(f"README: {len(commands)} commands and {len(snippets)} Python snippets, {len(failed)} failed")
+    return 1 if failed or not commands or not snippets else 0
+
+
+def _lines(block: str) -> list[str]:
+    return [line.strip() for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+class Place:
+    """A folder with tiny models, and settings of its own."""
+
+    def __init__(self, folder: Path, plan: Path) -> None:
+        from PIL import Image
+
+        from cornplug.testing import checkpoints
+
+        self._folder = folder
+        a, b = (folder / "llava-7b", folder / "llava-13b")
+        checkpoints.llava(a, llm_seed=1)
+        checkpoints.llava(b, llm_seed=2, hidden_size=128)
+        Image.effect_noise((64, 48), 60).convert("RGB").save(folder / "photo.jpg")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self._names = {
+            "llava-hf/llava-1.5-7b-hf": str(a),
+            "llava-hf/llava-1.5-13b-hf": str(b),
+            "MODEL": str(a),
+            "plan.toml": str(plan),
+            "http://a:8750": f"http://127.0.0.1:{self._port}",
+            "http://b:8750": f"http://127.0.0.1:{self._port}",
+            "http://collector:4317": "http://127.0.0.1:9",
+        }
+        beside = Path(sys.executable).parent
+        self._env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("CORNPLUG_")},
+            "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "CORNPLUG_ENCODER_PORT": str(self._port),
+        }
+        (folder / "run").mkdir(mode=0o700)
+
+    def tries(self, command: str, snippets: list[str]) -> bool:
+        """Whether the command works; what it prints when it does not is printed."""
+        if command.startswith(_ELSEWHERE):
+            return True
+        variables, words = [], shlex.split(self._here(command))
+        while "=" in words[0]:
+            variables.append(words.pop(0).split("=", 1))
+        env = {**self._env, **dict(variables)}
+        if words[:2] == ["cornplug", "encoder"]:
+            return self._serves(words, env, snippets)
+        if words[:2] in (["cornplug", "doctor"], ["cornplug", "fingerprint"], ["cornplug", "plan"]):
+            more = ["--out", str(self._folder / "plan")] if words[1] == "plan" else []
+            return self._runs([*words, *more], env, (0, 1) if words[1] == "doctor" else (0,))
+        return False
+
+    def _here(self, text: str) -> str:
+        for published, local in self._names.items():
+            text = text.replace(published, local)
+        return text
+
+    def _runs(self, words: list[str], env: dict[str, str], accepted: tuple[int, ...]) -> bool:
+        done = subprocess.run(
+            words, env=env, cwd=self._folder, capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode in accepted:
+            return True
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+        return False
+
+    def _serves(self, words: list[str], env: dict[str, str], snippets: list[str]) -> bool:
+        """Whether the service comes up, every snippet runs against it, and it ends when told to."""
+        log = self._folder / "encoder.log"
+        with log.open("w") as out:
+            service = subprocess.Popen(words, env=env, cwd=self._folder, stdout=out, stderr=out)
+        try:
+            right = self._is_ready(service) and all(
+                self._runs([sys.executable, "-c", self._here(snippet)], env, (0,)) for snippet in snippets
+            )
+            service.send_signal(signal.SIGTERM)
+            right = service.wait(timeout=60) == 0 and right
+        finally:
+            service.kill()
+        if not right:
+            print(log.read_text()[-4000:], file=sys.stderr)
+        return right
+
+    def _is_ready(self, service: subprocess.Popen[bytes]) -> bool:
+        end = time.monotonic() + _READY_S
+        while service.poll() is None and time.monotonic() < end:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5):
+                    return True
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]).resolve()))
