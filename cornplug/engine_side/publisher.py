@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_WAITING: Final = 64
-"""Embeddings kept alive for publishing: with a slow store the engine's memory comes first."""
+_MAX_WAITING_BYTES: Final = 256 << 20
+"""Embeddings kept alive for publishing: with a slow store the engine's memory comes first. One that is
+larger is taken alone."""
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,15 @@ class EmbeddingPublisher:
         self._run = runtime
         self._report = report
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
-        self._room = threading.BoundedSemaphore(_MAX_WAITING)
+        self._lock = threading.Lock()
+        self._waiting: list[int] = []
+        """Bytes of each embedding that waits."""
 
     def offer(self, key: bytes, embedding: torch.Tensor) -> None:
         """Publish an embedding, shape (rows, hidden), on whatever device it lies. Returns at once."""
         import torch
 
-        if not self._room.acquire(blocking=False):
+        if not self._has_room(embedding.nbytes):
             self._report("busy", 0)
             return
         mark = None
@@ -44,6 +48,14 @@ class EmbeddingPublisher:
             mark = torch.cuda.Event()
             mark.record()
         self._thread.submit(self._publish, key, embedding, mark)
+
+    def _has_room(self, size: int) -> bool:
+        with self._lock:
+            waiting = self._waiting
+            if waiting and (len(waiting) >= _MAX_WAITING or sum(waiting) + size > _MAX_WAITING_BYTES):
+                return False
+            waiting.append(size)
+            return True
 
     def close(self) -> None:
         """Finish what is being published."""
@@ -74,5 +86,6 @@ class EmbeddingPublisher:
             log.debug("embedding not published: %s", e)
             outcome = e.reason
         finally:
-            self._room.release()
+            with self._lock:
+                self._waiting.remove(embedding.nbytes)
             self._report(outcome, size)

@@ -15,6 +15,8 @@ video, audio, a client's own tensors or embeddings, processors that we do not kn
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -39,15 +41,25 @@ _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava"
 """Of the request under way: id of its image_data element -> media digest."""
 
 
-def set_digest(item: Any, media: bytes | None) -> None:
-    """Note an item's media digest (32 bytes); None takes it away."""
+def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
+    """Note an item's media digest (32 bytes), or what gives it; None takes it away."""
     item.__dict__[_DIGEST] = media
 
 
 def digest_of(item: Any) -> bytes | None:
     """The media digest of an item that we know, None for all others."""
-    found: bytes | None = item.__dict__.get(_DIGEST)
-    return found
+    found: Any = item.__dict__.get(_DIGEST)
+    if callable(found):
+        found = item.__dict__[_DIGEST] = found()
+    media: bytes | None = found
+    return media
+
+
+async def settle(items: Sequence[Any]) -> None:
+    """Have the digests of items made in a thread: a large picture's takes a tenth of a second, in which
+    every stream of the server would stand still."""
+    if any(callable(item.__dict__.get(_DIGEST)) for item in items):
+        await asyncio.to_thread(lambda: [digest_of(item) for item in items])
 
 
 def picture_digest(picture: object, *, converts: bool = True) -> bytes | None:
@@ -86,7 +98,8 @@ def _finalize_mm_items(
         if len(pictures) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
             for item, image in zip(pictures, images, strict=True):
-                set_digest(item, picture_digest(image, converts=converts))
+                # Here it may be the event loop's turn: `settle` has it made elsewhere.
+                set_digest(item, functools.partial(picture_digest, image, converts=converts))
     return items
 
 
@@ -97,10 +110,13 @@ async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Seq
     made: list[Any] = await original(this, entries)
     if active.is_on():
         converts = converts_to_rgb(this._processor)
-        digests = [picture_digest(entry.media, converts=converts) for entry in entries]
+        media = [entry.media for entry in entries]
+        digests = await asyncio.to_thread(
+            lambda: [picture_digest(picture, converts=converts) for picture in media]
+        )
         with _lock:
-            for artifact, media in zip(made, digests, strict=True):
-                _artifacts[artifact.artifact_key] = media
+            for artifact, found in zip(made, digests, strict=True):
+                _artifacts[artifact.artifact_key] = found
                 _artifacts.move_to_end(artifact.artifact_key)
             while len(_artifacts) > _MAX_ARTIFACTS:
                 _artifacts.popitem(last=False)

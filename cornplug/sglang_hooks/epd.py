@@ -9,6 +9,9 @@ request's salt. An encoder that says it encodes with another model, dtype or pre
 this engine's checkpoint names is refused: the request fails, or is encoded here. Embeddings
 without a statement (a stock encoder's) are used as SGLang uses them, and have no identity.
 
+Hashing the rows of a large picture takes tens of milliseconds, so a thread does it; meanwhile the
+request waits as it does for a part that is still on its way, and the scheduler's step goes on.
+
 With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
 hooks name items before that. With `zmq_to_scheduler` each rank names its own items, and all must
 do the same: the model's identity is read before the server is up, and the ranks compare it.
@@ -16,7 +19,10 @@ do the same: the model's identity is read before the server is up, and the ranks
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +42,9 @@ _WHAT: Final = "embedding"
 _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
+_AT_ONCE_BYTES: Final = 1 << 20
+"""Rows that are hashed sooner than a thread would be told to: a millisecond."""
+
 Media = Sequence[bytes] | None
 """Digests of a part's pictures, None where nothing believable was said."""
 
@@ -49,7 +58,7 @@ class _Here:
 
 
 _here = _Here()
-_receiving: ContextVar[dict[int, Media] | None] = ContextVar("cornplug_epd", default=None)
+_receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
 """Of the request under way in the tokenizer: part -> media."""
 
 
@@ -136,22 +145,41 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
 
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
-    """Runs where a part's rows are there. What it raises ends the request, and no other."""
+    """Runs where a part's rows are there."""
     if not active.is_on():
         return original(current, recv_obj, model_type)
-    media: Media = None
-    try:
-        media = believed(recv_obj, _here.identity, active.runtime().secret)
-    except CodecError as e:
-        active.tally().count("cornplug_misses_total", active.runtime().app, _WHAT, e.reason)
+    rows = recv_obj.embedding
+    check: Future[Media]
+    if rows is not None and rows.nbytes > _AT_ONCE_BYTES:
+        check = _threads().submit(_judged, recv_obj)
+    else:
+        check = Future()
+        try:
+            check.set_result(_judged(recv_obj))
+        except EncoderRefused as e:
+            check.set_exception(e)
     whole = original(current, recv_obj, model_type)
     # Of pictures only: SGLang puts each modality into parts of its own.
     if recv_obj.modality.name == "IMAGE":
-        vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = media
+        vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
         parts = _receiving.get()
         if parts is not None:
-            parts[recv_obj.part_idx] = media
+            parts[recv_obj.part_idx] = check
     return whole
+
+
+def _judged(data: Any) -> Media:
+    """The media of a part, None where it is not believed, which is counted. Raises EncoderRefused."""
+    try:
+        return believed(data, _here.identity, active.runtime().secret)
+    except CodecError as e:
+        active.tally().count("cornplug_misses_total", active.runtime().app, _WHAT, e.reason)
+        return None
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="cornplug-epd")
 
 
 # -- tokenizer -------------------------------------------------------------------------------
@@ -171,15 +199,20 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 
     Called by `epd_fallback`, as SGLang wants one hook around a function.
     """
-    parts: dict[int, Media] = {}
+    parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
     try:
         mm_inputs = await original(receiver, request_obj=request_obj, **kwargs)
     finally:
         _receiving.reset(token)
     if mm_inputs is not None:
+        try:
+            media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
+        except EncoderRefused as e:
+            logger.error("cornplug: a request's embeddings are refused: %s", e)
+            return None  # As SGLang answers where a part cannot be read.
         pictures = _pictures(mm_inputs)
-        keys = keys_of(pictures, parts, salt_of_request(request_obj))
+        keys = keys_of(pictures, media, salt_of_request(request_obj))
         for item, key in zip(pictures, keys or (), strict=bool(keys)):
             item.__dict__[_KEY] = key
         _count(pictures)
@@ -199,14 +232,32 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 # -- scheduler -------------------------------------------------------------------------------
 
 
+def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
+    """Before a request's parts are put together. False: not yet, and SGLang asks again with each step.
+
+    What it raises ends the request, and no other.
+    """
+    checks = _checks(waiting)
+    if not all(check.done() for check in checks.values()):
+        return False
+    for check in checks.values():
+        check.result()
+    return original(waiting)
+
+
+def _checks(waiting: Any) -> dict[int, Future[Media]]:
+    found: dict[int, Future[Media]] = vars(waiting.recv_embedding_data).get(_PARTS, {})
+    return found if active.is_on() else {}
+
+
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     """zmq_to_scheduler: a request's items were made, on this rank."""
     if not active.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs
     pictures = _pictures(mm_inputs)
-    parts = vars(waiting.recv_embedding_data).get(_PARTS, {})
-    keys = keys_of(pictures, parts, salt_of_request(waiting.recv_req))
+    media = {index: check.result() for index, check in _checks(waiting).items()}
+    keys = keys_of(pictures, media, salt_of_request(waiting.recv_req))
     for item, key in zip(pictures, keys or (), strict=bool(keys)):
         named.give(item, key)
     _count(pictures)
@@ -217,6 +268,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
     Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _tell_salt),
     Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _part_came),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._prepare_embedding_buffer", "around", _prepared),
     Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _assembled),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", "before", _sent),
 )

@@ -178,6 +178,7 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
     if mm_inputs is not None and mm_inputs.mm_items:
         here = _tokenizer(manager.mm_processor)
         tower = await here.names.tower()
+        await decoded.settle(mm_inputs.mm_items)
         items = name(mm_inputs, tower, obj)
         if items and tower is not None and active.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pkgutil
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_parts_in_any_order_name_pictures_in_order() -> None:
         mm_inputs=SimpleNamespace(mm_items=[*items, video]), cache_salt="t", extra_key=None
     )
     waiting = SimpleNamespace(recv_req=request, recv_embedding_data=whole)
+    assert epd._prepared(lambda waiting: True, waiting)
     epd._assembled(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
     assert [item.identity for item in items] == keys
@@ -133,14 +135,37 @@ def test_one_part_without_a_statement_leaves_all_unnamed(tally: Tally) -> None:
     whole = epd._part_came(_aggregate_embedding_part, None, part([A], parts=2), None)
     whole = epd._part_came(_aggregate_embedding_part, whole, silent, None)
     item = [MultimodalDataItem(modality=Modality.IMAGE) for _ in "ab"]
-    assert epd.keys_of(item, vars(whole)[epd._PARTS], None) is None
+    checks = epd._checks(SimpleNamespace(recv_embedding_data=whole))
+    assert epd.keys_of(item, {index: check.result() for index, check in checks.items()}, None) is None
     assert misses(tally) == ["no_statement"]
     assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one picture"
 
 
 def test_an_embedding_of_another_model_ends_its_request() -> None:
+    whole = epd._part_came(_aggregate_embedding_part, None, part([A], model=b"j" * 32), None)
     with pytest.raises(EncoderRefused):
-        epd._part_came(_aggregate_embedding_part, None, part([A], model=b"j" * 32), None)
+        epd._prepared(lambda waiting: True, SimpleNamespace(recv_embedding_data=whole))
+
+
+def test_nobody_hashes_large_rows_on_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step goes on meanwhile; the request waits as for a part that is on its way."""
+    go, seen = threading.Event(), []
+
+    def believed(data: Any, identity: Any, secret: Any) -> Any:
+        seen.append(threading.current_thread())
+        assert go.wait(20)
+        return (A,)
+
+    monkeypatch.setattr(epd, "believed", believed)
+    data = part([A])
+    data.embedding = torch.zeros(1 << 10, 1 << 9)
+    whole = epd._part_came(_aggregate_embedding_part, None, data, "qwen2_vl")
+    waiting = SimpleNamespace(recv_embedding_data=whole)
+    assert not epd._prepared(lambda waiting: True, waiting)
+    go.set()
+    next(iter(epd._checks(waiting).values())).result(20)
+    assert epd._prepared(lambda waiting: True, waiting)
+    assert threading.current_thread() not in seen
 
 
 def test_the_tokenizer_names_last(monkeypatch: pytest.MonkeyPatch) -> None:

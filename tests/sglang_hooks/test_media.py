@@ -86,6 +86,36 @@ def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
     return [decoded.digest_of(one) for one in made]
 
 
+@pytest.mark.parametrize("way", ["items", "artifacts"])
+def test_no_picture_is_digested_on_the_event_loop(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A large one takes a tenth of a second, in which every stream of the server would stand still."""
+    seen: list[threading.Thread] = []
+    digest = decoded.picture_digest
+
+    def digested(picture: object, *, converts: bool = True) -> bytes | None:
+        seen.append(threading.current_thread())
+        return digest(picture, converts=converts)
+
+    monkeypatch.setattr(decoded, "picture_digest", digested)
+
+    async def build(this: Any, entries: Any) -> Any:
+        return [SimpleNamespace(artifact_key="k")]
+
+    async def loop() -> None:
+        if way == "artifacts":
+            await decoded._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=picture(1))])
+            return
+        items = decoded._finalize_mm_items(
+            lambda this, items, images: items, PROCESSOR, [item()], images=[picture(1)]
+        )
+        await decoded.settle(items)
+        assert decoded.digest_of(items[0]) == digest_image(picture(1))
+
+    asyncio.run(loop())
+    assert len(seen) == 1
+    assert seen[0] is not threading.current_thread()
+
+
 def test_each_item_has_its_own_picture() -> None:
     video = item(modality=Modality.VIDEO)
     found = finalize([item(), video, item()], [picture(1), picture(2)])

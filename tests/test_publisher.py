@@ -1,0 +1,40 @@
+"""What waits to be published while the store is slow."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from cornplug.engine_side import publisher
+from cornplug.engine_side.publisher import EmbeddingPublisher
+from cornplug.testing import FaultyStore
+
+
+def test_waiting_embeddings_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
+    monkeypatch.setattr(publisher, "_MAX_WAITING_BYTES", 10_000)
+    go, outcomes = threading.Event(), list[str]()
+
+    def put(*args: Any, **kwargs: Any) -> str:
+        assert go.wait(20)
+        return "stored"
+
+    monkeypatch.setattr(publisher.entry, "put", put)
+
+    class Here:
+        app, patience_s, store = "test", 1.0, FaultyStore
+
+    here: Any = Here()
+    offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
+    for rows in (1_000, 10, 10):  # the first is larger than all that may wait, and alone
+        offers.offer(b"k" * 32, torch.zeros(rows, 8))
+    assert outcomes == ["busy", "busy"]
+    go.set()
+    offers._thread.submit(lambda: None).result(20)
+    offers.offer(b"k" * 32, torch.zeros(100, 8))
+    offers._thread.submit(lambda: None).result(20)
+    offers.close()
+    assert outcomes == ["busy", "busy", "stored", "stored"]
