@@ -62,9 +62,9 @@ class StoreConfig(_Section):
     """The host's store."""
 
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
-    size_bytes: int = Field(default=4 << 30, gt=0)
-    """Upper bound of payload bytes in shared memory."""
-    shm_dir: Path = Path("/dev/shm")
+    size_bytes: int | None = Field(default=None, gt=0)
+    """Upper bound of payload bytes in shared memory; by default a quarter of the memory that the host
+    and the container have left when the store starts."""
     autostart: bool = True
     """Start a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -22,7 +22,10 @@ from cornplug.encoder_service.protocol import ServedModel
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.engine_checks import Finding
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
+from cornplug.private_paths import folder_problem, secret_problem
+from cornplug.store.arena import fitting_size
 from cornplug.store.base import StoreStat
+from cornplug.store.host_memory import host_memory
 from cornplug.store.pool import PoolStore
 
 _ANSWER_S = 2.0
@@ -57,6 +60,7 @@ def examine(
     yield from engine_checks.plugins()
     yield from engine_checks.allocator()
     yield from secret(settings.store)
+    yield from folder(settings.store)
     yield from store(settings.store)
     described = describe_encoder(settings)
     yield from encoder(settings.encoder, described)
@@ -80,32 +84,32 @@ def secret(settings: config.StoreConfig) -> Iterator[Finding]:
     if about.st_size != 32:
         remedy = f"Remove it, or: head -c 32 /dev/urandom > {path}"
         yield Finding("fail", "secret", f"{path} has {about.st_size} bytes, want 32", remedy)
-    elif about.st_mode & 0o077:
+    elif problem := secret_problem(about):
         remedy = f"chmod 600 {path}; replace it if strangers may have read it."
-        yield Finding(
-            "fail", "secret", f"{path} has mode {about.st_mode & 0o777:03o}: others can make keys", remedy
-        )
+        yield Finding("fail", "secret", f"{path} {problem}", remedy)
     else:
         yield Finding("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
 def store(settings: config.StoreConfig) -> Iterator[Finding]:
     """A store answers, or there is room to start one."""
-    stat = ask_store(settings)
-    if not isinstance(stat, StoreStat):
+    now = ask_store(settings)
+    if not isinstance(now, StoreStat):
         start = f"cornplug serve-store --socket {settings.socket}"
         yield Finding(
             "warn" if settings.autostart else "fail",
             "store",
-            f"{settings.socket}: {stat}",
+            f"{settings.socket}: {now}",
             f"The first engine will start one; by hand: {start}"
             if settings.autostart
             else f"Start one: {start}",
         )
         yield from shared_memory(settings)
         return
-    used = f"{_mib(stat.used_bytes)} of {_mib(stat.capacity_bytes)} used, {stat.entries} entries"
-    yield Finding("ok", "store", f"{settings.socket}: {used}, {stat.hits} hits, {stat.misses} misses")
+    used = f"{_mib(now.used_bytes)} of {_mib(now.capacity_bytes)} used, {now.entries} entries"
+    size = f"{now.capacity_bytes} bytes, {size_source(settings, now.capacity_bytes)}"
+    what = f"{settings.socket}: {used}, {now.hits} hits, {now.misses} misses; {size}"
+    yield Finding("ok", "store", what)
 
 
 def ask_store(settings: config.StoreConfig) -> StoreStat | str:
@@ -124,21 +128,49 @@ def ask_store(settings: config.StoreConfig) -> StoreStat | str:
         client.close()
 
 
+def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
+    """Where the size of a running store comes from."""
+    if settings.size_bytes is None:
+        return "by default a quarter of the memory that was left when it started"
+    if settings.size_bytes == capacity_bytes:
+        return "as store.size_bytes says"
+    return f"store.size_bytes is {settings.size_bytes}: who started it had another, or less memory"
+
+
 def shared_memory(settings: config.StoreConfig) -> Iterator[Finding]:
-    """`shm_dir` has room for a store of the size that is set."""
+    """There is memory for a store of the size that is set."""
+    memory = host_memory()
+    what = f"{memory.of} has {_mib(memory.available_bytes)} left"
     try:
-        about = os.statvfs(settings.shm_dir)
-    except OSError as e:
-        remedy = "Set store.shm_dir to a tmpfs, such as /dev/shm."
-        yield Finding("fail", "shared memory", f"{settings.shm_dir}: {e.strerror}", remedy)
+        size_bytes = fitting_size(settings.size_bytes, clamp=False, memory=memory)
+    except ConfigError as e:
+        yield Finding("warn", "shared memory", f"{what}; {e}", "Set CORNPLUG_STORE_SIZE_BYTES lower.")
         return
-    free = about.f_bavail * about.f_frsize
-    what = f"{settings.shm_dir} has {_mib(free)} free, store.size_bytes is {_mib(settings.size_bytes)}"
-    if free >= settings.size_bytes:
-        yield Finding("ok", "shared memory", what)
+    source = "a quarter of that" if settings.size_bytes is None else "as store.size_bytes says"
+    yield Finding("ok", "shared memory", f"{what}; a store would have {size_bytes} bytes, {source}")
+
+
+def folder(settings: config.StoreConfig) -> Iterator[Finding]:
+    """The socket's folder is this user's alone."""
+    path = settings.socket.parent
+    remedy = "Name a folder of yours, mode 0700: CORNPLUG_STORE_SOCKET=FOLDER/store.sock"
+    try:
+        about = path.lstat()
+    except FileNotFoundError:
+        yield Finding("ok", "folder", f"{path}: none yet, made on first use with mode 700")
+        return
+    except OSError as e:
+        yield Finding("fail", "folder", f"{path}: {e.strerror}", remedy)
+        return
+    around = path.parent.stat()
+    problem = "is a symbolic link" if path.is_symlink() else folder_problem(about)
+    if problem:
+        yield Finding("fail", "folder", f"{path} {problem}", remedy)
+    elif around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX:
+        what = f"{path.parent} lets others rename {path}: they can end the sharing, not read or change it"
+        yield Finding("warn", "folder", what, f"chmod +t {path.parent}")
     else:
-        remedy = "Set CORNPLUG_STORE_SIZE_BYTES lower, or give more (docker run --shm-size=8g)."
-        yield Finding("warn", "shared memory", what, remedy)
+        yield Finding("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
 def describe_encoder(settings: config.Config) -> Served | EncoderError:

@@ -83,13 +83,33 @@ def test_store_that_answers(settings: config.StoreConfig) -> None:
         (finding,) = doctor.store(settings)
     assert finding.status == "ok"
     assert "of 64 MiB used, 0 entries" in finding.what
+    assert f"{64 << 20} bytes, as store.size_bytes says" in finding.what
+    assert "a quarter" in doctor.size_source(settings.model_copy(update={"size_bytes": None}), 1)
+    assert "another" in doctor.size_source(settings, 1)
 
 
-def test_shared_memory_too_small(settings: config.StoreConfig, short_path: Path) -> None:
+def test_shared_memory_too_small(settings: config.StoreConfig) -> None:
     (small,) = doctor.shared_memory(settings.model_copy(update={"size_bytes": 1 << 60}))
     assert (small.status, "CORNPLUG_STORE_SIZE_BYTES" in small.remedy) == ("warn", True)
-    (absent,) = doctor.shared_memory(settings.model_copy(update={"shm_dir": short_path / "none"}))
-    assert absent.status == "fail"
+    (default,) = doctor.shared_memory(settings.model_copy(update={"size_bytes": None}))
+    assert (default.status, "bytes, a quarter of that" in default.what) == ("ok", True)
+
+
+def test_folder(settings: config.StoreConfig, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = doctor.folder(settings)
+    assert (good.status, "mode 700" in good.what) == ("ok", True)
+    short_path.chmod(0o770)
+    (open_,) = doctor.folder(settings)
+    assert (open_.status, "0770" in open_.what) == ("fail", True)
+    inner = settings.model_copy(update={"socket": short_path / "run" / "s.sock"})
+    (absent,) = doctor.folder(inner)
+    assert (absent.status, "made on first use" in absent.what) == ("ok", True)
+    (short_path / "run").mkdir(mode=0o700)
+    (movable,) = doctor.folder(inner)
+    assert (movable.status, "chmod +t" in movable.remedy) == ("warn", True)
+    (short_path / "link").symlink_to("run")
+    (link,) = doctor.folder(settings.model_copy(update={"socket": short_path / "link" / "s.sock"}))
+    assert (link.status, "symbolic link" in link.what) == ("fail", True)
 
 
 def test_encoder_that_is_down(short_path: Path) -> None:

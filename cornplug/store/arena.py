@@ -1,105 +1,127 @@
 """The shared memory of a pool: an unnamed file that lives exactly as long as someone maps it.
 
-Nothing is left in the file system when a daemon is killed, and a stranger who knows a name
-can open nothing. The daemon has the kernel set pages aside *before* it hands out room, so
-that no writer ever dies of SIGBUS on a full /dev/shm.
+Sealed memory of the kernel's (memfd), not a file in /dev/shm: containers have 64 MiB of that, and
+nobody who has the descriptor can cut this short under the others. Nothing is left when a daemon is
+killed, and there is no name for a stranger to open. The daemon has the kernel set pages aside
+*before* it hands out room, and leaves the host enough to live, so that no writer ever dies of it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
 import secrets
-from pathlib import Path
 from typing import Final
 
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import Location
+from cornplug.store.host_memory import Memory, host_memory
 
 STEP_BYTES: Final = 8 << 20
 """Least that is set aside at once; about 2 ms of the kernel's time."""
+_MFD_NOEXEC_SEAL: Final = 8
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _log = logging.getLogger("cornplug.store")
 
-_REMEDY: Final = (
-    "Give a smaller store.size_bytes (--size), a store.shm_dir on a larger file system, or, "
-    "in a container, more shared memory (docker run --shm-size)."
-)
+_REMEDY: Final = "Give a smaller store.size_bytes (--size), or this host or container more memory."
 
 
-def free_bytes(shm_dir: Path) -> int:
-    """Bytes that this user may still take there. Raises ConfigError when it is no folder."""
-    try:
-        stats = os.statvfs(shm_dir)
-    except OSError as e:
-        raise ConfigError("store.shm_dir", f"{shm_dir}: {e.strerror}", "Name an existing folder.") from e
-    return stats.f_bavail * stats.f_frsize
+def fitting_size(size_bytes: int | None, *, clamp: bool, memory: Memory | None = None) -> int:
+    """The capacity to use: what was asked, if there is as much memory; a quarter of that for None.
 
-
-def fitting_size(size_bytes: int, shm_dir: Path, *, clamp: bool) -> int:
-    """The capacity to use: what was asked, if the file system has it free.
-
-    Otherwise half of what is free when `clamp`, else ConfigError naming store.size_bytes.
+    Otherwise half of what is available when `clamp`, else ConfigError naming store.size_bytes.
     """
-    free = free_bytes(shm_dir)
-    if size_bytes <= free:
+    memory = memory or host_memory()
+    free = memory.available_bytes
+    if size_bytes is None:
+        _log.info(
+            "store.size_bytes is not set: a quarter of the %d MiB that %s has left", free >> 20, memory.of
+        )
+        size_bytes = free // 4
+        if size_bytes >= STEP_BYTES:
+            return size_bytes
+    if size_bytes <= free - _kept_free(memory):
         return size_bytes
     if clamp and free >= 2 * STEP_BYTES:
         _log.warning(
-            "%s has %d MiB free, less than the %d MiB wanted: this store takes half of that. %s",
-            shm_dir, free >> 20, size_bytes >> 20, _REMEDY,
+            "%s has %d MiB left, too little for the %d MiB wanted: this store takes half of that. %s",
+            memory.of, free >> 20, size_bytes >> 20, _REMEDY,
         )  # fmt: skip
         return free // 2
-    raise ConfigError(
-        "store.size_bytes", f"{size_bytes >> 20} MiB wanted, {shm_dir} has {free >> 20} MiB free", _REMEDY
-    )
+    problem = f"{size_bytes >> 20} MiB wanted, {memory.of} has {free >> 20} MiB left"
+    raise ConfigError("store.size_bytes", problem, _REMEDY)
+
+
+def _kept_free(memory: Memory) -> int:
+    """What a store leaves to others: beyond that the kernel would kill somebody."""
+    return memory.total_bytes // 20
 
 
 class Arena:
-    """The daemon's side: owns the file and grows what is safe to write."""
+    """The daemon's side: owns the memory and sets aside what is safe to write."""
 
-    def __init__(self, shm_dir: Path, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raises ConfigError where the kernel gives no such memory."""
         self.id = secrets.token_bytes(16)
-        self.capacity_bytes = capacity_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self.capacity_bytes = max(1, capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.backed_bytes = 0
-        self.exhausted = False
+        self._said = False
         try:
-            self.fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR, 0o600)
+            self.fd = _memfd()
+            os.ftruncate(self.fd, self.capacity_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as e:
-            problem = f"no unnamed file in {shm_dir}: {e.strerror}"
-            raise ConfigError("store.shm_dir", problem, "Name a folder on tmpfs or ext4.") from e
-        os.ftruncate(self.fd, self.capacity_bytes)
+            problem = f"no shared memory of {self.capacity_bytes >> 20} MiB: {e.strerror}"
+            raise ConfigError("store.size_bytes", problem, _REMEDY) from e
 
     def grow(self, want_bytes: int) -> int:
-        """Set aside at least `want_bytes` more; how many it was, 0 when there is no more.
-
-        After the first refusal of the file system it asks no more: the store is that small.
-        """
+        """Set aside at least `want_bytes` more; how many it was, 0 when there is no more for now."""
         left = self.capacity_bytes - self.backed_bytes
-        if self.exhausted or want_bytes > left:
+        if not 0 < want_bytes <= left:
             return 0
         step = min(max(want_bytes, STEP_BYTES), left)
+        memory = host_memory()
+        if memory.available_bytes - step < _kept_free(memory):
+            # Asked all the same, the kernel would kill a process for it rather than refuse.
+            self._ran_out(f"{memory.of} has {memory.available_bytes >> 20} MiB left")
+            return 0
         try:
             os.posix_fallocate(self.fd, self.backed_bytes, step)
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
                 raise
-            self.exhausted = True
-            # A failed fallocate may have kept part of its pages; give them back.
-            os.ftruncate(self.fd, self.backed_bytes)
-            os.ftruncate(self.fd, self.capacity_bytes)
-            _log.error(
-                "shared memory ran out: this store stays at %d MiB of its %d MiB. %s",
-                self.backed_bytes >> 20, self.capacity_bytes >> 20, _REMEDY,
-            )  # fmt: skip
+            self._ran_out(e.strerror or "refused")
             return 0
         self.backed_bytes += step
+        if self._said:
+            _log.info("there is memory again: this store grows on from %d MiB", self.backed_bytes >> 20)
+        self._said = False
         return step
+
+    def _ran_out(self, why: str) -> None:
+        if not self._said:
+            _log.error(
+                "memory ran out (%s): this store stays at %d MiB of its %d MiB for now. %s",
+                why, self.backed_bytes >> 20, self.capacity_bytes >> 20, _REMEDY,
+            )  # fmt: skip
+        self._said = True
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("cornplug-store", flags | _MFD_NOEXEC_SEAL)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("cornplug-store", flags)  # Linux before 6.3
 
 
 class MappedArena:

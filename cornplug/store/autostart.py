@@ -82,8 +82,9 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     Raises OSError when no process can be made, ConfigError for a folder that is not ours alone."""
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
     command += ["--clamp", "--detach"]
-    command += ["--socket", str(config.socket.absolute()), "--size", str(config.size_bytes)]
-    command += ["--shm-dir", str(config.shm_dir), "--secret-file", str(config.secret_file.absolute())]
+    command += ["--socket", str(config.socket.absolute())]
+    command += ["--secret-file", str(config.secret_file.absolute())]
+    command += [] if config.size_bytes is None else ["--size", str(config.size_bytes)]
     command += ["--quarantine-s", str(config.quarantine_s), "--idle-exit-s", str(idle_exit_s)]
     path = log_path(config.socket)
     with _log_file(path) as log:

@@ -83,10 +83,12 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refusal(enum.Enum):
-    """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost."""
+    """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost: GROWING says
+    that room is being made, and will be there for who asks again in a moment."""
 
     PRESENT = "present"
     PENDING = "pending"
+    GROWING = "growing"
     FULL = "full"
     TOO_LARGE = "too_large"
 

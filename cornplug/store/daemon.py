@@ -63,14 +63,18 @@ def main(argv: list[str]) -> int:
 def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cornplug serve-store", description=__doc__)
     parser.add_argument("--socket", type=Path, default=defaults.socket)
-    parser.add_argument("--size", default=str(defaults.size_bytes), help="upper bound, as 4GiB or 512MiB")
-    parser.add_argument("--shm-dir", type=Path, default=defaults.shm_dir)
+    parser.add_argument(
+        "--size",
+        type=parse_size,
+        default=defaults.size_bytes,
+        help="upper bound, as 4GiB or 512MiB; by default a quarter of the memory that is available",
+    )
     parser.add_argument("--secret-file", type=Path, default=defaults.secret_file)
     parser.add_argument("--quarantine-s", type=float, default=defaults.quarantine_s)
     parser.add_argument(
         "--idle-exit-s", type=float, default=0.0, help="end after so long without a client; 0: never"
     )
-    parser.add_argument("--clamp", action="store_true", help="take less when the file system has less")
+    parser.add_argument("--clamp", action="store_true", help="take less when there is less memory")
     parser.add_argument("--detach", action="store_true", help="serve in the background")
     return parser
 
@@ -92,8 +96,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _serve_claimed(claim: Claim, options: argparse.Namespace, secret: bytes) -> None:
-    size_bytes = fitting_size(parse_size(options.size), options.shm_dir, clamp=options.clamp)
-    arena = Arena(options.shm_dir, size_bytes)
+    arena = Arena(fitting_size(options.size, clamp=options.clamp))
     server = Server(
         claim.listener,
         arena,
@@ -111,7 +114,7 @@ def _serve_claimed(claim: Claim, options: argparse.Namespace, secret: bytes) -> 
     gc.disable()
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    _log.info("serving %s: up to %d MiB in %s", options.socket, arena.capacity_bytes >> 20, options.shm_dir)
+    _log.info("serving %s: up to %d MiB", options.socket, arena.capacity_bytes >> 20)
     try:
         server.serve()
     finally:

@@ -16,12 +16,13 @@ import xxhash
 
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
+from cornplug.store import patience
 from cornplug.store.base import Lease, Refusal, Reservation, Store
 
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
 
-Outcome = Literal["stored", "present", "pending", "full", "too_large", "lost"]
+Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
 """What became of a `put`. "lost": the reservation ended before the commit."""
 
 
@@ -110,7 +111,7 @@ def put(
     source = memoryview(payload).cast("B")
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = store.reserve([(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
+    answer = patience.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
     if isinstance(answer, Refusal):
         return answer.value
     with contextlib.ExitStack() as on_error:

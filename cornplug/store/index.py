@@ -25,17 +25,14 @@ from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
 from cornplug.store.eviction import plan_eviction
 from cornplug.store.expiry import Expiries
 
-CALL_GROWTH_BYTES: Final = 64 << 20
-"""Most that one call may have the arena grow (or one entry, if larger): making 64 MiB of
-shared memory takes about 15 ms, and the asker has a deadline."""
-
 SWEEP: Final = 1024
 """Most that one call ends of what has expired: about 2 ms."""
 
 _log = logging.getLogger("cornplug.store")
 
-Grow = Callable[[int], int]
-"""Asked for so many bytes more at the arena's end; answers how many it added: more, less or 0."""
+Grow = Callable[[int], int | None]
+"""Asked for so many bytes more at the arena's end; answers how many it added: more, less or 0. None:
+they are being made, and `extend` will tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +72,8 @@ class Index:
         self.capacity_bytes = capacity_bytes // 64 * 64
         self.room = Allocator()
         self.shortfall_bytes = 0
-        """Room that a call wanted and the arena had not grown to: what to grow between calls."""
+        """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
+        self._growing_bytes = 0
         self._grow = grow
         self._entries: dict[bytes, Entry] = {}
         self._lru: OrderedDict[bytes, Entry] = OrderedDict()
@@ -132,14 +130,17 @@ class Index:
     ) -> list[Reservation | Refusal]:
         """Room for each (key, size), growing and evicting as needed, or why not."""
         self.sweep(now_s)
-        grown_from = self.room.end_bytes
+        self._growing_bytes = 0
         out: list[Reservation | Refusal] = []
         for key, size in entries:
-            draft = self._draft(key, size, app, part, grown_from, now_s)
+            draft = self._draft(key, size, app, part, now_s)
             if isinstance(draft, Draft):
                 out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
             else:
                 out.append(draft)
+        if self._growing_bytes:
+            lacking = self._growing_bytes - self.room.hole_ending_at(self.room.end_bytes)
+            self.shortfall_bytes = max(self.shortfall_bytes, lacking)
         return out
 
     def commit(self, owner: int, token: int, meta: bytes) -> bool:
@@ -200,6 +201,7 @@ class Index:
     def extend(self, grown_bytes: int) -> None:
         """Tell that the arena has grown, which `grow` was not asked for."""
         self.room.extend(grown_bytes)
+        self.shortfall_bytes = max(0, self.shortfall_bytes - grown_bytes)
         if grown_bytes:
             self._refused_bytes = None
 
@@ -218,9 +220,7 @@ class Index:
             refusals=self._refusals,
         )
 
-    def _draft(
-        self, key: bytes, size: int, app: str, part: Part | None, grown_from: int, now_s: float
-    ) -> Draft | Refusal:
+    def _draft(self, key: bytes, size: int, app: str, part: Part | None, now_s: float) -> Draft | Refusal:
         """The draft that this writer may join, begun if need be."""
         if key in self._entries:
             return Refusal.PRESENT
@@ -231,23 +231,24 @@ class Index:
         if room > self.capacity_bytes:
             self._refusals += 1
             return Refusal.TOO_LARGE
-        offset = self._make_room(room, grown_from)
-        if offset is None:
-            self._refusals += 1
-            return Refusal.FULL
+        offset = self._make_room(room)
+        if isinstance(offset, Refusal):
+            self._refusals += offset is Refusal.FULL
+            return offset
         self._charge(app, room)
         self._last_token += 1
         location = Location(self.arena_id, offset, size, self._last_token)
         return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
-    def _make_room(self, room: int, grown_from: int) -> int | None:
+    def _make_room(self, room: int) -> int | Refusal:
         offset = self.room.allocate(room)
         if offset is not None:
             return offset
         if self._refused_bytes is not None and room >= self._refused_bytes:
-            return None
-        if not self._extend_for(room, grown_from):
-            return None
+            return Refusal.FULL
+        if not self._extend_for(room):
+            self._growing_bytes += room
+            return Refusal.GROWING
         offset = self.room.allocate(room)
         if offset is not None:
             return offset
@@ -255,25 +256,24 @@ class Index:
         if victims is None:
             # Until something is freed, asking for as much again would search in vain again.
             self._refused_bytes = room
-            return None
+            return Refusal.FULL
         for entry in victims:
             self._drop(entry)
         self._evictions += len(victims)
-        return self.room.allocate(room)
+        offset = self.room.allocate(room)
+        return Refusal.FULL if offset is None else offset
 
-    def _extend_for(self, room: int, grown_from: int) -> bool:
-        """Grow as far as possible; False when this call may grow no more but a later one may."""
+    def _extend_for(self, room: int) -> bool:
+        """Grow as far as possible; False when that is under way."""
         missing = room - self.room.hole_ending_at(self.room.end_bytes)
         # What is left may be too little alone, and enough beside an entry that can be evicted.
         missing = min(missing, self.capacity_bytes - self.room.end_bytes)
         if missing <= 0:
             return True
-        grown = self.room.end_bytes - grown_from
-        if grown and grown + missing > CALL_GROWTH_BYTES:
-            self.shortfall_bytes += missing
-            return False
-        self.extend(self._grow(missing))
-        return True
+        grown = self._grow(missing)
+        if grown is not None:
+            self.extend(grown)
+        return grown is not None
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]

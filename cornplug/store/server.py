@@ -1,8 +1,8 @@
 """What the pool's daemon does: one thread, one index, one arena, any number of clients.
 
 It answers a request before it looks at the next, so the index needs no lock, and `contains`
-costs one round trip of a socket. What takes long (setting pages aside) is done between
-requests, a few milliseconds at a time.
+costs one round trip of a socket. What takes long (setting memory aside) is done on a thread of its
+own (`growth.py`), ahead of who needs it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from cornplug.store import wire
-from cornplug.store.arena import STEP_BYTES, Arena
+from cornplug.store.arena import Arena
 from cornplug.store.base import Refusal
 from cornplug.store.checks import MAX_META_BYTES, check_part
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
+from cornplug.store.growth import Growth
 from cornplug.store.index import Index
 from cornplug.store.session import ClientFault, Session
 
 HEADROOM_BYTES: Final = 64 << 20
 """Room kept ready beyond what is in use, or a sixteenth of the store when that is more."""
+_MOST_HEADROOM_BYTES: Final = 1 << 30
+_GROW_BY_BYTES: Final = 1 << 20
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
 
@@ -55,10 +58,11 @@ class Server:
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
         self._index = Index(
-            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=arena.grow,
+            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
             reservation_s=reservation_s, reclaim_s=reclaim_s,
         )  # fmt: skip
-        self._headroom_bytes = max(HEADROOM_BYTES, arena.capacity_bytes // 16)
+        self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
+        self._growth = Growth(arena)
         self._sessions: dict[int, Session] = {}
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
@@ -69,21 +73,24 @@ class Server:
         """Run. Returns when told to stop, or when idle for long enough."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._growth, selectors.EVENT_READ)
+        # Who comes first finds room.
+        self._index.extend(self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES)))
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
-            growing = self._wants_growth()
+            self._growth.want(self._target_bytes())
             now_s = time.monotonic()
-            alert = growing or now_s < alert_until_s
+            alert = now_s < alert_until_s
             events = self._selector.select(0.0 if alert else max(0.0, next_tick_s - now_s))
             if events:
                 alert_until_s = time.monotonic() + wire.ALERT_S
             for key, mask in events:
                 if key.fileobj is self._listener:
                     self._accept()
+                elif key.fileobj is self._growth:
+                    self._index.extend(self._growth.collect())
                 else:
                     self._attend(key.data, mask)
-            if growing and not events:
-                self._grow_ahead()
             if time.monotonic() >= next_tick_s:
                 self._tick()
                 next_tick_s = time.monotonic() + _TICK_S
@@ -178,19 +185,15 @@ class Server:
             case _:
                 raise ValueError(f"no request: {type(request).__name__}")
 
-    def _wants_growth(self) -> bool:
-        return self._target_bytes() > self._arena.backed_bytes and not self._arena.exhausted
+    def _grow(self, missing_bytes: int) -> int | None:
+        """The index's question. The memory comes on the thread; where there is none, it evicts."""
+        return 0 if self._growth.exhausted else None
 
     def _target_bytes(self) -> int:
         room = self._index.room
         used = room.end_bytes - room.free_bytes
-        return min(self._arena.capacity_bytes, used + self._headroom_bytes + self._index.shortfall_bytes)
-
-    def _grow_ahead(self) -> None:
-        left = self._arena.capacity_bytes - self._arena.backed_bytes
-        self._index.extend(self._arena.grow(min(STEP_BYTES, left)))
-        if not self._wants_growth():
-            self._index.shortfall_bytes = 0
+        target = max(used + self._headroom_bytes, room.end_bytes + self._index.shortfall_bytes)
+        return min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES)
 
     def _tick(self) -> None:
         self._renew_listener()
@@ -230,4 +233,5 @@ class Server:
     def _close_all(self) -> None:
         for session in list(self._sessions.values()):
             self._end(session, ClientFault("closed"))
+        self._growth.close()
         self._selector.close()

@@ -48,7 +48,7 @@ def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., Server]
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(store_config.socket))
         listener.listen()
-        arena = Arena(store_config.shm_dir, size_bytes)
+        arena = Arena(size_bytes)
         secret = read_secret(store_config.secret_file)
         server = Server(listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **times)
         thread = threading.Thread(target=server.serve)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,11 @@ import pytest
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError
 from cornplug.store import autostart, daemon, server, wire
-from cornplug.store.arena import Arena, fitting_size, free_bytes
-from cornplug.store.base import Refusal, Reservation
 from cornplug.store.daemon import EXIT_TAKEN, parse_size
+from cornplug.store.host_memory import host_memory
 from cornplug.store.pool import PoolStore
 from cornplug.store.server import Server
-from cornplug.testing.store import fill, lease, present, reserve
+from cornplug.testing.store import fill, present
 
 from .conftest import eventually
 
@@ -65,16 +62,13 @@ def test_a_dead_ones_socket_is_replaced(
     fill(connect(), "a", b"x")
 
 
-def test_a_killed_daemon_leaves_no_shared_memory(
-    start_daemon: Start, connect: Connect, short_path: Path
-) -> None:
-    folder = short_path / "shm"
-    folder.mkdir()
-    process = start_daemon("--shm-dir", str(folder))
+def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
+    before = sorted(Path("/dev/shm").iterdir())
+    process = start_daemon()
     fill(connect(), "a", b"x" * 1000)
     process.kill()
     process.wait()
-    assert list(folder.iterdir()) == []
+    assert sorted(Path("/dev/shm").iterdir()) == before
 
 
 def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
@@ -204,32 +198,33 @@ def test_an_idle_server_ends_and_a_busy_one_does_not(
     eventually(lambda: running.stop)
 
 
-@pytest.fixture
-def small_shm(short_path: Path) -> Iterator[Path]:
-    """A tmpfs of 128 MiB."""
-    folder = short_path / "shm"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_store_too_large_for_its_folder_is_explained(small_shm: Path, start_daemon: Start) -> None:
-    process = start_daemon("--shm-dir", str(small_shm), "--size", "1GiB", wait=False)
+def test_a_store_too_large_for_this_host_is_explained(start_daemon: Start) -> None:
+    process = start_daemon("--size", "4096TiB", wait=False)
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
-    assert "store.size_bytes: 1024 MiB wanted" in log
-    assert "--shm-size" in log
+    assert "store.size_bytes: 4294967296 MiB wanted" in log
+    assert "--size" in log
 
 
-def test_an_auto_started_store_takes_half_of_what_is_free(small_shm: Path, store_config: StoreConfig) -> None:
-    config = store_config.model_copy(update={"shm_dir": small_shm, "size_bytes": 1 << 30})
+def test_an_auto_started_store_takes_half_of_what_is_left(store_config: StoreConfig) -> None:
+    config = store_config.model_copy(update={"size_bytes": 1 << 52})
+    left_bytes = host_memory().available_bytes
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
-        assert store.stat(deadline_s=5).capacity_bytes == 64 << 20
+        assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 2, rel=0.2)
         assert "takes half of that" in autostart.log_path(config.socket).read_text()
+    finally:
+        store.close()
+    eventually(lambda: not config.socket.exists())
+
+
+def test_a_store_of_no_given_size_takes_a_quarter_and_says_so(store_config: StoreConfig) -> None:
+    config = store_config.model_copy(update={"size_bytes": None})
+    left_bytes = host_memory().available_bytes
+    store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
+    try:
+        assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 4, rel=0.2)
+        assert "size_bytes is not set: a quarter" in autostart.log_path(config.socket).read_text()
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())
@@ -257,94 +252,6 @@ def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: S
     eventually(lambda: not store_config.socket.exists())
 
 
-def test_when_others_take_shared_memory_the_store_stays_small(
-    small_shm: Path, start_daemon: Start, connect: Connect
-) -> None:
-    """Room that was free at the start is gone later: no SIGBUS, just a smaller store."""
-    process = start_daemon("--shm-dir", str(small_shm), "--size", "120MiB")
-    store = connect()
-    eventually(lambda: free_bytes(small_shm) <= 64 << 20)
-    (small_shm / "others").write_bytes(b"x" * (40 << 20))
-    for number in range(110):
-        fill(store, number, b"x" * (1 << 20))
-    stat = store.stat(deadline_s=5)
-    assert 64 << 20 <= stat.used_bytes <= 88 << 20
-    assert stat.evictions == 110 - stat.entries
-    process.terminate()
-    assert "ran out" in process.communicate(timeout=5)[1]
-
-
-def test_running_out_is_survived_and_said_once(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    serve_in_thread: Callable[..., Server],
-    connect: Connect,
-) -> None:
-    real = os.posix_fallocate
-
-    def fallocate(fd: int, offset: int, size: int) -> None:
-        if offset + size > 16 << 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(fd, offset, size)
-
-    monkeypatch.setattr("cornplug.store.arena.os.posix_fallocate", fallocate)
-    serve_in_thread(size_bytes=64 << 20)
-    store = connect()
-    for number in range(20):
-        fill(store, number, b"x" * (1 << 20))
-    stat = store.stat(deadline_s=5)
-    assert (stat.entries, stat.evictions, stat.used_bytes) == (16, 4, 16 << 20)
-    held = [lease(store, number) for number in range(4, 20)]
-    assert None not in held
-    assert reserve(store, "more", 1) is Refusal.FULL
-    assert isinstance(reserve(connect(), "more", 1), Refusal)
-    messages = [r.message for r in caplog.records if "ran out" in r.message]
-    assert len(messages) == 1
-    assert "stays at 16 MiB of its 64 MiB" in messages[0]
-
-
-def test_a_fault_that_is_no_lack_of_room_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arena = Arena(Path("/dev/shm"), 1 << 20)
-    os.close(arena.fd)
-    with pytest.raises(OSError, match="descriptor"):
-        arena.grow(1)
-
-
-def test_fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.store.arena.free_bytes", lambda folder: 100 << 20)
-    assert fitting_size(64 << 20, tmp_path, clamp=False) == 64 << 20
-    assert fitting_size(1 << 30, tmp_path, clamp=True) == 50 << 20
-    with pytest.raises(ConfigError, match="100 MiB free"):
-        fitting_size(1 << 30, tmp_path, clamp=False)
-
-
-def test_a_shm_dir_that_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"store\.shm_dir"):
-        fitting_size(1, Path("/nonexistent"), clamp=True)
-    with pytest.raises(ConfigError, match=r"store\.shm_dir"):
-        Arena(Path("/proc"), 1 << 20)
-
-
 def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert daemon.main(["--size", "none"]) == 2
     assert "store.size_bytes" in capsys.readouterr().err
-
-
-def test_growth_goes_on_between_calls(serve_in_thread: Callable[..., Server], connect: Connect) -> None:
-    """More than one call may grow by, and more than the headroom: the rest is there soon after."""
-    serve_in_thread(size_bytes=512 << 20)
-    store = connect()
-    wanted = [(bytes([n]) * 32, 32 << 20) for n in range(12)]
-    rooms: dict[bytes, Reservation] = {}
-
-    def all_reserved() -> bool:
-        missing = [pair for pair in wanted if pair[0] not in rooms]
-        for answer in store.reserve(missing, app="a", deadline_s=5):
-            if isinstance(answer, Reservation):
-                rooms[answer.key] = answer
-        return len(rooms) == len(wanted)
-
-    eventually(all_reserved)
-    assert store.stat(deadline_s=5).evictions == 0

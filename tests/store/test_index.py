@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cornplug.store.allocator import ALIGN, Allocator, align_up
 from cornplug.store.base import Refusal, Reservation
-from cornplug.store.index import CALL_GROWTH_BYTES, Index
+from cornplug.store.index import Index
 from cornplug.testing.store import key
 
 CAPACITY = 4096
@@ -42,7 +42,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
         """The arena may stop growing before the capacity, as on a small /dev/shm."""
         self.granted = granted
         self.grown = 0
-        self.index = Index(b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow)
+        # That reservations expire has tests of its own.
+        self.index = Index(b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow, reservation_s=1e9)
 
     def grow(self, want_bytes: int) -> int:
         given = min(want_bytes, self.granted - self.grown)
@@ -243,20 +244,18 @@ def test_a_full_store_refuses_a_batch_quickly() -> None:
     assert index.stat().evictions == 0
 
 
-def test_one_call_grows_the_arena_by_little() -> None:
-    asked: list[int] = []
-
-    def grow(want_bytes: int) -> int:
-        asked.append(want_bytes)
-        return want_bytes
-
-    index = Index(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=grow)
+def test_room_that_is_being_made_is_promised_and_nothing_is_evicted_for_it() -> None:
+    index = Index(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=lambda missing: None)
+    index.extend(24 << 20)
     wanted = [(key(n), 16 << 20) for n in range(8)]
-    answers = index.reserve(1, wanted, app="a", now_s=0.0)
-    assert [isinstance(a, Reservation) for a in answers] == [True] * 4 + [False] * 4
-    assert sum(asked) == CALL_GROWTH_BYTES
-    assert index.shortfall_bytes == 4 * (16 << 20)
-    again = index.reserve(1, wanted[4:], app="a", now_s=0.0)
-    assert all(isinstance(a, Reservation) for a in again)
-    (large,) = index.reserve(1, [(key("large"), 256 << 20)], app="a", now_s=0.0)
-    assert isinstance(large, Reservation), "one entry may take more: else it could never be stored"
+    first = index.reserve(1, wanted, app="a", now_s=0.0)
+    assert isinstance(first[0], Reservation)
+    assert set(first[1:]) == {Refusal.GROWING}
+    assert index.shortfall_bytes == (7 * 16 - 8) << 20, "what is free at the end is part of the next"
+    for _ in range(3):
+        index.reserve(2, wanted[1:], app="a", now_s=0.0)
+    assert index.shortfall_bytes == (7 * 16 - 8) << 20, "asking again wants no more"
+    index.extend(index.shortfall_bytes)
+    assert index.shortfall_bytes == 0
+    assert all(isinstance(a, Reservation) for a in index.reserve(1, wanted[1:], app="a", now_s=0.0))
+    assert index.stat().refusals == 0

@@ -1,0 +1,84 @@
+"""Memory set aside ahead of what the index hands out, on a thread of its own.
+
+The kernel needs about 2 ms for 8 MiB, without the interpreter's lock: meanwhile the daemon answers.
+
+    server ──want(target)──> thread: Arena.grow, step by step ──fileno() readable──> server: collect()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from typing import Final
+
+from cornplug.store.arena import Arena
+
+_STEP_BYTES: Final = 32 << 20
+RETRY_S: Final = 5.0
+"""How long memory that ran out is left alone before it is asked for again."""
+
+_log = logging.getLogger("cornplug.store")
+
+
+class Growth:
+    """The thread, and what it has made. `fileno` is readable when there is something to collect."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._changed = threading.Condition()
+        self._target_bytes = self._made_bytes = 0
+        self._stop = False
+        self.exhausted = False
+        """There was no more when last asked."""
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="cornplug-growth", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._ready
+
+    def want(self, target_bytes: int) -> None:
+        """Have the arena grow to so many bytes, soon."""
+        with self._changed:
+            if target_bytes > self._target_bytes:
+                self._target_bytes = target_bytes
+                self._changed.notify()
+
+    def collect(self) -> int:
+        """Bytes made since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._ready)
+        with self._changed:
+            made, self._made_bytes = self._made_bytes, 0
+        return made
+
+    def close(self) -> None:
+        """Wait for the step under way, and end."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify()
+        self._thread.join()
+        os.close(self._ready)
+
+    def _run(self) -> None:
+        while (step := self._next_step()) is not None:
+            try:
+                made = self._arena.grow(step)
+            except OSError as e:
+                _log.error("no memory for the store: %s", e)
+                made = 0
+            with self._changed:
+                self._made_bytes += made
+                self.exhausted = not made
+            os.eventfd_write(self._ready, 1)
+
+    def _next_step(self) -> int | None:
+        """How many bytes to make, once some are wanted. None: it is over."""
+        with self._changed:
+            if self.exhausted:
+                self._changed.wait_for(lambda: self._stop, timeout=RETRY_S)
+            self._changed.wait_for(lambda: self._stop or self._target_bytes > self._arena.backed_bytes)
+            missing = self._target_bytes - self._arena.backed_bytes
+            return None if self._stop else min(missing, _STEP_BYTES)

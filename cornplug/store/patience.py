@@ -1,0 +1,37 @@
+"""Reserving where one can wait: room that is being made is asked for again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import Part, Refusal, Reservation, Store
+
+_PAUSE_S: Final = 0.005
+
+
+def reserve(
+    store: Store,
+    entries: Sequence[tuple[bytes, int]],
+    *,
+    app: str,
+    deadline_s: float,
+    part: Part | None = None,
+) -> list[Reservation | Refusal]:
+    """As `Store.reserve`, whose GROWING is asked again until the deadline. Raises StoreUnavailable."""
+    end_s = time.monotonic() + deadline_s
+    answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part)
+    while growing := [i for i, answer in enumerate(answers) if answer is Refusal.GROWING]:
+        left_s = end_s - time.monotonic() - _PAUSE_S
+        if left_s <= 0:
+            break
+        time.sleep(_PAUSE_S)
+        # What is reserved so far is good whatever becomes of the rest.
+        with contextlib.suppress(StoreUnavailable):
+            again = store.reserve([entries[i] for i in growing], app=app, deadline_s=left_s, part=part)
+            for i, answer in zip(growing, again, strict=True):
+                answers[i] = answer
+    return answers

@@ -1,0 +1,289 @@
+"""Memory for a store: how much there is, that nobody cuts it short, and that it grows beside the answers."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cornplug.codec import Kind
+from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.store import arena, entry, growth, patience
+from cornplug.store.arena import Arena, fitting_size
+from cornplug.store.base import Refusal, Reservation
+from cornplug.store.host_memory import Memory, host_memory
+from cornplug.store.memory import MemoryStore
+from cornplug.store.pool import PoolStore
+from cornplug.store.server import Server
+from cornplug.testing.store import fill, key, lease, present, reserve
+
+from .conftest import eventually
+
+Connect = Callable[..., PoolStore]
+MIB = 1 << 20
+
+
+# -- how much there is --
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A /proc and a /sys/fs/cgroup: 8 GiB of memory, 6 of them available."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "cg").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(
+        "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n"
+    )
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
+    return tmp_path
+
+
+def _group(folder: Path, limit: str, usage: int, cache: int = 0, *, version: int = 2) -> None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(limit + "\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+
+
+def _memory(host: Path) -> Memory:
+    return host_memory(proc=host / "proc", cgroups=host / "cg")
+
+
+def test_without_a_limit_it_is_the_hosts(host: Path) -> None:
+    assert _memory(host) == (8 << 30, 6 << 30, "this host's memory")
+    _group(host / "cg", "max", 1 << 30)
+    assert _memory(host).available_bytes == 6 << 30
+
+
+def test_in_a_container_it_is_the_limit_less_what_is_used(host: Path) -> None:
+    _group(host / "cg", str(4 << 30), 3 << 30, cache=1 << 30)
+    assert _memory(host)[:2] == (4 << 30, 2 << 30), "the page cache is given back"
+
+
+def test_the_narrowest_group_around_us_counts(host: Path) -> None:
+    (host / "proc" / "self" / "cgroup").write_text("0::/pod/engine\n")
+    _group(host / "cg" / "pod" / "engine", "max", 1 << 30)
+    _group(host / "cg" / "pod", str(2 << 30), 1 << 30)
+    _group(host / "cg", "max", 5 << 30)
+    assert _memory(host)[:2] == (2 << 30, 1 << 30)
+    assert "pod" in _memory(host).of
+
+
+@pytest.mark.parametrize("path", ["/", "/docker/0123"], ids=["own", "the host's, which is not to be seen"])
+def test_version_1(host: Path, path: str) -> None:
+    (host / "proc" / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:memory:{path}\n0::/\n")
+    _group(host / "cg" / "memory", str(1 << 30), 1 << 29, version=1)
+    assert _memory(host)[:2] == (1 << 30, 1 << 29)
+    _group(host / "cg" / "memory", str(0x7FFFFFFFFFFFF000), 1 << 29, version=1)
+    assert _memory(host).available_bytes == 6 << 30
+
+
+def test_this_host_has_some() -> None:
+    assert 0 < host_memory().available_bytes <= host_memory().total_bytes
+
+
+def test_fitting(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    memory = Memory(200 * MIB, 100 * MIB, "a cgroup")
+    assert fitting_size(64 * MIB, clamp=False, memory=memory) == 64 * MIB
+    assert fitting_size(1 << 30, clamp=True, memory=memory) == 50 * MIB
+    assert fitting_size(None, clamp=False, memory=memory) == 25 * MIB
+    assert "a quarter of the 100 MiB that a cgroup has left" in caplog.text
+    with pytest.raises(ConfigError, match=r"store\.size_bytes: 1024 MiB wanted, a cgroup has 100 MiB left"):
+        fitting_size(1 << 30, clamp=False, memory=memory)
+    with pytest.raises(ConfigError, match=r"store\.size_bytes"):
+        fitting_size(None, clamp=True, memory=Memory(200 * MIB, 4 * MIB, "a cgroup"))
+
+
+def test_a_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
+    """Containers have 64 MiB of it. Here, in a namespace of its own, this process has 1 MiB."""
+    code = (
+        "from cornplug.store.arena import Arena; import os\n"
+        "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_frsize == 1 << 20\n"
+        "print(Arena(128 << 20).grow(128 << 20))\n"
+    )
+    inner = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && {sys.executable} -c '{code}'".replace(
+        "'/dev/shm'", '"/dev/shm"'
+    )
+    out = subprocess.run(["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, check=False)
+    if "unshare" in out.stderr or "mount" in out.stderr:
+        pytest.skip("no right to mount")
+    assert out.stdout == f"{128 * MIB}\n", out.stderr
+
+
+# -- nobody cuts it short --
+
+
+def test_whoever_has_the_descriptor_can_neither_cut_nor_lengthen_it() -> None:
+    ours = Arena(MIB)
+    for size in (0, 2 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(ours.fd, size)
+    with mmap.mmap(ours.fd, MIB) as mapped:
+        mapped[:4] = b"able"
+    ours.close()
+
+
+# -- it runs out --
+
+
+def test_what_would_leave_the_host_nothing_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    left = Memory(100 * MIB, 12 * MIB, "a cgroup")
+    monkeypatch.setattr(arena, "host_memory", lambda: left)
+    ours = Arena(64 * MIB)
+    assert [ours.grow(8 * MIB), ours.grow(8 * MIB)] == [0, 0], "5 MiB are kept free"
+    assert (
+        caplog.text.count("a cgroup has 12 MiB left): this store stays at 0 MiB of its 64 MiB for now") == 1
+    )
+    left = Memory(100 * MIB, 90 * MIB, "a cgroup")
+    assert ours.grow(8 * MIB) == 8 * MIB
+    assert "grows on" in caplog.text
+    ours.close()
+
+
+def test_running_out_is_survived_and_ends_when_there_is_memory_again(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    serve_in_thread: Callable[..., Server],
+    connect: Connect,
+) -> None:
+    real, most = os.posix_fallocate, 16 * MIB
+
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        if offset + size > most:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, size)
+
+    monkeypatch.setattr("cornplug.store.arena.os.posix_fallocate", fallocate)
+    monkeypatch.setattr("cornplug.store.server.HEADROOM_BYTES", 16 * MIB)
+    monkeypatch.setattr(growth, "RETRY_S", 0.1)
+    running = serve_in_thread(size_bytes=64 * MIB)
+    store = connect()
+    fill(store, 0, b"x" * MIB)
+    eventually(lambda: running._growth.exhausted)
+    for number in range(1, 20):
+        fill(store, number, b"x" * MIB)
+    stat = store.stat(deadline_s=5)
+    assert (stat.entries, stat.evictions, stat.used_bytes) == (16, 4, 16 * MIB)
+    held = [lease(store, number) for number in range(4, 20)]
+    assert None not in held
+    assert reserve(store, "more", 1) is Refusal.FULL
+    assert len([r for r in caplog.records if "ran out" in r.message]) == 1, "said once"
+    most = 64 * MIB
+    eventually(lambda: isinstance(reserve(connect(), time.monotonic(), 1), Reservation))
+
+
+def test_a_fault_that_is_no_lack_of_room_is_not_hidden() -> None:
+    ours = Arena(MIB)
+    os.close(ours.fd)
+    with pytest.raises(OSError, match="descriptor"):
+        ours.grow(1)
+
+
+def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Arena(MIB)
+    os.close(ours.fd)
+    making = growth.Growth(ours)
+    making.want(MIB)
+    eventually(lambda: making.exhausted)
+    assert "no memory for the store" in caplog.text
+    making.close()
+
+
+# -- beside the answers --
+
+
+def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
+    serve_in_thread: Callable[..., Server], connect: Connect
+) -> None:
+    """8k tokens of an 8B model: 128 pages of 8 MiB, into an empty store of 2 GiB."""
+    if host_memory().available_bytes < 4 << 30:
+        pytest.skip("this test wants 1 GiB of memory")
+    serve_in_thread(size_bytes=2 << 30)
+    store = connect()
+    entries = [(key(n), 8 * MIB) for n in range(128)]
+    first = store.reserve(entries, app="a", deadline_s=5)
+    refused = {answer for answer in first if isinstance(answer, Refusal)}
+    assert refused <= {Refusal.GROWING}
+    left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, Refusal)]
+    again = patience.reserve(store, left, app="a", deadline_s=10)
+    assert all(isinstance(answer, Reservation) for answer in again)
+    assert store.stat(deadline_s=5).evictions == 0
+
+
+def test_who_asks_is_answered_while_memory_is_made(
+    monkeypatch: pytest.MonkeyPatch, serve_in_thread: Callable[..., Server], connect: Connect
+) -> None:
+    slow, real = threading.Event(), Arena.grow
+
+    def grow(self: Arena, want_bytes: int) -> int:
+        slow.wait(10)
+        return real(self, want_bytes)
+
+    serve_in_thread(size_bytes=256 * MIB)
+    store = connect()
+    fill(store, "a", b"x")
+    monkeypatch.setattr(Arena, "grow", grow)
+    try:
+        assert reserve(store, "large", 200 * MIB) is Refusal.GROWING
+        began_s = time.monotonic()
+        assert present(store, "a") == b"\1"
+        assert time.monotonic() - began_s < 1.0
+    finally:
+        slow.set()
+    (room,) = patience.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=10)
+    assert isinstance(room, Reservation)
+
+
+class _Growing:
+    """A store whose room comes after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.inner = MemoryStore(capacity_bytes=MIB).connect()
+        self.left = questions
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def reserve(self, entries: list[tuple[bytes, int]], **options: object) -> list[object]:
+        self.left -= 1
+        if self.left == 0:
+            raise StoreUnavailable("gone for a moment", reason="store_timeout")
+        return self.inner.reserve(entries, **options) if self.left < 0 else [Refusal.GROWING] * len(entries)  # type: ignore[arg-type]
+
+
+def test_what_is_put_while_room_is_made_is_stored() -> None:
+    store = _Growing(3)
+    done = entry.put(
+        store,
+        b"abcd",
+        kind=Kind.EMBEDDING,
+        key=key("a"),
+        dtype="uint8",
+        shape=(4,),
+        app="a",
+        deadline_s=5,  # type: ignore[arg-type]
+    )
+    assert done == "stored"
+
+
+def test_patience_ends_with_the_deadline() -> None:
+    store = _Growing(10**6)
+    began_s = time.monotonic()
+    assert patience.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [Refusal.GROWING]  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 1
