@@ -17,6 +17,7 @@ class FaultyStore:
         slow_s: every call takes so long; beyond its deadline it raises "store_timeout"
             after the deadline, and the inner store never sees it.
         full: `reserve` answers FULL to all.
+        growing: `reserve` answers GROWING to all but the first so many of a call; None: as `inner` does.
         corrupt_reads: a read-only `view` is a copy with one bit of its last byte flipped.
         calls: how often each method was called, faults included.
     """
@@ -26,6 +27,7 @@ class FaultyStore:
         self.unavailable = False
         self.slow_s = 0.0
         self.full = False
+        self.growing: int | None = None
         self.corrupt_reads = False
         self.calls: dict[str, int] = {}
 
@@ -48,7 +50,9 @@ class FaultyStore:
         self._fault("reserve", deadline_s)
         if self.full:
             return [Refusal.FULL for _ in entries]
-        return self.inner.reserve(entries, app=app, deadline_s=deadline_s, part=part)
+        there = entries[: self.growing]
+        answers = self.inner.reserve(there, app=app, deadline_s=deadline_s, part=part)
+        return answers + [Refusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         self._fault("commit", deadline_s)

@@ -50,6 +50,8 @@ class _Tracked:
     """None: nothing of this request is shared."""
     saved_pages: int = 0
     """Pages offered to the store, or known to be there."""
+    again: set[int] = field(default_factory=set)
+    """Those of them for which the store was just making room: offered at the next step once more."""
     match: _Match | None = None
     loading: _Match | None = None
     load_began: float = 0.0
@@ -269,10 +271,13 @@ class KVScheduler:
             request = tracked.request
             # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
             end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
-            if end // self._page.page_tokens <= tracked.saved_pages:
+            if end // self._page.page_tokens <= tracked.saved_pages and not tracked.again:
                 continue
             keys = tracked.keys.upto(request.all_token_ids, end)
-            found += [(tracked, i, keys[i]) for i in range(tracked.saved_pages, len(keys))]
+            offered = {*tracked.again, *range(tracked.saved_pages, len(keys))}
+            # After a preemption a page may be beyond what is computed: its turn comes then.
+            found += [(tracked, i, keys[i]) for i in sorted(offered) if i < len(keys)]
+            tracked.again = {i for i in tracked.again if i >= len(keys)}
             tracked.saved_pages = max(tracked.saved_pages, len(keys))
         return found
 
@@ -287,6 +292,8 @@ class KVScheduler:
         for (tracked, index, _), answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Refusal):
                 self._tally.count("cornplug_saves_total", self._run.app, WHAT, answer.value)
+                if answer is Refusal.GROWING:
+                    tracked.again.add(index)
                 continue
             request_id = tracked.request.request_id
             self._open[answer.token] = OpenSave(answer, request_id, index)

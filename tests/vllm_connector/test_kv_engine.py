@@ -333,6 +333,22 @@ def test_a_full_store_refuses_and_is_counted(engine: Make, faulty: FaultyStore) 
     assert first.counts["saves", "kv_page", "full"] == 4
 
 
+def test_pages_for_which_room_is_being_made_are_offered_again(engine: Make, faulty: FaultyStore) -> None:
+    """Of a long first prompt most were never stored: the store was as if full for a moment."""
+    first = engine(connect=lambda: faulty)
+    faulty.growing = 1
+    request = first.add("a", PROMPT)
+    first.step(chunk=100)
+    assert first.counts["saves", "kv_page", "growing"] == 2
+    first.step(chunk=30)
+    assert first.counts["saves", "kv_page", "growing"] == 4
+    faulty.growing = None
+    first.settle()
+    first.check(request)
+    assert first.counts["saves", "kv_page", "stored"] == 4
+    assert engine(connect=lambda: faulty).run("b", PROMPT).external_tokens == 128
+
+
 def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     other = MemoryStore(capacity_bytes=1 << 20)
