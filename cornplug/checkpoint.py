@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from cornplug.checkpoint_files import cached_snapshot, processor_jsons, read_json
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES, Family, Modality, Part, without_inert
+from cornplug.families import FAMILIES, Family, Modality, Part, unusual_classes, without_inert
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
 from cornplug.tensor_files import TensorEntry, read_header, tensor_digests, tensor_files
 
@@ -49,12 +49,12 @@ class Checkpoint:
     """Where the family's `Base` part is, if not here."""
 
     @classmethod
-    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
-        """Open a folder, or a hub id from the local Hugging Face cache. Nothing is downloaded.
+    def open(cls, model: str, revision: str | None = None, *, cache_dir: str | None = None) -> Checkpoint:
+        """Open a folder, or a hub id from the local Hugging Face cache (or the one in `cache_dir`).
 
-        Raises CheckpointError: "not_found", "bad_config".
+        Nothing is downloaded. Raises CheckpointError: "not_found", "bad_config".
         """
-        path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision)
+        path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision, cache_dir)
         config = read_json(path / "config.json")
         if config is None:
             raise CheckpointError(f"{path} has no config.json. Name a checkpoint folder.", reason="not_found")
@@ -95,20 +95,6 @@ class Checkpoint:
         """
         return _fingerprint(self._part(part))
 
-    def whole_fingerprint(self) -> bytes:
-        """Fingerprint of every weight, cut or not: of a model whose parts nobody can tell apart.
-
-        The same as `fingerprint("language_model")` for a family that is not known.
-        """
-        rows = {
-            name if part == "language_model" else f"{part}/{name}": row
-            for part, of_part in self._parts.items()
-            for name, row in of_part.items()
-        }
-        if not rows:
-            raise CheckpointError(f"{self.path} has no tensors.", reason="no_weights")
-        return _fingerprint(rows)
-
     def locate(self, part: Part) -> dict[str, tuple[Path, str]]:
         """Normalised name -> (file, name in that file) of a part's tensors up to the cut.
 
@@ -123,12 +109,18 @@ class Checkpoint:
         """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json; {} where there is none."""
+        return read_json(self.path / "generation_config.json") or {}
+
     def tower_spec(self, dtype: str, *, numeric_class: str = NUMERIC_CLASS) -> dict[str, Any]:
         """What shapes the tower's output besides weights: family, config up to the cut, dtype.
 
         `dtype` is torch's name without "torch." in which the tower runs.
         """
-        return {
+        classes = unusual_classes(self.config)
+        return ({"classes": classes} if classes else {}) | {
             "family": self.family.name,
             "tower": self.family.tower_spec(self.config),
             "dtype": dtype,
@@ -158,7 +150,9 @@ class Checkpoint:
                 reason="modality",
             )
         asked = {**family.processor_defaults.get(chosen, {}), **(processor_kwargs or {})}
-        preprocessor = {**self.preprocessors[chosen], **asked}
+        # transformers reads these two from a caller's arguments only, never from the JSON.
+        published = {k: v for k, v in self.preprocessors[chosen].items() if k not in ("backend", "use_fast")}
+        preprocessor = {**published, **asked}
         # The first modality goes unsaid: its identities are older than the second modality.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
@@ -198,10 +192,13 @@ class Checkpoint:
         spec = {k: v for k, v in without_inert(text).items() if k not in _OTHER_PARTS}
         # Flat and nested files of one family name their text part differently.
         spec["model_type"] = str(spec.get("model_type", "")).removesuffix("_text")
-        for name in ("quantization_config", "compression_config"):
-            found = text.get(name, whole.get(name))
-            if found is not None:
+        for config, name in ((whole, "classes"), (text, "text_classes")):
+            if found := unusual_classes(config):
                 spec[name] = found
+        for name in ("quantization_config", "compression_config"):
+            declared = text.get(name, whole.get(name))
+            if declared is not None:
+                spec[name] = declared
         theta, scaling = spec.pop("rope_theta", None), spec.pop("rope_scaling", None)
         rope = {**(scaling or {}), **(spec.pop("rope_parameters", None) or {})}
         if theta is not None:

@@ -26,14 +26,14 @@ def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
     return {modality: _processor(path, together, modality) for modality in _PROCESSORS}
 
 
-def cached_snapshot(model: str, revision: str | None) -> Path:
-    """The folder of a hub id in the local cache. Raises CheckpointError("not_found")."""
+def cached_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
+    """The folder of a hub id in the local cache, or another. Raises CheckpointError("not_found")."""
     # Its import takes longer than reading a checkpoint folder.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as e:
         raise CheckpointError(
             f"{model} is neither a folder nor in the local Hugging Face cache. Run: hf download {model}",

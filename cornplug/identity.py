@@ -79,7 +79,7 @@ def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
     """What an embedding depends on besides the medium. Equal for every fine-tune, merge or
     quantisation that left tower and projector alone."""
-    return digest("cornplug-model-v1", tower_fp, projector_fp, spec_fp)
+    return digest("cornplug-model-v2", tower_fp, projector_fp, spec_fp)
 
 
 def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview) -> bytes:
@@ -164,7 +164,7 @@ def feature_key(
 def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
     """What KV depends on besides the tokens: the whole LM (with adapters and quantisation),
     cache dtype, rope and page geometry, tenant."""
-    return keyed(secret, "cornplug-kv-root-v1", language_model_fp, canonical(kv_spec), _salt(salt))
+    return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
 
 
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:

@@ -98,47 +98,29 @@ def test_a_quantised_tower_takes_the_quantisation_into_its_spec(tmp_path: Path) 
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize("part", ["vision_tower.", "multi_modal_projector.", "language_model."])
-def test_of_a_model_that_nobody_can_cut_every_weight_counts(tmp_path: Path, part: str) -> None:
-    """A family that is known, with a tower that is not: engines of the very same weights share."""
-    pixtral = {**bare.LLAVA_CONFIG, "vision_config": {"model_type": "pixtral"}}
-    tensors = bare.llava_tensors()
-    changed = dict(tensors)
-    name = next(name for name in tensors if name.startswith(part))
-    changed[name] = bare.bare("something else", shape=tensors[name][1])
-    identities = {
-        EngineModel(
-            checkpoint=_write(tmp_path / str(i), given, config=pixtral),
+def test_only_what_was_compared_is_shared(tmp_path: Path) -> None:
+    """By engine and family; a known family with a tower that is not known is none of them."""
+
+    def model(engine: str, proven: set[str], vision: str = "clip_vision_model") -> EngineModel:
+        tower = {**LLAVA_CONFIG["vision_config"], "model_type": vision}
+        checkpoint = _write(tmp_path / vision, config={**bare.LLAVA_CONFIG, "vision_config": tower})
+        return EngineModel(
+            checkpoint=checkpoint,
             dtype="float32",
             max_model_len=64,
-            engine="vllm",
-            proven=frozenset({"llava"}),
-        ).tower_identity()
-        for i, given in enumerate((tensors, changed, tensors))
-    }
-    assert len(identities) == 2
-    assert {one.served_identity for one in identities} == {None}
-
-
-@pytest.mark.parametrize("vision", ["pixtral", "clip_vision_model"])
-def test_only_what_was_compared_is_shared_between_engines(tmp_path: Path, vision: str) -> None:
-    """A family that the service knows: with it and between engines. Any other: with its like alone."""
-    config = {**bare.LLAVA_CONFIG, "vision_config": {**LLAVA_CONFIG["vision_config"], "model_type": vision}}
-    checkpoint = _write(tmp_path / "m", config=config)
-    known = vision == "clip_vision_model"
-    vllm, sglang, other = (
-        EngineModel(checkpoint=checkpoint, dtype="float32", max_model_len=64, engine=engine, proven=proven)
-        for engine, proven in (
-            ("vllm", frozenset({"llava"})),
-            ("sglang", frozenset({"llava", "gemma3"})),
-            ("sglang", frozenset({"gemma3"})),
+            engine=engine,
+            proven=frozenset(proven),
         )
-    )
-    assert (vllm.tower_identity().identity == sglang.tower_identity().identity) == known
-    assert (vllm.tower_identity().served_identity is not None) == known
+
+    vllm = model("vllm", {"llava"}).tower_identity()
+    assert vllm == model("sglang", {"llava", "gemma3"}).tower_identity()
+    assert vllm.served_identity == vllm.identity
     with pytest.raises(CheckpointError, match="compared what sglang makes of 'llava'") as caught:
-        other.tower_identity()
+        model("sglang", {"gemma3"}).tower_identity()
     assert caught.value.reason == "unproven_family"
+    with pytest.raises(CheckpointError) as caught:
+        model("vllm", {"llava"}, "pixtral").tower_identity()
+    assert caught.value.reason == "unknown_family"
 
 
 def test_what_runs_behind_the_cut_does_not_count(tmp_path: Path) -> None:
@@ -267,6 +249,18 @@ def test_a_video_processor_is_read_where_transformers_reads_it(tmp_path: Path) -
 
 
 # --- kv_spec ---
+
+
+@pytest.mark.parametrize("change", [{"architectures": ["Mine"]}, {"auto_map": {"AutoModel": "mine.Mine"}}])
+def test_other_classes_have_other_specs(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The same bytes under another class, or with code of their own, may compute something else."""
+    specs = []
+    for name, config in (("plain", {}), ("other", change)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**QWEN2_VL_CONFIG, **config}))
+        specs.append(Checkpoint.open(str(folder)).kv_spec())
+    assert specs[0] != specs[1]
 
 
 def test_kv_spec_reads_alike_from_transformers_4_and_5(tmp_path: Path) -> None:

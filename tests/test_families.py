@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES, without_inert
+from cornplug.families import FAMILIES, base, without_inert
 from cornplug.identity import canonical
 from cornplug.testing.bare_checkpoints import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG
 
@@ -243,8 +243,9 @@ def test_fields_that_change_pixels_count(change: dict[str, Any]) -> None:
     "noise",
     [
         {"processor_class": "LlavaProcessor"},
-        {"auto_map": {"AutoProcessor": "x.Y"}},
         {"image_processor_type": "CLIPImageProcessorFast"},
+        {"use_fast": True},
+        {"device": "cpu"},
         {"feature_extractor_type": "CLIPFeatureExtractor"},
         {"device": None, "data_format": "channels_first", "do_pad": None},
         {"do_normalize": True, "rescale_factor": 0.00392156862745098},
@@ -254,6 +255,29 @@ def test_fields_that_change_pixels_count(change: dict[str, Any]) -> None:
 )
 def test_names_and_spelled_out_defaults_of_a_processor_do_not_count(noise: dict[str, Any]) -> None:
     assert LLAVA.preprocess_spec({**CLIP_PREPROCESSOR, **noise}) == LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_fast": False},
+        {"backend": "pil"},
+        {"device": "cuda"},
+        {"image_processor_type": "CLIPImageProcessorPil"},
+        {"auto_map": {"AutoImageProcessor": "x.Y"}},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_who_makes_the_pixels_counts(kind: str, asked: dict[str, Any]) -> None:
+    """Pillow and torchvision resize to other pixels, and a GPU to others again."""
+    spec = FAMILIES[kind].preprocess_spec
+    assert spec({**CLIP_PREPROCESSOR, **asked}) != spec(CLIP_PREPROCESSOR)
+
+
+def test_without_torchvision_pillow_makes_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
+    monkeypatch.setattr(base, "_has_torchvision", lambda: False)
+    assert LLAVA.preprocess_spec(CLIP_PREPROCESSOR) == {**usual, "backend": "pil"}
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])

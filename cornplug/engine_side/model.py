@@ -1,4 +1,4 @@
-"""Which model an engine runs, as identities: read from its checkpoint, never from its name.
+"""Which model an engine runs, as identities: from its checkpoint's files, and what the engine made of them.
 
 Both engines' rooms fill an `EngineModel` from their own configs, so that one checkpoint has
 one identity whatever engine computes with it.
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side import engine_config
 from cornplug.errors import CheckpointError
 from cornplug.families import FAMILIES
-from cornplug.identity import model_identity, overridden, spec_fingerprint
-
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+from cornplug.identity import overridden
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class TowerIdentity:
     identity: bytes
     """32 bytes; part of every embedding key."""
     served_identity: bytes | None
-    """The identity that an encoder service would list for this model; None where only this
-    very model's engines can share (unknown family, or settings that the service lacks)."""
+    """The identity that an encoder service would list for this model; None where only engines
+    with the same settings can share, which the service lacks."""
     picture_inputs: tuple[str, ...] = ()
     """What the service takes of a picture: the processor's outputs by name."""
 
@@ -59,6 +58,12 @@ class EngineModel:
     """The deployment's own arguments of the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Other settings that change values and that the checkpoint does not know; {} for none."""
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    """`engine_config.changes`: what this engine runs that the checkpoint's files do not say."""
+    length_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What counts besides `max_model_len` where that counts."""
+    epochs: Mapping[str, int] = field(default_factory=dict)
+    """`model_type` -> how often this engine's releases have changed what comes out; 0 where absent."""
 
     def __post_init__(self) -> None:
         try:
@@ -67,29 +72,20 @@ class EngineModel:
             raise CheckpointError(f"overrides cannot be identified: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
-        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError.
-
-        Of a family that is none of ours, servers of the same engine and checkpoint share: what
-        another engine calls an embedding of it, nobody has compared.
+        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
+        "unproven_family" for one that nobody has compared in this engine, and as `Checkpoint.identity`.
         """
         name = str(self.checkpoint.config.get("model_type"))
-        if name in FAMILIES and name not in self.proven:
+        if name not in FAMILIES or name not in self.proven:
             raise CheckpointError(
                 f"nobody has compared what {self.engine} makes of {name!r} with what the encoder service "
                 f"makes. Compared: {', '.join(sorted(self.proven))}.",
                 reason="unproven_family",
             )
-        try:
-            identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
-        except CheckpointError as e:
-            if e.reason != "unknown_family":
-                raise
-            return TowerIdentity(
-                overridden(self._whole_model(), {**self.overrides, "engine": self.engine}), None
-            )
-        served = None if self.overrides else identity
+        identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
+        overrides = self._overrides(name, engine_config.of_towers(self.config_changes))
         inputs = self.checkpoint.family.inputs.get("image", ())
-        return TowerIdentity(overridden(identity, self.overrides), served, inputs)
+        return TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
         """(language model fingerprint, KV spec without the page geometry). Reads weights once.
@@ -97,24 +93,25 @@ class EngineModel:
         Raises CheckpointError.
         """
         text_config = self.checkpoint.kv_spec()
+        changed = engine_config.of_language_model(self.config_changes)
         spec: dict[str, Any] = {
             "config": text_config,
             "dtype": self.dtype,
-            "overrides": dict(self.overrides),
+            "overrides": self._overrides(str(text_config["model_type"]), changed),
         }
-        if str(text_config["rope_parameters"].get("rope_type")) in _LENGTH_DEPENDENT_ROPE:
-            spec["max_model_len"] = self.max_model_len
+        if engine_config.length_matters(text_config, self.checkpoint.config, changed):
+            spec["length"] = {
+                "max_model_len": self.max_model_len,
+                "engine": self.engine,
+                "settings": dict(self.length_settings),
+                "generation": self.checkpoint.generation,
+            }
         return self.checkpoint.fingerprint("language_model"), spec
 
-    def _whole_model(self) -> bytes:
-        """For a family that we cannot cut: every weight and every setting counts, so only
-        engines of the very same checkpoint share."""
-        weights = self.checkpoint.whole_fingerprint()
-        spec = spec_fingerprint(
-            {
-                "whole": self.checkpoint.config,
-                "preprocessor": {**self.checkpoint.preprocessor, **self.processor_kwargs},
-                "dtype": self.dtype,
-            }
-        )
-        return model_identity(weights, weights, spec)
+    def _overrides(self, model_type: str, changed: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(self.overrides)
+        if changed:
+            found["config"] = dict(changed)
+        if epoch := self.epochs.get(model_type, 0):
+            found["epoch"] = f"{self.engine} {epoch}"
+        return found

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from cornplug.families.base import Family, Json, Modality, Part, Spec, without_inert
+from cornplug.families.base import Family, Json, Modality, Part, Spec, unusual_classes, without_inert
 
-__all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "without_inert"]
+__all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "unusual_classes", "without_inert"]
 
 
 def _families() -> Iterator[Family]:

@@ -7,8 +7,10 @@ kept: a spec that says too much costs a miss, one that says too little a wrong a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Literal
 
 Part = Literal["tower", "projector", "language_model"]
@@ -18,25 +20,66 @@ Spec = dict[str, Any]
 
 # What transformers writes into any config and no forward pass of an engine reads.
 _INERT_WORDS: Final = """
-_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash add_cross_attention
-architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id
+_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash
+architectures attention_dropout bad_words_ids begin_suppress_tokens bos_token_id
 chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
 dropout dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
 finetuning_task forced_bos_token_id forced_eos_token_id id2label image_token_id image_token_index
-initializer_factor initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+initializer_factor initializer_range label2id length_penalty max_length
 min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
 output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
 repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
-temperature tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_p
+temperature tf_legacy_loss tie_word_embeddings tokenizer_class top_p
 torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache video_token_id
 vision_end_token_id vision_start_token_id vision_token_id
 """
 _INERT: Final = frozenset(_INERT_WORDS.split())
 
 
+_INERT_WHERE_OFF: Final = frozenset(
+    {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
+)
+"""Written out by transformers 4 wherever they are off."""
+
+
 def without_inert(config: Json) -> Spec:
     """A config without names, token ids, training and sampling fields."""
-    return {k: v for k, v in config.items() if k not in _INERT}
+    return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHERE_OFF)}
+
+
+# Which classes engines run for a `model_type` whose weights and config these are.
+_USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "deepseek_v2": ("DeepseekV2ForCausalLM",),
+    "deepseek_v3": ("DeepseekV3ForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForConditionalGeneration",),
+    "gemma3_text": ("Gemma3ForCausalLM",),
+    "internvl": ("InternVLForConditionalGeneration",),
+    "llama": ("LlamaForCausalLM",),
+    "llava": ("LlavaForConditionalGeneration",),
+    "llava_next": ("LlavaNextForConditionalGeneration",),
+    "llava_onevision": ("LlavaOnevisionForConditionalGeneration",),
+    "mistral": ("MistralForCausalLM",),
+    "mixtral": ("MixtralForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
+    "qwen2_moe": ("Qwen2MoeForCausalLM",),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration",),
+}
+
+
+def unusual_classes(config: Json) -> list[str] | None:
+    """`architectures` of a config where they are not those of its `model_type`: other code may run."""
+    found = config.get("architectures")
+    if not found or list(found) == list(_USUAL_CLASSES.get(str(config.get("model_type")), ())):
+        return None
+    return [str(name) for name in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +169,11 @@ _NO_PIXELS: Final = frozenset(
     {
         "_processor_class",
         "_valid_processor_keys",
-        "auto_map",
         "default_to_square",
-        "device",
         "disable_grouping",
         "feature_extractor_type",
         "processor_class",
         "return_tensors",
-        "use_fast",
     }
 )
 
@@ -147,10 +187,30 @@ def pixel_spec(
     """
     # A null is transformers' way to say "the class's default".
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
-    found = str(given.pop(type_field, kind)).removesuffix("Fast").removesuffix("Pil")
+    library = _pixel_library(given.pop("backend", None), given.pop("use_fast", None))
+    if given.get("device") == "cpu":
+        del given["device"]
+    found = str(given.pop(type_field, kind)).removesuffix("Fast")
     # Another class has other defaults: what it leaves out is not to look like what this one means.
     known = {**_PIXEL_DEFAULTS, **defaults} if found == kind else {}
-    return {**known, **given, "kind": found}
+    return {**known, **given, **library, "kind": found}
+
+
+def _pixel_library(backend: object, use_fast: object) -> Spec:
+    """Who resizes, as transformers 5 chooses: torchvision unsaid, another in so many words.
+
+    Pillow's pixels differ from torchvision's by up to 2 of 255.
+    """
+    if backend is None and use_fast is not None:
+        backend = "torchvision" if use_fast else "pil"
+    if backend is None:
+        backend = "torchvision" if _has_torchvision() else "pil"
+    return {} if backend == "torchvision" and _has_torchvision() else {"backend": str(backend)}
+
+
+@cache
+def _has_torchvision() -> bool:
+    return importlib.util.find_spec("torchvision") is not None
 
 
 def known_sides(spec: Spec) -> Spec:

@@ -6,37 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side.model import EngineModel, TowerIdentity, declares_quantization
+from cornplug.engine_side import engine_config
+from cornplug.engine_side.model import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.compat import PROVEN
+from cornplug.vllm_connector import code_in_use
+from cornplug.vllm_connector.compat import EPOCHS, PROVEN
+from cornplug.vllm_connector.verdicts import of_embeddings, of_everything, of_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# Weights that these formats load are not the checkpoint's safetensors.
-_UNVERIFIABLE_FORMATS = frozenset(
-    {"dummy", "pt", "npcache", "gguf", "tensorizer", "runai_streamer_sharded", "sharded_state"}
-)
-
-
-def engine_model(config: VllmConfig, *, processor_kwargs: dict[str, Any] | None = None) -> EngineModel:
-    """This engine's model. Raises CheckpointError where nobody can say what runs."""
-    load_format = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
-    if load_format in _UNVERIFIABLE_FORMATS:
-        raise CheckpointError(
-            f"load format {load_format!r} does not read safetensors; weights cannot be identified",
-            reason="load_format",
-        )
-    model = config.model_config
-    return EngineModel(
-        checkpoint=Checkpoint.open(model.model, model.revision),
-        dtype=dtype_name(model.dtype),
-        max_model_len=model.max_model_len,
-        processor_kwargs=processor_kwargs or {},
-        engine="vllm",
-        proven=PROVEN,
-        overrides=_overrides(config),
-    )
 
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
@@ -45,7 +23,9 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
     Reads weights (cached on disk). Raises CheckpointError.
     """
     mm_config = config.model_config.get_multimodal_config()
-    return engine_model(config, processor_kwargs=dict(mm_config.mm_processor_kwargs or {})).tower_identity()
+    overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
+    kwargs = dict(mm_config.mm_processor_kwargs or {})
+    return _engine_model(config, overrides, processor_kwargs=kwargs).tower_identity()
 
 
 def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
@@ -53,7 +33,8 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
     Raises CheckpointError.
     """
-    return engine_model(config).kv_identity()
+    overrides = (of_everything(config) | of_kv(config)).overrides_or_raise()
+    return _engine_model(config, overrides).kv_identity()
 
 
 def embedding_width(config: VllmConfig) -> int:
@@ -67,23 +48,57 @@ def embedding_width(config: VllmConfig) -> int:
     return int(model.get_hidden_size()) * (1 + len(levels))
 
 
-def _overrides(config: VllmConfig) -> dict[str, Any]:
-    """Settings of the command line that change values and that the checkpoint does not know."""
+def _engine_model(
+    config: VllmConfig, overrides: dict[str, Any], *, processor_kwargs: dict[str, Any] | None = None
+) -> EngineModel:
+    """This engine's model. Raises CheckpointError where nobody can say what runs."""
     model = config.model_config
-    found: dict[str, Any] = {}
-    if callable(model.hf_overrides):
-        raise CheckpointError(
-            "hf_overrides is a function; its effect cannot be identified", reason="overrides"
-        )
-    if model.hf_overrides:
-        found["hf_overrides"] = model.hf_overrides
-    if model.quantization and not declares_quantization(model.hf_config):
-        found["quantization"] = str(model.quantization)
-    if str(model.model_impl) == "transformers":
+    checkpoint = Checkpoint.open(
+        model.model, model.revision, cache_dir=getattr(config.load_config, "download_dir", None)
+    )
+    trusts = bool(getattr(model, "trust_remote_code", False))
+    if other := code_in_use.transformers_backend(model):
         # Other code than the classes that were compared with the encoder service.
-        found["model_impl"] = "transformers"
-    media = model.multimodal_config
-    if getattr(media, "video_pruning_rate", None):
-        # vLLM then leaves rows out of videos, and writes positions into further columns of pictures.
-        found["video_pruning"] = [media.video_pruning_method, media.video_pruning_rate]
-    return found
+        overrides = {"ModelConfig.model_impl": other, **overrides}
+    if trusts and (code := engine_config.remote_code(checkpoint.path)):
+        overrides = {**overrides, "remote_code": code}
+    changed = engine_config.changes(*_configs(model, checkpoint, trusts))
+    if any(file.name.startswith("consolidated") for file in checkpoint.path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{checkpoint.path} holds consolidated*.safetensors, which vLLM reads instead of the others; "
+            "remove them to share",
+            reason="load_format",
+        )
+    return EngineModel(
+        checkpoint=checkpoint,
+        dtype=dtype_name(model.dtype),
+        max_model_len=model.max_model_len,
+        processor_kwargs=processor_kwargs or {},
+        engine="vllm",
+        proven=PROVEN,
+        epochs=EPOCHS,
+        overrides=overrides,
+        config_changes=changed,
+        length_settings=_length_settings(model),
+    )
+
+
+def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the config that vLLM runs, what transformers reads from the same files)."""
+    from transformers import AutoConfig
+
+    running = model.hf_config.to_dict()
+    try:
+        read = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusts, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError):
+        # No class of transformers': all that vLLM's own made of it counts.
+        return running, {}
+    return running, read.to_dict()
+
+
+def _length_settings(model: Any) -> dict[str, Any]:
+    """What besides the longest sequence is read by the models that read that (Llama 4)."""
+    return {
+        "generation_config": str(getattr(model, "generation_config", "auto")),
+        "override": dict(getattr(model, "override_generation_config", None) or {}),
+    }

@@ -1,0 +1,133 @@
+"""What an engine made of a checkpoint's config.json, and what in it follows from the command line.
+
+Equal files give equal keys, whatever engine reads them. So the config that an engine runs (patched,
+overridden) is compared with what transformers reads from the same files, and every difference counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from cornplug.checkpoint_files import read_json
+from cornplug.engine_side.allow_lists import plain
+from cornplug.errors import CheckpointError
+from cornplug.families import unusual_classes, without_inert
+from cornplug.identity import digest
+
+_ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
+"""Rotary embeddings whose tables follow from the config alone in both engines."""
+
+_ANY_LENGTH: Final = """
+chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
+granite internlm2 internvl llama llava llava_next llava_onevision mistral mixtral olmo olmo2 phi phi3
+qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 starcoder2
+"""
+_MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
+"""Text models whose code, in vLLM 0.32 and SGLang 0.5.23, does not read the longest sequence that the
+operator allows. Llama 4 scales its attention by it, Plamo 3 and MiniMax-M2 size their tables by it."""
+
+_JSON_WITH_CODE: Final = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+)
+_TEXT: Final = ("text_config.", "llm_config.")
+_TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.")
+
+
+def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine changed in a config: "path.of.field" -> its value there, None where it took it away.
+
+    Both are what transformers' `to_dict` gives. Fields without effect are left out. Raises
+    CheckpointError("overrides") for a value that has no canonical form.
+    """
+    ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
+    found: dict[str, Any] = {}
+    named, published = patched.get("architectures"), read.get("architectures")
+    if named != published and (published or unusual_classes(patched)):
+        # Where the file names no class, the usual one changes nothing.
+        found["architectures"] = [str(name) for name in named or ()]
+    for path in sorted(ours.keys() | theirs.keys()):
+        if path in ours and path in theirs and _equal(ours[path], theirs[path]):
+            continue
+        try:
+            # Of None and of nothing the same is said: no config class tells them apart.
+            found[path] = plain(ours.get(path))
+        except TypeError as e:
+            raise CheckpointError(f"{path} of the model's config is {e}", reason="overrides") from e
+    return found
+
+
+def of_towers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `changes` that can reach a tower or projector: all but the text part's own."""
+    return {path: value for path, value in found.items() if not path.startswith(_TEXT)}
+
+
+def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `changes` that can reach KV: all but the towers' own, which are in the media's keys."""
+    return {path: value for path, value in found.items() if not _TOWERS.match(path)}
+
+
+def length_matters(*configs: Mapping[str, Any]) -> bool:
+    """Whether KV may depend on the longest sequence that the engine allows.
+
+    `configs` are the text part as `Checkpoint.kv_spec` has it, and the whole config as the engine
+    runs it: a rotary embedding that follows the length counts at whatever depth it stands.
+    """
+    if str(configs[0].get("model_type")) not in _MODELS_OF_ANY_LENGTH:
+        return True
+    return any(
+        path.rpartition(".")[2] in ("rope_type", "type")
+        and value is not None
+        and str(value) not in _ROPES_OF_ANY_LENGTH
+        for config in configs
+        for path, value in _leaves(config)
+        if "rope" in path
+    )
+
+
+def remote_code(folder: Path) -> str | None:
+    """Digest of the code that a checkpoint brings along, None where its JSON files name none.
+
+    For engines that run it (`trust_remote_code`). Raises CheckpointError("remote_code") where it is
+    another repository's: nobody can say which state of that one runs.
+    """
+    named = {name: found for name in _JSON_WITH_CODE if (found := _code_of(folder / name))}
+    if not named:
+        return None
+    for name, found in named.items():
+        if "--" in repr(found):
+            raise CheckpointError(
+                f"{folder / name} runs code of another repository; download the code into the folder",
+                reason="remote_code",
+            )
+    parts = []
+    for file in sorted(folder.rglob("*.py")):
+        try:
+            parts += [str(file.relative_to(folder)).encode(), file.read_bytes()]
+        except OSError as e:
+            raise CheckpointError(f"cannot read {file}: {e.strerror}", reason="remote_code") from e
+    return digest("cornplug-remote-code-v1", repr(sorted(named.items())).encode(), *parts).hex()
+
+
+def _code_of(file: Path) -> Any:
+    content = read_json(file) or {}
+    found = {path: value for path, value in _leaves(content, inert=True) if "auto_map" in path.split(".")}
+    return sorted(found.items(), key=repr)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "", *, inert: bool = False) -> Iterator[tuple[str, Any]]:
+    for name, value in (config if inert else without_inert(config)).items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.", inert=inert)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,197 @@
+"""What each field of vLLM 0.32's config classes means for sharing: three tables a class.
+
+A field that vLLM gains is in none of them: a test names it, and at run time it is refused once it is
+set. `model.py` fills in what the tables put into words.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables
+
+
+def listed(reason: str, names: str) -> dict[str, str]:
+    """Each of the names with the same reason."""
+    return dict.fromkeys(names.split(), reason)
+
+
+MODEL: Final = FieldTables(
+    of="ModelConfig",
+    in_key={
+        "quantization_config": AS_OVERRIDE,
+        "model_impl": AS_OVERRIDE,
+        **listed("the checkpoint's bytes", "model revision"),
+        **listed(
+            "what vLLM made of config.json, against what transformers reads", "hf_config hf_text_config"
+        ),
+        **listed("as `hf_config`; a function is refused", "hf_overrides"),
+        **listed("as `hf_config`, which loses its window", "disable_sliding_window"),
+        **listed("named in the spec", "dtype"),
+        **listed("in the spec, where the model reads it", "max_model_len override_generation_config"),
+        **listed("as max_model_len; generation_config.json with it", "generation_config"),
+        **listed("where the checkpoint does not say it: the method's name", "quantization"),
+        **listed("digest of the code that the checkpoint brings", "trust_remote_code"),
+        **listed("in tables of its own", "multimodal_config"),
+    },
+    harmless={
+        **listed(
+            "tokens are in the key, whoever made them",
+            "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
+        ),
+        **listed(
+            "what is sampled becomes tokens, and those are in the key",
+            "seed use_fp64_gumbel logits_processors",
+        ),
+        **listed(
+            "of outputs only",
+            "max_logprobs logprobs_mode return_sampling_mask enable_trace_replay served_model_name",
+        ),
+        **listed(
+            "who may read what; decoded media are in the key",
+            "allowed_local_media_path allowed_media_domains hf_token",
+        ),
+        **listed("the same operations, otherwise dispatched", "enforce_eager disable_cascade_attn"),
+        **listed("requests with prompt embeddings are not shared", "enable_prompt_embeds"),
+        **listed(
+            "memory; what sleep takes away ends sharing (weights.py)",
+            """
+            enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
+            sleep_mode_offload_cudagraph
+            """,
+        ),
+        **listed("memory", "enable_nccl_comm_suspend enable_cumem_allocator"),
+        **listed("threads", "renderer_num_workers"),
+        **listed("computed from what is in the key", "is_submodel_config"),
+        **listed("of the output layer, which makes no KV", "word_embeddings_untied_by_checkpoint"),
+        **listed("of the drafts, which are proposals", "spec_target_max_model_len"),
+        **listed("of outputs only; pooling models are refused", "pooler_config"),
+        **listed("whether vLLM warns", "allow_deprecated_quantization"),
+    },
+    refused={
+        "hf_config_path": "the config is another checkpoint's",
+        "model_weights": "the weights are in an object store, not in the folder that was fingerprinted",
+        "model_class_overrides": "other code computes with these weights",
+        "code_revision": "the code is of another revision than the checkpoint",
+        "config_format": "the config is not config.json",
+        "runner": "pooling models attend in other ways",
+        "convert": "an adapter stands around the model",
+    },
+    same_as_default={
+        "model_impl": frozenset({"vllm"}),
+        "config_format": frozenset({"hf"}),
+        "runner": frozenset({"generate"}),
+        "convert": frozenset({"none"}),
+    },
+)
+
+MULTIMODAL: Final = FieldTables(
+    of="MultiModalConfig",
+    in_key={
+        "mm_processor_kwargs": "over the preprocessor's JSON, in the spec",
+        "video_pruning_rate": AS_OVERRIDE,
+        "video_pruning_method": AS_OVERRIDE,
+    },
+    harmless={
+        **listed("how many media, not what they are", "language_model_only limit_per_prompt"),
+        **listed(
+            "embeddings from outside have no name of ours",
+            "enable_mm_embeds allow_missing_mm_embeddings",
+        ),
+        **listed("decoded media are in the key", "media_io_kwargs"),
+        **listed("the same normalisation, on the device or before", "mm_device_do_normalize"),
+        **listed(
+            "where inputs wait",
+            """
+            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+            mm_tensor_ipc mm_ipc_gpu_memory_gb
+            """,
+        ),
+        **listed("vLLM's own names, which are replaced", "mm_hasher_algorithm"),
+        **listed("whether there is a language model", "mm_encoder_only"),
+        **listed("who computes which rows", "mm_encoder_tp_mode"),
+        **listed("the same attention by another kernel", "mm_encoder_attn_backend"),
+        **listed("written, not read", "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
+        **listed("tokens are in the key", "interleave_mm_strings"),
+        **listed("memory", "skip_mm_profiling"),
+    },
+    refused={
+        "mm_encoder_attn_dtype": "the tower's attention is quantised, by scales that may follow what it saw",
+        "mm_encoder_fp8_scale_path": "scales come from a file that was not fingerprinted",
+    },
+    same_as_default={"video_pruning_rate": frozenset({0.0})},
+)
+
+LOAD: Final = FieldTables(
+    of="LoadConfig",
+    in_key={"model_loader_extra_config": "refused but for what is known to change speed alone"},
+    harmless={
+        **listed(
+            "how files are read",
+            """
+            safetensors_prefetch_num_threads safetensors_prefetch_block_size device use_tqdm_on_load
+            pt_load_map_location
+            """,
+        ),
+        "download_dir": "where the hub's files lie; they are looked up there",
+    },
+    refused={
+        "load_format": "weights are not read from the safetensors that were fingerprinted",
+        "safetensors_load_strategy": "weights are rebuilt as they are read",
+        "ignore_patterns": "some of the files are left out",
+    },
+    same_as_default={
+        "load_format": frozenset(
+            {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
+        ),
+        "safetensors_load_strategy": frozenset({"lazy", "eager", "prefetch"}),
+    },
+)
+HARMLESS_LOADER_OPTIONS: Final = frozenset(
+    {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
+)
+"""Keys of `model_loader_extra_config` that say how fast files are read."""
+
+CACHE: Final = FieldTables(
+    of="CacheConfig",
+    in_key={
+        **listed("in the page's geometry, which refuses what it has no name for", "cache_dtype"),
+        **listed("as `ModelConfig.hf_config`", "sliding_window"),
+    },
+    harmless={
+        **listed(
+            "where KV lies; pages are laid out anew",
+            """
+            block_size user_specified_block_size kv_cache_layout effective_attention_block_size
+            _block_size_resolved hash_block_size
+            """,
+        ),
+        **listed("what the engine's own cache finds", "prefix_match_unit enable_prefix_caching"),
+        **listed(
+            "what the engine's own cache finds", "prefix_caching_hash_algo prefix_cache_retention_interval"
+        ),
+        **listed("what the engine's own cache finds", "cache_hit_alignment_tokens"),
+        **listed(
+            "how much there is",
+            """
+            gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
+            kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes
+            """,
+        ),
+        **listed(
+            "another connector's; what it loads is not saved here", "kv_offloading_size kv_offloading_backend"
+        ),
+        **listed(
+            "KV of models with such layers is refused",
+            """
+            is_attention_free mamba_page_size_padded skip_page_size_padded mamba_block_size
+            mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode replayssm_buffer_len
+            enable_mamba_shared_prefix_checkpoint use_replayssm use_kda_recoverssm swa_bounded_replay
+            """,
+        ),
+    },
+    refused={
+        "kv_cache_dtype_skip_layers": "some layers keep KV in another dtype",
+        "kv_sharing_fast_prefill": "some layers leave KV out",
+    },
+)

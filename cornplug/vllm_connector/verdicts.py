@@ -1,0 +1,108 @@
+"""The settings of one vLLM, judged by the tables of its config classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cornplug.engine_side.allow_lists import FieldTables, Verdict, defaults_of, judge
+from cornplug.engine_side.model import declares_quantization
+from cornplug.vllm_connector import code_in_use
+from cornplug.vllm_connector.field_tables import CACHE, HARMLESS_LOADER_OPTIONS, LOAD, MODEL, MULTIMODAL
+from cornplug.vllm_connector.field_tables_engine import (
+    HARMLESS_VARIABLES,
+    LORA,
+    PARALLEL,
+    REFUSED_VARIABLES,
+    SPECULATIVE,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def of_everything(config: VllmConfig) -> Verdict:
+    """On what changes embeddings and KV alike: model, loading, parallelism, code, environment."""
+    from vllm.config import LoadConfig, ModelConfig, ParallelConfig
+
+    found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
+    found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
+    found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
+    return found | code_in_use.verdict(config.model_config) | _environment()
+
+
+def of_embeddings(config: VllmConfig) -> Verdict:
+    """On what changes embeddings only. KV follows, by the embedding keys in its chain."""
+    from vllm.config import MultiModalConfig
+
+    return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
+
+
+def of_kv(config: VllmConfig) -> Verdict:
+    """On what changes KV only."""
+    from vllm.config import CacheConfig, LoRAConfig, SpeculativeConfig
+
+    cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
+    drafts = _judged(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
+    lora = getattr(config, "lora_config", None)
+    values = _values(LoRAConfig, lora)
+    if getattr(lora, "lora_dtype", None) in ("auto", config.model_config.dtype):
+        values["lora_dtype"] = "auto"
+    elif lora is not None:
+        values["lora_dtype"] = str(lora.lora_dtype)
+    return cache | drafts | judge(LORA, values, defaults_of(LoRAConfig))
+
+
+def _values(config_class: Any, found: Any) -> dict[str, Any]:
+    names = (one.name for one in dataclasses.fields(config_class))
+    return {name: getattr(found, name) for name in names if hasattr(found, name)}
+
+
+def _judged(tables: FieldTables, config_class: Any, found: Any) -> Verdict:
+    return judge(tables, _values(config_class, found), defaults_of(config_class))
+
+
+def _model(model: Any) -> Verdict:
+    overrides: dict[str, Any] = {}
+    refusals: dict[str, str] = {}
+    if callable(model.hf_overrides):
+        refusals["ModelConfig.hf_overrides"] = "a function; its effect cannot be identified"
+    if model.quantization and not declares_quantization(model.hf_config):
+        overrides["ModelConfig.quantization"] = str(model.quantization)
+    if getattr(model, "runner_type", "generate") != "generate":
+        refusals["ModelConfig.runner"] = MODEL.refused["runner"]
+    return Verdict(overrides, refusals)
+
+
+def _loader(load: Any) -> Verdict:
+    options = getattr(load, "model_loader_extra_config", None) or {}
+    unknown = (
+        sorted(set(options) - HARMLESS_LOADER_OPTIONS) if isinstance(options, Mapping) else ["its class"]
+    )
+    if not unknown:
+        return Verdict({}, {})
+    why = f"options of the loader that may change what is read: {', '.join(map(str, unknown))}"
+    return Verdict({}, {"LoadConfig.model_loader_extra_config": why})
+
+
+def _parallel(config_class: Any, parallel: Any) -> Verdict:
+    values = _values(config_class, parallel)
+    # What the platform or the operator chose among vLLM's own is as good as the default.
+    for name in ("worker_cls", "distributed_executor_backend"):
+        value = values.get(name)
+        where = value if isinstance(value, str) else getattr(value, "__module__", "")
+        if where.startswith("vllm."):
+            del values[name]
+    return judge(PARALLEL, values, defaults_of(config_class))
+
+
+def _environment() -> Verdict:
+    from vllm import envs
+
+    known = sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))
+    given = {name: os.environ[name] for name in known if name in os.environ}
+    counted = {n: v for n, v in given.items() if v and not HARMLESS_VARIABLES.fullmatch(n)}
+    refusals = {f"environment {n}": REFUSED_VARIABLES[n] for n in counted if n in REFUSED_VARIABLES}
+    return Verdict({f"environment {n}": v for n, v in counted.items()}, refusals)

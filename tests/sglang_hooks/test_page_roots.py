@@ -1,0 +1,39 @@
+"""SGLang's room makes the frozen roots of page keys, with the code that serves requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import page_root_vectors as vectors
+import pytest
+
+from cornplug.engine_side.adapters import Adapters
+from cornplug.sglang_hooks import kv_roots
+from cornplug.sglang_hooks.kv_book import Space
+from cornplug.sglang_hooks.kv_roots import Roots
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_roots, "_adapter_paths", {})
+    monkeypatch.setattr(kv_roots, "_disputed", set())
+    monkeypatch.setattr(kv_roots, "_adapters", Adapters())
+    monkeypatch.setattr(kv_roots.active, "is_on", lambda: True)
+
+
+@pytest.mark.parametrize("name", vectors.CASES)
+def test_roots(name: str, tmp_path: Path) -> None:
+    case = vectors.CASES[name]
+    path = vectors.adapter(tmp_path / "lora")
+    kv_roots._adapter_loads(None, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
+    made = Roots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
+    assert made.wait(5)
+    # SGLang appends the adapter's id to the user's extra_key, of which there is none.
+    space = Space("an-id" if case.lora else None, case.salt)
+    assert made.root(space).hex() == vectors.known()[name]
+
+
+def test_every_case_is_frozen() -> None:
+    assert json.loads(vectors.GOLDEN.read_text()).keys() == vectors.CASES.keys()

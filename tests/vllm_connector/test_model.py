@@ -1,0 +1,419 @@
+"""What vLLM resolved, as identities: every setting is in the key, known harmless, or refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import config as vllm_config
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import get_config
+
+from cornplug.engine_side.allow_lists import FieldTables, misplaced
+from cornplug.errors import CheckpointError
+from cornplug.identity import canonical
+from cornplug.testing import checkpoints
+from cornplug.vllm_connector import field_tables, field_tables_engine, model
+from cornplug.vllm_connector.code_in_use import transformers_backend
+from cornplug.vllm_connector.model import kv_identity, tower_identity
+
+TABLES: dict[str, FieldTables] = {
+    tables.of: tables
+    for module in (field_tables, field_tables_engine)
+    for tables in vars(module).values()
+    if isinstance(tables, FieldTables)
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture(scope="module")
+def resolved(folder: Path) -> Any:
+    """A real VllmConfig of plain flags. One for all: vLLM takes seconds to resolve it."""
+    return EngineArgs(model=str(folder), dtype="float32", max_model_len=1024).create_engine_config()
+
+
+@pytest.fixture
+def changed(resolved: Any) -> Callable[..., Any]:
+    """The same config with some fields of one part set otherwise."""
+
+    def change(part: str, **fields: Any) -> Any:
+        config = copy.copy(resolved)
+        config.model_config = copy.copy(resolved.model_config)
+        config.model_config.multimodal_config = copy.copy(resolved.model_config.multimodal_config)
+        owner = config.model_config.multimodal_config if part == "multimodal_config" else None
+        if owner is None:
+            setattr(config, part, owner := copy.copy(getattr(config, part)))
+        for name, value in fields.items():
+            object.__setattr__(owner, name, value)
+        return config
+
+    return change
+
+
+def kv_key(config: Any) -> tuple[bytes, bytes]:
+    fingerprint, spec = kv_identity(config)
+    return fingerprint, canonical(spec)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_stands_in_exactly_one_table(name: str) -> None:
+    """Fails with the names of what a release of vLLM has added."""
+    fields = dataclasses.fields(getattr(vllm_config, name))
+    assert misplaced(TABLES[name], (one.name for one in fields)) == {}
+
+
+def test_all_classes_that_matter_have_tables() -> None:
+    assert set(TABLES) == {
+        "CacheConfig", "LoRAConfig", "LoadConfig", "ModelConfig", "MultiModalConfig", "ParallelConfig",
+        "SpeculativeConfig",
+    }  # fmt: skip
+
+
+def test_plain_flags_change_nothing(resolved: Any) -> None:
+    """Else no two engines would share, nor would the encoder service."""
+    tower = tower_identity(resolved)
+    assert tower.identity == tower.served_identity
+    spec = kv_identity(resolved)[1]
+    assert (spec["overrides"], "length" in spec) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "named"),
+    [
+        ("model_config", {"hf_config_path": "/elsewhere"}, "hf_config_path"),
+        ("model_config", {"model_class_overrides": {"A": "m:B"}}, "model_class_overrides"),
+        ("model_config", {"code_revision": "abc"}, "code_revision"),
+        ("model_config", {"config_format": "mistral"}, "config_format"),
+        ("model_config", {"runner_type": "pooling"}, "runner"),
+        ("model_config", {"hf_overrides": lambda config: config}, "hf_overrides"),
+        ("model_config", {"model_weights": "s3://x"}, "model_weights"),
+        ("load_config", {"model_loader_extra_config": {"tensorizer_uri": "x"}}, "tensorizer_uri"),
+        ("load_config", {"safetensors_load_strategy": "torchao"}, "safetensors_load_strategy"),
+        ("load_config", {"ignore_patterns": ["*00002*"]}, "ignore_patterns"),
+        ("parallel_config", {"worker_cls": "mine.Worker"}, "worker_cls"),
+    ],
+)
+def test_what_nobody_can_name_is_refused_by_name(
+    changed: Callable[..., Any], part: str, fields: dict[str, Any], named: str
+) -> None:
+    config = changed(part, **fields)
+    for identify in (tower_identity, kv_identity):
+        with pytest.raises(CheckpointError, match=named) as caught:
+            identify(config)
+        assert caught.value.reason == "settings"
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["dummy", "gguf", "ipc_cache", "mistral", "modelexpress", "npcache", "pt", "sharded_state", "a plugin's"],
+)
+def test_load_formats_that_are_not_known_to_read_the_safetensors_are_refused(
+    changed: Callable[..., Any], load_format: str
+) -> None:
+    with pytest.raises(CheckpointError, match="load_format"):
+        kv_identity(changed("load_config", load_format=load_format))
+
+
+@pytest.mark.parametrize(
+    "load_format", ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"]
+)
+def test_load_formats_that_read_the_safetensors_are_one(
+    changed: Callable[..., Any], resolved: Any, load_format: str
+) -> None:
+    assert kv_key(changed("load_config", load_format=load_format)) == kv_key(resolved)
+
+
+def test_consolidated_weights_are_what_vllm_would_read(
+    changed: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "both"
+    shutil.copytree(folder, copied)
+    shutil.copy(copied / "model.safetensors", copied / "consolidated.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        kv_identity(changed("model_config", model=str(copied)))
+    assert caught.value.reason == "load_format"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"mm_encoder_fp8_scale_path": "/scales.json"},
+    ],
+)
+def test_a_quantised_tower_is_nobody_else_s(changed: Callable[..., Any], fields: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(fields))):
+        tower_identity(changed("multimodal_config", **fields))
+
+
+def test_online_quantisation_is_in_the_key_with_all_its_options(
+    changed: Callable[..., Any], resolved: Any
+) -> None:
+    keys = [
+        kv_key(resolved),
+        kv_key(changed("model_config", quantization="fp8")),
+        kv_key(changed("model_config", quantization="fp8", quantization_config={"ignore": ["x"]})),
+        kv_key(changed("model_config", quantization="fp8", quantization_config={"ignore": ["y"]})),
+    ]
+    assert len(set(keys)) == 4
+
+
+def test_a_setting_of_a_later_release_is_refused_by_name(
+    changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harmless = {k: v for k, v in field_tables.MODEL.harmless.items() if k != "seed"}
+    monkeypatch.setattr(
+        "cornplug.vllm_connector.verdicts.MODEL", dataclasses.replace(field_tables.MODEL, harmless=harmless)
+    )
+    with pytest.raises(CheckpointError, match=r"ModelConfig\.seed: .*does not know"):
+        kv_identity(changed("model_config", seed=7))
+
+
+def test_lora_settings_that_change_products_are_in_the_key(
+    changed: Callable[..., Any], resolved: Any
+) -> None:
+    def lora(**fields: Any) -> Any:
+        config = changed("model_config")
+        config.lora_config = vllm_config.LoRAConfig(**fields)
+        return kv_key(config)
+
+    plain = lora()
+    assert plain == kv_key(resolved)
+    assert lora(max_lora_rank=64, max_loras=4) == plain
+    assert lora(lora_dtype=torch.float32) == plain
+    assert len({plain, lora(lora_dtype="bfloat16"), lora(target_modules=["q_proj"])}) == 3
+
+
+# -- code that is not vLLM's own ----------------------------------------------------------------
+
+
+def registered(changed: Callable[..., Any], name: str, module: str) -> Any:
+    config = changed("model_config")
+    entry = SimpleNamespace(module_name=module, class_name="Mine")
+    registry = SimpleNamespace(models={**config.model_config.registry.models, name: entry})
+    config.model_config = SimpleNamespace(
+        **{k: getattr(config.model_config, k) for k in config.model_config.__dict__},
+        registry=registry,
+        architecture=config.model_config.architecture,
+        get_multimodal_config=config.model_config.get_multimodal_config,
+    )
+    return config
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "LlamaForCausalLM"])
+def test_out_of_tree_classes_are_refused_inside_another_too(changed: Callable[..., Any], name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"model class {name}: it is plugin"):
+        kv_identity(registered(changed, name, "plugin.models"))
+
+
+def test_out_of_tree_classes_of_others_do_not_matter(changed: Callable[..., Any], resolved: Any) -> None:
+    assert kv_key(registered(changed, "NovelForCausalLM", "plugin.models")) == kv_key(resolved)
+
+
+def test_transformers_backend_is_other_code(changed: Callable[..., Any], resolved: Any) -> None:
+    config = registered(changed, "LlavaForConditionalGeneration", "vllm.model_executor.models.transformers")
+    assert transformers_backend(config.model_config) == "transformers"
+    assert kv_key(config) != kv_key(resolved)
+    assert transformers_backend(resolved.model_config) is None
+
+
+def test_a_foreign_processor_is_refused(
+    changed: Callable[..., Any], resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = resolved.model_config.registry.models[resolved.model_config.architecture].load_model_cls()
+    theirs = type("Theirs", (), {"__module__": "plugin.processing"})
+    monkeypatch.setattr(cls, "_processor_factory", dataclasses.replace(cls._processor_factory, info=theirs))
+    with pytest.raises(CheckpointError, match=r"processor: it is plugin\.processing"):
+        tower_identity(resolved)
+
+
+def with_code(folder: Path, code: str, reference: str = "mine.Mine") -> Path:
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "auto_map": {"AutoModel": reference}}))
+    (folder / "mine.py").write_text(code)
+    return folder
+
+
+def test_remote_code_is_in_the_key_where_it_may_run(
+    changed: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    def key(code: str, trusted: bool, reference: str = "mine.Mine") -> tuple[bytes, bytes]:
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        shutil.copytree(folder, tmp_path / "m")
+        path = with_code(tmp_path / "m", code, reference)
+        return kv_key(changed("model_config", model=str(path), trust_remote_code=trusted))
+
+    assert key("x = 1", False) == key("x = 2", False)
+    assert len({key("x = 1", False), key("x = 1", True), key("x = 2", True)}) == 3
+    with pytest.raises(CheckpointError) as caught:
+        key("", True, "someone/else--mine.Mine")
+    assert caught.value.reason == "remote_code"
+
+
+# -- the config as vLLM runs it -----------------------------------------------------------------
+
+
+def with_config(
+    changed: Callable[..., Any],
+    path: Path,
+    *,
+    max_model_len: int = 1024,
+    overrides: Any = None,
+    **fields: Any,
+) -> Any:
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | fields))
+    patched = get_config(str(path), False, hf_overrides_kw=overrides)
+    return changed(
+        "model_config",
+        model=str(path),
+        hf_config=patched,
+        hf_text_config=patched.get_text_config(),
+        hf_overrides=overrides or {},
+        max_model_len=max_model_len,
+    )
+
+
+def test_overrides_count_by_what_they_change(changed: Callable[..., Any], tmp_path: Path) -> None:
+    path = checkpoints.qwen2_text(tmp_path / "q")
+
+    def key(**overrides: Any) -> tuple[bytes, bytes]:
+        return kv_key(with_config(changed, path, overrides=overrides))
+
+    assert key() == key(rms_norm_eps=1e-5)  # what the file says already
+    assert len({key(), key(rms_norm_eps=1e-3), key(architectures=["Mine"]), key(novel_field=True)}) == 4
+
+
+LONG = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+
+
+@pytest.mark.parametrize("kind", ["su", "longrope"])
+def test_long_ropes_are_told_apart_by_the_length_that_the_operator_allows(
+    changed: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    """vLLM takes the long factors where max_model_len is beyond the original length."""
+    path = checkpoints.qwen2_text(tmp_path / "q", hidden_size=64, heads=2)
+    rope = {"type": kind, "original_max_position_embeddings": 2048, **LONG}
+    short, long = (
+        kv_key(with_config(changed, path, max_model_len=length, rope_scaling=rope)) for length in (1024, 4096)
+    )
+    assert short != long
+
+
+def test_a_long_rope_inside_another_config_counts_too(changed: Callable[..., Any], folder: Path) -> None:
+    def key(length: int) -> bytes:
+        config = changed("model_config", max_model_len=length)
+        running = copy.deepcopy(config.model_config.hf_config)
+        running.llm_config = {"rope_scaling": {"type": "longrope", **LONG}}
+        config.model_config.hf_config = running
+        return kv_key(config)[1]
+
+    assert key(1024) != key(4096)
+
+
+def test_models_that_read_the_length_have_it_in_the_key(
+    changed: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    """Llama 4 scales its attention by it, or by what the generation config says."""
+    path = tmp_path / "l4"
+    shutil.copytree(folder, path)
+    described = json.loads((path / "config.json").read_text())
+    described["text_config"] |= {"model_type": "llama4_text"}
+    (path / "config.json").write_text(json.dumps(described))
+
+    def key(**fields: Any) -> tuple[bytes, bytes]:
+        return kv_key(changed("model_config", model=str(path), **fields))
+
+    tuned = {"attn_temperature_tuning": True}
+    keys = {key(), key(max_model_len=65536), key(override_generation_config=tuned)}
+    (path / "generation_config.json").write_text(json.dumps(tuned))
+    assert len(keys | {key()}) == 4
+
+
+def test_the_length_is_nobody_s_business_where_no_model_reads_it(
+    changed: Callable[..., Any], resolved: Any
+) -> None:
+    other = changed("model_config", max_model_len=512, override_generation_config={"temperature": 0.1})
+    assert kv_key(other) == kv_key(resolved)
+
+
+# -- releases, processors, environment ----------------------------------------------------------
+
+
+def test_a_release_that_computes_otherwise_shares_with_its_like_only(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tower_identity(resolved), kv_key(resolved)
+    monkeypatch.setattr(model, "EPOCHS", {"llava": 1, "llama": 1})
+    after = tower_identity(resolved), kv_key(resolved)
+    assert before[0].identity != after[0].identity
+    assert after[0].served_identity is None
+    assert before[1] != after[1]
+
+
+@pytest.mark.parametrize("asked", [{"use_fast": False}, {"backend": "pil"}, {"device": "cuda"}])
+def test_other_pixels_have_another_identity(
+    changed: Callable[..., Any], resolved: Any, asked: dict[str, Any]
+) -> None:
+    other = changed("multimodal_config", mm_processor_kwargs=asked)
+    assert tower_identity(other).identity != tower_identity(resolved).identity
+
+
+def test_variables_that_may_change_values_are_in_the_key(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = kv_key(resolved)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert kv_key(resolved) == plain
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    assert kv_key(resolved) != plain
+    monkeypatch.setenv("VLLM_TEST_FORCE_LOAD_FORMAT", "dummy")
+    with pytest.raises(CheckpointError, match="VLLM_TEST_FORCE_LOAD_FORMAT"):
+        kv_identity(resolved)
+
+
+def test_the_variables_in_the_tables_exist() -> None:
+    known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
+    assert known.issuperset(field_tables_engine.REFUSED_VARIABLES)
+    harmless = {name for name in known if field_tables_engine.HARMLESS_VARIABLES.fullmatch(name)}
+    words = (
+        "QUANT",
+        "FP8",
+        "FP4",
+        "INT4",
+        "INPUT_DTYPE",
+        "ACCUM",
+        "PRECISION",
+        "ATTN",
+        "GEMM",
+        "MOE",
+        "AITER",
+    )
+    assert [name for name in sorted(harmless) if any(word in name for word in words)] == []
+
+
+@pytest.mark.parametrize("model_type", ["novel", "qwen2_audio"])
+def test_families_that_nobody_compared_are_refused(
+    changed: Callable[..., Any], folder: Path, tmp_path: Path, model_type: str
+) -> None:
+    path = tmp_path / "other"
+    shutil.copytree(folder, path)
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
+    with pytest.raises(CheckpointError, match="nobody has compared") as caught:
+        tower_identity(changed("model_config", model=str(path)))
+    assert caught.value.reason == "unproven_family"

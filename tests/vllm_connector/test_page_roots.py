@@ -1,0 +1,30 @@
+"""vLLM's room makes the frozen roots of page keys, with the code that serves requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import page_root_vectors as vectors
+import pytest
+
+from cornplug.metrics import Tally
+from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector import kv_scheduler
+from cornplug.vllm_connector.kv_scheduler import KVScheduler
+
+from .rig import Request, runtime
+
+
+@pytest.mark.parametrize("name", vectors.CASES)
+def test_roots(name: str, tmp_path: Path, store: MemoryStore) -> None:
+    case = vectors.CASES[name]
+    path = vectors.adapter(tmp_path / "lora")
+    config: Any = SimpleNamespace()
+    with mock.patch.object(kv_scheduler, "kv_identity", return_value=vectors.IDENTITY):
+        made = KVScheduler(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
+    lora = SimpleNamespace(lora_path=path) if case.lora else None
+    request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
+    assert made._root(request).hex() == vectors.known()[name]
