@@ -91,11 +91,11 @@ class Writer:
         refused = self._offer(self._wanted(hashes, slots, outcomes), outcomes, began + _SAVE_S)
         pause_s = _FIRST_PAUSE_S
         # A young store grows while we wait; SGLang offers no page twice.
-        while refused and time.monotonic() + pause_s < began + self._run.patience_s and self._grows():
+        while refused and time.monotonic() + pause_s < began + self._run.patience_s:
             time.sleep(pause_s)
             pause_s *= 2
             refused = self._offer(refused, outcomes, began + _SAVE_S)
-        outcomes[Refusal.FULL.value] += len(refused)
+        outcomes[Refusal.GROWING.value] += len(refused)
         self._keep_tails(hashes, slots)
         self._count(outcomes)
 
@@ -164,7 +164,7 @@ class Writer:
     # -- writing them ---------------------------------------------------------------------------
 
     def _offer(self, wanted: _Wanted, outcomes: Counter[str], end_s: float) -> dict[bytes, list[_Piece]]:
-        """Write pages, some at a time; those for which there was no room."""
+        """Write pages, some at a time; those for which room is being made."""
         refused: dict[bytes, list[_Piece]] = {}
         for keys in self._rounds(list(wanted)):
             deadline_s = min(self._run.patience_s, end_s - time.monotonic())
@@ -175,7 +175,7 @@ class Writer:
             for key, answer in zip(keys, self._reserve(keys, deadline_s, outcomes), strict=False):
                 if isinstance(answer, Reservation):
                     reserved.append(answer)
-                elif answer is Refusal.FULL:
+                elif answer is Refusal.GROWING:
                     refused[key] = wanted[key]
                 else:
                     outcomes[answer.value] += 1
@@ -186,14 +186,6 @@ class Writer:
         step = max(1, _ROUND_BYTES // self._mine.page.page_bytes)
         for start in range(0, len(keys), step):
             yield keys[start : start + step]
-
-    def _grows(self) -> bool:
-        """Whether the store may have room for a page soon, that it has not now."""
-        try:
-            stat = self._run.store.stat(deadline_s=self._run.patience_s)
-        except StoreUnavailable:
-            return False
-        return stat.capacity_bytes - stat.used_bytes >= self._mine.page.page_bytes
 
     def _reserve(
         self, keys: Sequence[bytes], deadline_s: float, outcomes: Counter[str]

@@ -12,7 +12,6 @@ import torch
 from cornplug.errors import StoreUnavailable
 from cornplug.sglang_hooks import kv_writer
 from cornplug.sglang_hooks.kv_book import Space
-from cornplug.store import index
 from cornplug.store.memory import MemoryStore
 
 from .kv_rig import LAYOUTS, Engine, sequence
@@ -230,9 +229,15 @@ def test_replicas_do_not_write_into_each_others_pages(store: MemoryStore) -> Non
 
 
 def test_a_long_first_prompt_is_saved_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer of a young store gives room for 64 MiB: eight pages of an 8B model, of a hundred."""
+    """A young store makes room beside its answers: for 64 MiB of a hundred pages at first."""
     engine = Engine(store.connect(), page_size=16, page_tokens=16)
-    monkeypatch.setattr(index, "CALL_GROWTH_BYTES", 4 * engine.geometry.page_bytes)
+    asked: list[int] = []
+
+    def grow(missing: int) -> int | None:
+        asked.append(missing)
+        return None if len(asked) % 5 == 0 else missing
+
+    monkeypatch.setattr(store.index, "_grow", grow)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     kv = sequence(engine.geometry, 256)
     engine.save(TOKENS[:256], kv)
@@ -243,8 +248,8 @@ def test_a_long_first_prompt_is_saved_whole(store: MemoryStore, monkeypatch: pyt
 def test_refused_pages_are_offered_again_while_the_store_grows(store: MemoryStore) -> None:
     engine = Engine(store.connect())
     kv = sequence(engine.geometry, 256)
-    engine.faulty.full = True
-    threading.Timer(0.05, lambda: setattr(engine.faulty, "full", False)).start()
+    engine.faulty.growing = 1
+    threading.Timer(0.05, lambda: setattr(engine.faulty, "growing", None)).start()
     engine.save(TOKENS[:256], kv)
     assert engine.counts()["cornplug_saves_total", "stored"] == 4
 
