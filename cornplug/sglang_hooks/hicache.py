@@ -122,6 +122,11 @@ class CornplugStorage(HiCacheStorage):
             heads.stop - 1,
             page.heads,
         )
+        logger.info(
+            "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
+            "request with beam_width",
+            self.mem_pool_host.kv_buffer.nbytes / (1 << 30),
+        )
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason

@@ -160,6 +160,19 @@ class _Tokenizer:
     def __init__(self, processor: Any) -> None:
         self.names = Names(processor)
         self.asker = Asker(active.runtime(), active.tally())
+        self.asks = _one_host()
+        if not self.asks:
+            compat.logger.warning(
+                "cornplug: embeddings are not shared: ranks of several hosts (--nnodes) have a store each"
+            )
+
+
+def _one_host() -> bool:
+    """Whether all ranks have this host's store: what one of them lacks, none of them takes."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(resolved_view(get_server_args()).nnodes == 1)
 
 
 @functools.cache
@@ -180,7 +193,7 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
         tower = await here.names.tower()
         await decoded.settle(mm_inputs.mm_items)
         items = name(mm_inputs, tower, obj)
-        if items and tower is not None and active.config().engine.share_embeddings:
+        if here.asks and items and tower is not None and active.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
             await here.asker.prepare(wanted, tower, salt_of_request(obj))
     return tokenized

@@ -18,6 +18,7 @@ from sglang.srt.utils import ImageData
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.media import digest_image
 from cornplug.engine_side.model import TowerIdentity
+from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, placeholder_tokens
 from cornplug.sglang_hooks import active, decoded, media
@@ -295,3 +296,36 @@ def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: py
     read.set()
     assert first >= 0.2
     assert second < 0.1
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_ranks_of_several_hosts_ask_for_nothing_that_they_cannot_take(
+    monkeypatch: pytest.MonkeyPatch, nnodes: int
+) -> None:
+    """The other host's store has none of it, so all ranks would encode what the service had encoded."""
+    asked: list[Any] = []
+
+    class Asker:
+        def __init__(self, *args: Any) -> None:
+            """Nobody to connect to."""
+
+        async def prepare(self, items: list[Any], *args: Any) -> None:
+            asked.extend(items)
+
+    monkeypatch.setattr(media, "Asker", Asker)
+    monkeypatch.setattr(media, "_tower_identity", lambda processor: TOWERS)
+    monkeypatch.setattr(active, "tally", lambda: None)
+    monkeypatch.setattr(active, "config", lambda: settings({}))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(nnodes=nnodes))
+    one = item()
+    decoded.set_digest(one, digest_image(picture(1)))
+    one.precomputed_embeddings = None
+    tokenized = SimpleNamespace(mm_inputs=MultimodalProcessorOutput(mm_items=[one], input_ids=[1]))
+
+    async def original(manager: Any, obj: Any) -> Any:
+        return tokenized
+
+    manager = SimpleNamespace(mm_processor=object())
+    asyncio.run(media._tokenize_one_request(original, manager, request()))
+    assert one.identity is not None  # named all the same: its KV is
+    assert len(asked) == (1 if nnodes == 1 else 0)
