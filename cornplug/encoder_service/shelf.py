@@ -20,7 +20,7 @@ from cornplug.store import entry
 from cornplug.store.base import Store
 
 KEPT_BYTES: Final = 256 << 20
-_ROOM: Final = ("full", "too_large", "pending")
+_ROOM: Final = ("growing", "full", "too_large", "pending")
 
 
 class Shelf:

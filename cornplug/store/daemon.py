@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from cornplug.store.server import Server
 
 EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
+_DESCRIPTORS: Final = 65536
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
@@ -54,6 +56,7 @@ def main(argv: list[str]) -> int:
         )
         if options.detach:
             _leave_the_starters_cores()
+        _raise_descriptor_limit()
         return _serve(options)
     except ConfigError as e:
         print(f"cornplug serve-store: {e}", file=sys.stderr)
@@ -129,6 +132,14 @@ def _leave_the_starters_cores() -> None:
         os.sched_setaffinity(0, range(cores))
     except OSError as e:
         _log.warning("this store shares its starter's cores: %s", e.strerror)
+
+
+def _raise_descriptor_limit() -> None:
+    """A client is a descriptor, and the usual soft limit is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Server:
     ) -> None:
         self._listener = listener
         self._renew = renew
+        self._accepting = True
         self._arena = arena
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
@@ -103,8 +104,10 @@ class Server:
             return
         except OSError as e:
             _log.error("cannot accept a client: %s", e.strerror)
-            # Out of file descriptors: the listener stays readable, so breathe before trying again.
-            time.sleep(0.01)
+            # Out of file descriptors: the listener stays readable, and those who are in would wait for
+            # a loop that spins on it. The next tick looks at it again.
+            self._selector.unregister(self._listener)
+            self._accepting = False
             return
         sock.setblocking(False)
         session = Session(sock, next(self._owners), since_s=time.monotonic())
@@ -213,9 +216,10 @@ class Server:
         if listener is None:
             _log.warning("another store serves this socket now: ending")
             self.stop = True
-        elif listener is not self._listener:
-            self._selector.unregister(self._listener)
-            self._listener = listener
+        elif listener is not self._listener or not self._accepting:
+            if self._accepting:
+                self._selector.unregister(self._listener)
+            self._listener, self._accepting = listener, True
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 

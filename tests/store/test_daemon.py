@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from cornplug.store.pool import PoolStore
 from cornplug.store.server import Server
 from cornplug.testing.store import fill, present
 
-from .conftest import eventually
+from .conftest import answers, eventually
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -255,3 +256,50 @@ def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: S
 def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert daemon.main(["--size", "none"]) == 2
     assert "store.size_bytes" in capsys.readouterr().err
+
+
+def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:
+    """A daemon with a limit of 64 descriptors, "-Sn" the soft one or "-n" both."""
+    command = [
+        sys.executable,
+        "-m",
+        "cornplug.store.daemon",
+        "--size",
+        "1MiB",
+        "--socket",
+        str(config.socket),
+    ]
+    command += ["--secret-file", str(config.secret_file)]
+    process = subprocess.Popen(["bash", "-c", f'ulimit {limit} 64; exec "$@"', "bash", *command])
+    eventually(lambda: answers(config.socket))
+    return process
+
+
+@pytest.mark.parametrize("limit", ["-Sn", "-n"])
+def test_many_idle_clients_slow_nobody(connect: Connect, store_config: StoreConfig, limit: str) -> None:
+    process = _started_under(limit, store_config)
+    idle: list[socket.socket] = []
+    try:
+        store = connect()
+        fill(store, "a", b"x")
+        for _ in range(100):
+            idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            idle[-1].setblocking(False)
+            idle[-1].connect_ex(str(store_config.socket))
+        time.sleep(0.2)
+        took_s = []
+        for _ in range(30):
+            began_s = time.monotonic()
+            assert present(store, "a") == b"\1"
+            took_s.append(time.monotonic() - began_s)
+        assert statistics.median(took_s) < 0.005, "they stand in line outside"
+        if limit == "-Sn":
+            assert present(connect(), "a") == b"\1", "the soft limit is no limit"
+        for each in idle:
+            each.close()
+        eventually(lambda: connect().connected)
+    finally:
+        for each in idle:
+            each.close()
+        process.kill()
+        process.wait()
