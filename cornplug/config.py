@@ -61,6 +61,8 @@ class _Section(BaseModel):
 class StoreConfig(_Section):
     """The host's store."""
 
+    backend: str = "pool"
+    """Which store: "pool" is the host's own; others come with packages (entry points `cornplug.stores`)."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
     size_bytes: int | None = Field(default=None, gt=0)
     """Upper bound of payload bytes in shared memory; by default a quarter of the memory that the host

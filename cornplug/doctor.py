@@ -26,7 +26,7 @@ from cornplug.private_paths import folder_problem, secret_problem
 from cornplug.store.arena import fitting_size
 from cornplug.store.base import StoreStat
 from cornplug.store.host_memory import host_memory
-from cornplug.store.pool import PoolStore
+from cornplug.store.opening import open_store
 
 _ANSWER_S = 2.0
 
@@ -117,7 +117,7 @@ def ask_store(settings: config.StoreConfig) -> StoreStat | str:
     if not settings.secret_file.exists():
         return "no store has run here, there is no secret yet"  # and a client would make one
     try:
-        client = PoolStore(settings, autostart=False, connect_timeout_s=_ANSWER_S)
+        client = open_store(settings, autostart=False, connect_timeout_s=_ANSWER_S)
     except ConfigError as e:
         return str(e)
     try:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from cornplug.config import Config
 from cornplug.store.base import Store
-from cornplug.store.pool import PoolStore
+from cornplug.store.opening import open_store
 
 
 def configured(config: Config) -> Sequence[str]:
@@ -37,4 +37,4 @@ def local_store(config: Config) -> Store | None:
     """The host's store, None where nobody has started one."""
     if not config.store.socket.exists():
         return None
-    return PoolStore(config.store, autostart=False)
+    return open_store(config.store, autostart=False)

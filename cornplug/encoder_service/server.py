@@ -39,7 +39,7 @@ from cornplug.encoder_service.tracing import open_tracing
 from cornplug.encoder_service.worker import MAX_BATCH_TOKENS, Encoder
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.qos import Classes
-from cornplug.store.pool import PoolStore
+from cornplug.store.opening import open_store
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
 
             registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
-        store = None if args.no_store else PoolStore(config.store, autostart=False)
+        store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
         shelf = Shelf(store, deadline_s=config.store.patience_s)
         tracing = open_tracing()

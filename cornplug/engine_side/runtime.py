@@ -12,7 +12,7 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.store.off import OffStore
-from cornplug.store.pool import PoolStore
+from cornplug.store.opening import open_store
 
 _log = logging.getLogger("cornplug")
 
@@ -28,7 +28,7 @@ class Runtime:
         self.store: Store
         try:
             self.secret = read_secret(config.store.secret_file)
-            self.store = PoolStore(config.store)
+            self.store = open_store(config.store)
         except ConfigError as e:
             # What this host's files are like is no reason for an engine not to start.
             _log.error("cornplug: this engine shares nothing: %s", e)
@@ -38,7 +38,7 @@ class Runtime:
     def another_connection(self) -> Store:
         """A connection for a thread that must not wait for the others' turns."""
         off = isinstance(self.store, OffStore)
-        return self.store if off else PoolStore(self.config.store, connect_timeout_s=0)
+        return self.store if off else open_store(self.config.store, connect_timeout_s=0)
 
     @property
     def deadline_s(self) -> float:

@@ -34,7 +34,7 @@ from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
 from cornplug.store import entry
 from cornplug.store.base import Store
-from cornplug.store.pool import PoolStore
+from cornplug.store.opening import open_store
 from cornplug.vllm_connector import weights
 
 PREFIX: Final = "cpv1-"
@@ -153,7 +153,7 @@ class Vouchers:
         with self._lock:
             if self._store is None:
                 # The engine starts one where there is none; a voucher alone is no reason to.
-                self._store = PoolStore(self._config.store, autostart=False)
+                self._store = open_store(self._config.store, autostart=False)
             return self._store
 
 
