@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -74,6 +74,9 @@ class StoreConfig(_Section):
     before it counts as a miss and the store as down."""
     patience_s: float = Field(default=1.0, gt=0)
     """The same for background threads, which hold up one request and not the engine."""
+    load_when: Literal["pays", "always"] = "pays"
+    """"pays": what this engine would compute as quickly, by its own measurements, it computes;
+    "always": whatever is there is loaded."""
     lease_s: float = Field(default=30.0, gt=0)
     """How long an engine may take to copy what it leased."""
     quarantine_s: float = Field(default=5.0, ge=0)
@@ -91,7 +94,10 @@ class EncoderConfig(_Section):
     urls: tuple[str, ...] = ()
     """Services that `EncoderClient` asks, e.g. "http://a:8750, http://b:8750"; none: `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Longest wait for an embedding before the engine encodes by itself."""
+    """Longest wait for an embedding before the engine encodes by itself. Once an engine has measured
+    its own tower it waits for three times that, and no longer than this."""
+    deadline_floor_s: float = Field(default=0.5, gt=0)
+    """What an engine waits at least, however quick its own tower is."""
     patience_s: float = Field(default=60.0, gt=0)
     """The same where the engine has no tower of its own: then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
@@ -162,6 +168,9 @@ class EngineConfig(_Section):
     """Who this engine works for: the label of metrics and of bytes in the store."""
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
     share_kv: bool = True
+    max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
+    """Pages on their way to the store, beyond which further ones are not saved: a store or a mover
+    that cannot keep up must not be waited for when requests end."""
     share_embeddings: bool = True
     embeddings_by_value: bool = False
     """Take embeddings of anybody's in requests. vLLM's `--enable-mm-embeds` sets it."""

@@ -92,6 +92,12 @@ class SocketEncoder:
         """Whether there is a connection now."""
         return self._socket is not None
 
+    @property
+    def refusal(self) -> EncoderError | None:
+        """Why a request would fail at once, however long it took to make; None where it would be sent."""
+        with self._lock:
+            return self._problem()
+
     def close(self) -> None:
         """Fail what is pending with "encoder_down" and end the thread."""
         with self._lock:

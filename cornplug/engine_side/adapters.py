@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
+
+
+class LaterAdapters:
+    """Digests of LoRA adapters for a thread that must not read files: a thread of its own does."""
+
+    def __init__(self) -> None:
+        self._adapters = Adapters()
+        self._thread = ThreadPoolExecutor(1, "cornplug-adapters")
+        self._read: dict[str, Future[bytes]] = {}
+
+    def digest(self, path: str) -> bytes:
+        """As `Adapters.digest`. Raises CheckpointError("identifying") as well, while it is being read."""
+        if path not in self._read:
+            self._read[path] = self._thread.submit(self._adapters.digest, path)
+        if not self._read[path].done():
+            raise CheckpointError(f"adapter {path} is being read", reason="identifying")
+        if self._read[path].exception() is not None:
+            self._read.pop(path).result()
+        # Read already: this only looks whether its files are still the same.
+        return self._adapters.digest(path)
 
 
 class Adapters:

@@ -32,11 +32,18 @@ class ECMoves(ECConnectorMetadata):
 
 @dataclass(slots=True)
 class ECAcks(ECConnectorWorkerMetadata):
-    """Worker half -> scheduler half: (outcome, payload bytes) of embeddings offered."""
+    """Worker half -> scheduler half."""
 
     saves: list[tuple[str, int]] = field(default_factory=list)
+    """(outcome, payload bytes) of embeddings offered."""
+    encoded: list[tuple[int, float]] = field(default_factory=list)
+    """(rows, seconds) of what the tower did in a step."""
+    copied: list[tuple[int, float]] = field(default_factory=list)
+    """(bytes, seconds) of embeddings put into the engine's cache."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         assert isinstance(other, ECAcks)
         self.saves += other.saves
+        self.encoded += other.encoded
+        self.copied += other.copied
         return self

@@ -22,6 +22,7 @@ from cornplug.encoder_service.protocol import Encode, Encoded, trace_of
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.backoff import BackOff
+from cornplug.engine_side.pays import FetchRule
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import (
     CheckpointError,
@@ -97,6 +98,7 @@ class ECScheduler:
         self._news = threading.Event()
         """The service has answered something."""
         self._backoff = BackOff()
+        self._rule = FetchRule(runtime.config.store.load_when)
         self._served: bytes | None = None
         """The identity that a service would list for this model."""
         self._identified = False
@@ -118,6 +120,9 @@ class ECScheduler:
     def available(self, request: Request, computed: int) -> bool:
         """False while something that `request` needs is on its way. Polled hundreds of times a
         second, so it only looks."""
+        last = request.mm_features[-1].mm_position if request.mm_features else None
+        if last is None or last.offset + last.length <= computed:
+            return True  # They are in the order of their places, as vLLM's own scheduler has it.
         ready = True
         now = time.monotonic()
         for feature in request.mm_features:
@@ -186,7 +191,11 @@ class ECScheduler:
                     self._drop(feature.identifier)
 
     def acknowledged(self, acks: ECAcks) -> None:
-        """Count what became of embeddings that a worker offered."""
+        """Count what became of embeddings that a worker offered; learn what its work took."""
+        for rows, seconds in acks.encoded:
+            self._rule.encoded(rows, seconds)
+        for size, seconds in acks.copied:
+            self._rule.copied(size, seconds)
         for outcome, size in acks.saves:
             self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
             if outcome == "stored":
@@ -226,8 +235,14 @@ class ECScheduler:
         if key is None or weights.replaced() or not self._run.config.engine.share_embeddings:
             return None
         rows = feature.mm_position.get_num_embeds()
-        deadline = now + self._run.config.encoder.deadline_s
+        ours = self._run.config.encoder
+        deadline = now + self._rule.patience_s(
+            rows, floor_s=min(ours.deadline_floor_s, ours.deadline_s), ceiling_s=ours.deadline_s
+        )
         item = _Item(feature.identifier, key, rows, self._bytes(rows), deadline, now)
+        if not self._rule.pays(rows=rows, size_bytes=item.size):
+            self._fail(item, "cheaper")
+            return item
         store_problem = ""
         try:
             try:
@@ -257,6 +272,7 @@ class ECScheduler:
             self._fail(item, late.reason)
 
     def _from_store(self, item: _Item, source: str) -> bool:
+        began = time.monotonic()
         try:
             found = entry.get(self._run.store, item.key, deadline_s=self._run.deadline_s)
         except CodecError as e:
@@ -265,6 +281,7 @@ class ECScheduler:
         if found is None:
             return False
         header, payload = found
+        self._rule.read(len(payload), time.monotonic() - began)
         self._arrive(item, Arrived(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
@@ -273,6 +290,10 @@ class ECScheduler:
         if self._served is None:
             reason = "not_served" if self._identified else "identifying"
             raise EncoderUnavailable("no service is known to serve this model", reason=reason)
+        refusal = self._encoder.refusal
+        if refusal is not None:
+            # Known before pixels are packed, which takes tens of milliseconds.
+            raise refusal
         if self._backoff.spares(time.monotonic()):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
         self._preparer.submit(self._send, item, feature, self._served, request)

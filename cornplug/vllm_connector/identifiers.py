@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -44,7 +45,8 @@ LOCAL: Final = "local-"
 _OURS: Final = re.compile(PREFIX + "[0-9a-f]{64}")
 _UUIDS: Final = 65536
 _FIRST_READ_S: Final = 2.0
-"""How long the first request may wait for a checkpoint that was never read before."""
+"""How long after the start of the process requests may wait for a checkpoint that was never read
+before. All of them together: later ones are named for this engine alone until it has been read."""
 
 
 def key_of(identifier: str) -> bytes | None:
@@ -79,6 +81,7 @@ class Identifiers:
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._identity: bytes | None = None
         self._ready = threading.Event()
+        self._patient_until = time.monotonic() + _FIRST_READ_S
         self._uuids: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
@@ -93,8 +96,13 @@ class Identifiers:
             self._ready.set()
 
     def _known_identity(self) -> bytes | None:
-        self._ready.wait(_FIRST_READ_S)
+        self._wait_once()
         return self._identity
+
+    def _wait_once(self) -> None:
+        """Wait for the first fingerprint, until a moment that is the same for all who ask: this is
+        the API server's event loop, which answers everybody."""
+        self._ready.wait(max(0.0, self._patient_until - time.monotonic()))
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         """`mm_hash` of one picture, None where it has no digest.
@@ -126,7 +134,7 @@ class Identifiers:
         """
         if VOUCHER in mm_hash:
             return PREFIX + self.vouchers.key(mm_hash, salt).hex()
-        self._ready.wait(_FIRST_READ_S)
+        self._wait_once()
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         if self._identity is None:
             # Names content, yet no model: good for this engine's caches, and for nobody else.

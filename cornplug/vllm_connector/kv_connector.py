@@ -145,6 +145,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.start_saves(moves.saves)
             self._worker.finishing(moves.finishing)
+            if moves.timed:
+                self._worker.stepped(moves.timed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
@@ -190,6 +192,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.acknowledged(acks)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.loaded(request_id)
+        self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return (self._scheduler.finished(request) if self._scheduler is not None else False), None

@@ -67,6 +67,8 @@ class KVMoves(KVConnectorMetadata):
     """Finished requests whose blocks stay until their saves are done."""
     preempted: list[str] = field(default_factory=list)
     """Requests whose blocks were given away, and may have been overwritten."""
+    timed: int = 0
+    """Number of this step where its end is to be told, else 0."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,8 @@ class KVAcks(KVConnectorWorkerMetadata):
     loaded_bytes: int = 0
     loading_s: float = 0.0
     """Seconds that the mover spent on them, its queue not counted."""
+    steps: list[int] = field(default_factory=list)
+    """Timed steps that have ended."""
     unusable: str = ""
     """Why this worker's cache cannot be mapped to pages; "" when it can."""
 
@@ -94,10 +98,16 @@ class KVAcks(KVConnectorWorkerMetadata):
         self.failed_loads |= other.failed_loads
         self.loaded_bytes += other.loaded_bytes
         self.loading_s = max(self.loading_s, other.loading_s)
+        self.steps += other.steps
         self.unusable = self.unusable or other.unusable
         return self
 
     def is_empty(self) -> bool:
         return not (
-            self.written or self.failed_writes or self.failed_loads or self.unusable or self.loaded_bytes
+            self.written
+            or self.failed_writes
+            or self.failed_loads
+            or self.unusable
+            or self.loaded_bytes
+            or self.steps
         )

@@ -42,6 +42,9 @@ class OffWorker:
         for save in saves:
             self._acks.failed_writes |= {page.token: MAX_SEGMENTS for page in save.pages}
 
+    def stepped(self, number: int) -> None:
+        """Nothing is loaded: no measurement is needed."""
+
     def finishing(self, request_ids: Sequence[str]) -> None:
         """Nothing is read here: they are sent."""
         self._finishing.update(request_ids)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_side.adapters import LaterAdapters
 from cornplug.engine_side.page_header import read_page_header
 from cornplug.engine_side.page_roots import page_root
+from cornplug.engine_side.pays import LoadRule
 from cornplug.engine_side.runtime import Runtime, miss
-from cornplug.errors import CheckpointError, CodecError
+from cornplug.errors import CheckpointError, CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, Refusal
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _FIRST_READ_S = 2.0
+_LOAD_FLOOR_S = 1.0
+"""A load may take that, and three times what computing would, before the rest of it is computed."""
+_TIMED_TOKENS = 64
+_TIMED_STEPS = 16
+"""Steps of so many tokens are timed, and of the others each so-manieth."""
 
 
 @dataclass(slots=True)
@@ -48,6 +54,8 @@ class _Tracked:
     request: Request
     keys: PageKeys | None
     """None: nothing of this request is shared."""
+    later: bool = False
+    """What its keys are made of is still being read."""
     saved_pages: int = 0
     """Pages offered to the store, or known to be there."""
     again: set[int] = field(default_factory=set)
@@ -55,6 +63,8 @@ class _Tracked:
     match: _Match | None = None
     loading: _Match | None = None
     load_began: float = 0.0
+    moving_before: float | None = None
+    """Seconds that movers had worked when its load began; None where it was not alone."""
     barred: bool = False
     """A load of it failed once: it computes for itself from then on."""
     open_saves: set[int] = field(default_factory=set)
@@ -77,7 +87,16 @@ class KVScheduler:
         self._off = ""
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._identified = threading.Event()
-        self._adapters = Adapters()
+        self._adapters = LaterAdapters()
+        self._rule = LoadRule(runtime.config.store.load_when)
+        self._queued_bytes = 0
+        """Of loads that are under way."""
+        self._moving_s = 0.0
+        """What movers have worked on loads so far."""
+        self._steps = 0
+        self._timed: dict[int, tuple[float, int]] = {}
+        """Step -> (when it was scheduled, its tokens)."""
+        self._step_ended = 0.0
         threading.Thread(target=self._identify, name="cornplug-identify-lm", daemon=True).start()
         self._identified.wait(_FIRST_READ_S)
 
@@ -123,17 +142,27 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            keys = None
-            why = self._why_off(request)
-            if why:
-                self._tally.count("cornplug_misses_total", self._run.app, WHAT, why)
-            else:
-                with miss(self._tally, self._run.app, WHAT):
-                    keys = PageKeys(
-                        self._run.secret, self._root(request), self._page.page_tokens, request.mm_features
-                    )
-            tracked = self._tracked[request.request_id] = _Tracked(request, keys)
+            tracked = self._tracked[request.request_id] = _Tracked(request, None)
+            reason = self._name(tracked)
+            if reason:
+                self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+        elif tracked.later:
+            self._name(tracked)
         return tracked
+
+    def _name(self, tracked: _Tracked) -> str:
+        """Make a request's keys; why it has none."""
+        request, why = tracked.request, self._why_off(tracked.request)
+        if not why:
+            try:
+                tracked.keys = PageKeys(
+                    self._run.secret, self._root(request), self._page.page_tokens, request.mm_features
+                )
+            except CornplugError as e:
+                why = e.reason
+        # What is still being read may be known by the time when there is something to save.
+        tracked.later = why == "identifying"
+        return why
 
     # -- loading ----------------------------------------------------------------------------
 
@@ -173,6 +202,15 @@ class KVScheduler:
             )
         if not keys:
             return
+        end = (wanted.start + len(keys)) * page.page_tokens
+        if not self._rule.pays(
+            tokens=end - match.computed,
+            size_bytes=len(keys) * page.page_bytes,
+            queued_bytes=self._queued_bytes,
+        ):
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, "cheaper", by=len(keys))
+            tracked.saved_pages = max(tracked.saved_pages, wanted.start + len(keys))
+            return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
         for index, lease in zip(wanted, leases, strict=False):
             read = self._read(index, lease)
@@ -209,8 +247,29 @@ class KVScheduler:
         # The engine may take less than it was offered.
         match.reads = [read for read in match.reads if read.index * self._page.page_tokens < end]
         match.end = end
-        self._loads.append(Load(request.request_id, match.computed, end, tuple(match.reads), tuple(blocks)))
+        # Two that overlap tell nothing of how long one is in being noticed.
+        alone = not self._queued_bytes
+        for other in self._tracked.values() if not alone else ():
+            other.moving_before = None
+        tracked.moving_before = self._moving_s if alone else None
+        self._queued_bytes += len(match.reads) * self._page.page_bytes
+        self._loads.append(
+            Load(
+                request.request_id,
+                match.computed,
+                end,
+                tuple(match.reads),
+                tuple(blocks),
+                self._load_deadline_s(external),
+            )
+        )
         tracked.saved_pages = max(tracked.saved_pages, end // self._page.page_tokens)
+
+    def _load_deadline_s(self, tokens: int) -> float:
+        config, compute_s = self._run.config.store, self._rule.compute_s(tokens)
+        if compute_s is None or config.load_when == "always":
+            return config.lease_s
+        return min(config.lease_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def _drop_match(self, tracked: _Tracked) -> None:
         if tracked.match is not None and tracked.match.tokens:
@@ -224,9 +283,12 @@ class KVScheduler:
             return
         match, tracked.loading = tracked.loading, None
         self._errands.release(match.tokens)
-        app = self._run.app
-        self._tally.observe("cornplug_wait_seconds", time.monotonic() - tracked.load_began, app, WHAT)
+        self._queued_bytes -= len(match.reads) * self._page.page_bytes
+        app, waited = self._run.app, time.monotonic() - tracked.load_began
+        self._tally.observe("cornplug_wait_seconds", waited, app, WHAT)
         if not tracked.barred:
+            if tracked.moving_before is not None:
+                self._rule.noticed(waited - (self._moving_s - tracked.moving_before))
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=len(match.reads))
             self._tally.count("cornplug_saved_tokens_total", app, by=match.end - match.computed)
         self._forget_if_over(tracked)
@@ -242,6 +304,11 @@ class KVScheduler:
             self._give_up_saves(request_id)
         if self._errands:
             self._errands.run()
+        tokens = sum(output.num_scheduled_tokens.values())
+        self._steps += 1
+        if tokens and (tokens >= _TIMED_TOKENS or not self._steps % _TIMED_STEPS):
+            moves.timed = self._steps
+            self._timed[self._steps] = time.monotonic(), tokens
         wanted = self._new_pages(output)
         if wanted:
             with miss(self._tally, self._run.app, WHAT):
@@ -266,6 +333,8 @@ class KVScheduler:
         found = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.later:
+                self._name(tracked)
             if tracked is None or tracked.keys is None:
                 continue
             request = tracked.request
@@ -283,6 +352,12 @@ class KVScheduler:
 
     def _reserve(self, wanted: list[tuple[_Tracked, int, bytes]]) -> list[Save]:
         assert self._manager is not None
+        room = max(0, self._run.config.engine.max_open_saves_bytes // self._page.page_bytes - len(self._open))
+        if len(wanted) > room:
+            self._tally.count("cornplug_saves_total", self._run.app, WHAT, "busy", by=len(wanted) - room)
+            wanted = wanted[:room]
+            if not wanted:
+                return []
         answers = self._run.store.reserve(
             [(key, self._page.page_bytes) for _, _, key in wanted],
             app=self._run.app,
@@ -308,6 +383,16 @@ class KVScheduler:
 
     def acknowledged(self, acks: KVAcks) -> None:
         """Commit what every rank has written; give up what one could not."""
+        for number in acks.steps:
+            began, tokens = self._timed.pop(number, (0.0, 0))
+            # Steps may be scheduled while others run: one begins to run when the last has ended.
+            self._rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
+        if acks.loaded_bytes:
+            self._moving_s += acks.loading_s
+            self._rule.moved(acks.loaded_bytes, acks.loading_s)
+            news = self._rule.news(self._page.page_bytes / self._page.page_tokens)
+            if news:
+                compat.logger.info("cornplug: %s", news)
         if acks.unusable and not self._off:
             self._off = acks.unusable
         for request_id, reason in acks.failed_loads.items():
@@ -326,9 +411,14 @@ class KVScheduler:
         for token, segments in acks.failed_writes.items():
             if token in self._open:
                 self._open[token].failed_segments += segments
-        for token in acks.written.keys() | acks.failed_writes.keys():
+        # In the order of pages, so that prefixes are whole at any time.
+        for token in sorted(acks.written.keys() | acks.failed_writes.keys()):
             if token in self._open and self._open[token].answered(self._page):
                 self._close(token)
+
+    def step_ended(self) -> None:
+        """The engine has seen what a step has computed."""
+        self._step_ended = time.monotonic()
 
     def _close(self, token: int) -> None:
         save = self._open.pop(token)

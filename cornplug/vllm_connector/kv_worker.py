@@ -128,6 +128,11 @@ class KVWorker:
                 self._saving.setdefault(save.request_id, []).append(saving)
             self._mover.submit(self._save(saving, mark), urgent=False)
 
+    def stepped(self, number: int) -> None:
+        """Tell that this step has ended, with whatever else is told."""
+        with self._lock:
+            self._acks.steps.append(number)
+
     def finishing(self, request_ids: Sequence[str]) -> None:
         """These requests' blocks stay until `finished` names them as sent."""
         self._finishing.update(request_ids)

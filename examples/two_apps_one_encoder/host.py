@@ -75,6 +75,9 @@ class Host:
         os.environ["XDG_RUNTIME_DIR"] = str(self._run)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
         os.environ["CORNPLUG_STORE_PATIENCE_S"] = str(_PATIENCE_S)
+        # These models are so small that computing is mostly cheaper: the demo shows the sharing.
+        os.environ["CORNPLUG_STORE_LOAD_WHEN"] = "always"
+        os.environ["CORNPLUG_ENCODER_DEADLINE_FLOOR_S"] = "60"
         return self
 
     def __exit__(

@@ -21,6 +21,16 @@ A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 """Small blocks and chunked prefill."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def whatever_is_there_is_shared(own_settings: Path) -> Iterator[None]:
+    """These models are computed as quickly as they are loaded, and by their own measurements engines
+    would share little: it is the sharing that is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
+        patch.setenv("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Two LLaVAs over one bit-identical CLIP tower, and a Qwen2-VL."""

@@ -40,11 +40,17 @@ SECRET = bytes(range(32))
 
 
 def runtime(
-    store: Store, *, page_tokens: int = 32, app: str = "test", deadline_s: float = 0.1, **fields: Any
+    store: Store,
+    *,
+    page_tokens: int = 32,
+    app: str = "test",
+    deadline_s: float = 0.1,
+    load_when: Any = "always",
+    **fields: Any,
 ) -> Any:
     """What `cornplug.vllm_connector.runtime.runtime` gives, over any store."""
     config = Config(
-        store=StoreConfig(deadline_s=deadline_s),
+        store=StoreConfig(deadline_s=deadline_s, load_when=load_when),
         engine=EngineConfig(app=app, page_tokens=page_tokens, **fields),
     )
     return SimpleNamespace(

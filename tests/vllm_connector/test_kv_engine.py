@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
+from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.pool import PoolStore
 from cornplug.testing import FaultyStore
 from cornplug.testing.processes import StoreProcess
-from cornplug.vllm_connector import weights
+from cornplug.vllm_connector import kv_scheduler, weights
 
 from .conftest import open_in
 from .rig import BrokenBackend, Engine
@@ -156,7 +158,10 @@ def test_tenants_do_not_share(engine: Make) -> None:
     assert engine().run("d", PROMPT, cache_salt="x").external_tokens == 128
 
 
-def test_adapters_share_with_their_like(engine: Make, tmp_path: Path) -> None:
+def test_adapters_share_with_their_like(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_scheduler, "LaterAdapters", Adapters)
     loras = []
     for name, data in (("x", b"1"), ("y", b"1"), ("z", b"2")):
         (tmp_path / name).mkdir()
@@ -170,6 +175,35 @@ def test_adapters_share_with_their_like(engine: Make, tmp_path: Path) -> None:
     assert second.run("d", PROMPT, lora_request=loras[1]).external_tokens == 128
     second.run("e", PROMPT, lora_request=SimpleNamespace(lora_path=str(tmp_path)))
     assert second.counts["misses", "kv_page", "lora"] == 1
+
+
+def test_an_adapter_is_read_on_another_thread(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request under it is a miss and holds up nobody; what it computes is saved none the less."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    lora, reading, read = SimpleNamespace(lora_path=str(tmp_path)), threading.Event(), Adapters.digest
+
+    def slow(self: Adapters, path: str) -> bytes:
+        assert threading.current_thread() is not threading.main_thread() or reading.is_set()
+        reading.wait(5)
+        return read(self, path)
+
+    monkeypatch.setattr(Adapters, "digest", slow)
+    first = engine()
+    request = first.add("a", PROMPT, lora_request=lora)
+    began = time.monotonic()
+    first.step(chunk=64)
+    assert time.monotonic() - began < 1
+    assert first.counts == {("misses", "kv_page", "identifying"): 1}
+    reading.set()
+    while first.connector._scheduler._adapters._read[lora.lora_path].running():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    first.settle()
+    first.check(request)
+    assert first.counts["saves", "kv_page", "stored"] == 4
+    assert first.run("b", PROMPT, lora_request=lora).external_tokens == 128
 
 
 def test_what_was_never_asked_about_leaves_nothing(engine: Make) -> None:
@@ -544,6 +578,100 @@ def test_two_steps_in_flight(engine: Make, store: MemoryStore) -> None:
     reader = engine()
     assert reader.run("c", PROMPT).external_tokens == 128
     assert reader.run("d", [1, *PROMPT]).external_tokens == 128
+
+
+# -- what pays --------------------------------------------------------------------------------
+
+
+def rule_of(engine: Engine) -> Any:
+    return engine.connector._scheduler._rule  # type: ignore[union-attr]
+
+
+def test_an_engine_measures_itself(engine: Make) -> None:
+    first = engine(load_when="pays")
+    first.run("a", PROMPT)
+    prefill_s = rule_of(first).compute_s(100)
+    assert prefill_s is not None
+    assert 0 <= prefill_s < 5
+    assert rule_of(first).load_s(1 << 20) is None
+    second = engine(load_when="pays", tp=2)
+    assert second.run("b", PROMPT).external_tokens == 128, "nothing is known yet: it is tried"
+    load_s = rule_of(second).load_s(1 << 20)
+    assert load_s is not None
+    assert 0 < load_s < 5
+    assert rule_of(second)._noticing.per_second() > 0
+
+
+def test_what_is_cheaper_to_compute_is_computed(engine: Make, faulty: FaultyStore) -> None:
+    engine().run("a", PROMPT)
+    second = engine(connect=lambda: faulty, load_when="pays")
+    for _ in range(50):
+        rule_of(second).computed(1000, 0.001)
+        rule_of(second).moved(1 << 20, 10.0)
+    assert second.run("b", PROMPT).external_tokens == 0
+    assert second.counts["misses", "kv_page", "cheaper"] == 4
+    assert "lease" not in faulty.calls
+    assert "reserve" not in faulty.calls, "what is there is not offered"
+    for _ in range(100):
+        rule_of(second).computed(1000, 1000.0)
+        rule_of(second).moved(1 << 20, 0.001)
+    assert second.run("c", PROMPT).external_tokens == 128
+
+
+def test_a_load_behind_others_is_compared_with_its_wait(engine: Make) -> None:
+    engine().run("a", PROMPT)
+    second = engine(load_when="pays")
+    page_bytes = 4 * 4 * 2 * 32 * 8 * 4
+
+    def measured() -> None:
+        for _ in range(100):
+            rule_of(second).computed(100, 0.1)  # 4 pages: 0.128 s
+            rule_of(second).moved(page_bytes, 0.01)  # 4 pages: 0.04 s
+
+    measured()
+    second.connector._scheduler._queued_bytes = 20 * page_bytes  # type: ignore[union-attr]
+    assert second.run("b", PROMPT).external_tokens == 0
+    second.connector._scheduler._queued_bytes = 0  # type: ignore[union-attr]
+    measured()
+    assert second.run("c", PROMPT).external_tokens == 128
+    assert second.connector._scheduler._queued_bytes == 0  # type: ignore[union-attr]
+
+
+def test_a_load_has_a_deadline_and_the_rest_is_computed(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cornplug.vllm_connector.kv_copies._DIRECT_TOKENS", 32)  # a page a slab
+    engine().run("a", PROMPT)
+    second = engine()
+    slow_views(monkeypatch, second, 0.2)
+    monkeypatch.setattr(second.connector._scheduler, "_load_deadline_s", lambda tokens: 0.3)
+    request = second.run("b", PROMPT)
+    assert request.failed
+    assert second.counts["misses", "kv_page", "load_timeout"] == 1
+    second.finish(request)
+    second.settle()
+    assert open_in(store) == (0, 0)
+
+
+def test_a_loads_deadline_follows_from_what_computing_takes(engine: Make) -> None:
+    scheduler: Any = engine(load_when="pays").connector._scheduler
+    assert scheduler._load_deadline_s(1000) == 30
+    for _ in range(50):
+        scheduler._rule.computed(1000, 1.0)
+    assert scheduler._load_deadline_s(1000) == pytest.approx(3.0, rel=0.01)
+    assert scheduler._load_deadline_s(10) == 1.0
+    assert scheduler._load_deadline_s(1_000_000) == 30
+    assert engine().connector._scheduler._load_deadline_s(10) == 30  # type: ignore[union-attr]
+
+
+def test_open_saves_are_bounded(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 4 * 4 * 2 * 32 * 8 * 4
+    first = engine(max_open_saves_bytes=3 * page_bytes)
+    slow_views(monkeypatch, first, 0.05)
+    first.run("a", PROMPT)
+    assert first.counts["saves", "kv_page", "busy"] == 1
+    assert first.counts["saves", "kv_page", "stored"] == 3
+    assert engine().run("b", PROMPT).external_tokens == 96
 
 
 # -- what shares nothing ----------------------------------------------------------------------

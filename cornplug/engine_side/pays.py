@@ -1,0 +1,167 @@
+"""Whether a load pays: what this engine measured of itself, against what it measured of loading.
+
+Nothing here is configured or assumed. What has not been measured lately is tried, which measures it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+When = Literal["pays", "always"]
+
+_FADE: Final = 0.9
+"""What each sample leaves of the weight of those before it: some ten samples count."""
+_FRESH_S: Final = 60.0
+"""How long a measurement of what is not done any more stands: loads that do not pay are tried again."""
+_TALK_S: Final = 60.0
+
+
+class Pace:
+    """Seconds a unit of work took lately, as the ratio of faded sums: large samples weigh more."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._units = self._seconds = 0.0
+        self._at = -math.inf
+
+    def note(self, units: float, seconds: float) -> None:
+        """Add a sample."""
+        if units > 0 and seconds >= 0:
+            self._units = self._units * _FADE + units
+            self._seconds = self._seconds * _FADE + seconds
+            self._at = self._clock()
+
+    def seconds(self, units: float, *, fresh_s: float = math.inf) -> float | None:
+        """How long so many units take; None where nothing was measured in the last `fresh_s`."""
+        if not self._units or self._clock() - self._at > fresh_s:
+            return None
+        return self._seconds / self._units * units
+
+    def per_second(self) -> float:
+        """Units a second; 0 where nothing was measured."""
+        return self._units / self._seconds if self._seconds else 0.0
+
+
+class StepTimes:
+    """What one more token adds to an engine's step: the slope of seconds over tokens in its steps.
+
+    A step has a part that does not depend on its tokens (weights are read whatever comes), so the
+    plain ratio would make short prompts look dear. Where all steps were alike, or noise hides the
+    slope, the ratio has to do.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Add a step."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        self._n, self._x, self._y = self._n * _FADE + 1, self._x * _FADE + tokens, self._y * _FADE + seconds
+        self._xx, self._xy = self._xx * _FADE + tokens * tokens, self._xy * _FADE + tokens * seconds
+
+    def seconds(self, tokens: int) -> float | None:
+        """How long the computing of so many tokens more takes; None where nothing was measured."""
+        if not self._x:
+            return None
+        ratio = self._y / self._x
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 0.01 * self._x * self._x:
+            return ratio * tokens
+        slope = (self._n * self._xy - self._x * self._y) / spread
+        return (slope if 0 < slope < ratio else ratio) * tokens
+
+
+class LoadRule:
+    """Loads a prefix only where that is quicker than to compute it. Used by one thread."""
+
+    def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
+        self._when = when
+        self._clock = clock
+        self._moving = Pace(clock)
+        self._noticing = Pace(clock)
+        self._prefill = StepTimes()
+        self._said_at = -math.inf
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step of the engine: all its tokens, and how long it took."""
+        self._prefill.note(tokens, seconds)
+
+    def moved(self, size_bytes: int, seconds: float) -> None:
+        """What the movers did: payload bytes, and seconds that they spent on them."""
+        self._moving.note(size_bytes, seconds)
+
+    def noticed(self, seconds: float) -> None:
+        """A load was alone: how long it took beyond its moving, in steps of the engine."""
+        self._noticing.note(1, max(0.0, seconds))
+
+    def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int) -> bool:
+        """Whether to load `tokens` that are `size_bytes`, behind what others have queued."""
+        load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
+        return self._when == "always" or load_s is None or compute_s is None or load_s < compute_s
+
+    def load_s(self, size_bytes: int) -> float | None:
+        """How long a load of so many bytes takes; None where none was measured lately."""
+        moving = self._moving.seconds(size_bytes, fresh_s=_FRESH_S)
+        return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
+
+    def compute_s(self, tokens: int) -> float | None:
+        """How long this engine takes to compute them; None before its first measured step."""
+        return self._prefill.seconds(tokens)
+
+    def news(self, bytes_a_token: float) -> str:
+        """A line for the log, at most once a minute; "" where there is nothing to say."""
+        token_s = self.compute_s(1)
+        if token_s is None or not self._moving.per_second() or self._clock() < self._said_at + _TALK_S:
+            return ""
+        self._said_at = self._clock()
+        notice_s = self._noticing.seconds(1) or 0.0
+        gain_s = token_s - bytes_a_token / self._moving.per_second()
+        least = f"pays from {math.ceil(notice_s / gain_s)} tokens on" if gain_s > 0 else "does not pay"
+        return (
+            f"measured: KV loads at {self._moving.per_second() / 1e9:.2f} GB/s and is noticed after "
+            f"{notice_s * 1e3:.1f} ms; prefill at {1 / token_s if token_s else math.inf:.0f} tokens/s: "
+            f"a load {least}" + (" (store.load_when is always)" if self._when == "always" else "")
+        )
+
+
+class FetchRule:
+    """Takes an embedding only where that is quicker than to encode, and waits for a service no longer
+    than encoding would justify. Used by one thread."""
+
+    def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
+        self._when = when
+        self._reading = Pace(clock)
+        self._copying = Pace(clock)
+        self._encoding = Pace(clock)
+
+    def read(self, size_bytes: int, seconds: float) -> None:
+        """An embedding was read from the store."""
+        self._reading.note(size_bytes, seconds)
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Workers put embeddings into the engine's cache."""
+        self._copying.note(size_bytes, seconds)
+
+    def encoded(self, rows: int, seconds: float) -> None:
+        """This engine's tower ran."""
+        self._encoding.note(rows, seconds)
+
+    def pays(self, *, rows: int, size_bytes: int) -> bool:
+        """Whether an embedding of the store is worth its reading."""
+        fetch_s, encode_s = self._reading.seconds(size_bytes, fresh_s=_FRESH_S), self.encode_s(rows)
+        if self._when == "always" or fetch_s is None or encode_s is None:
+            return True
+        return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
+
+    def encode_s(self, rows: int) -> float | None:
+        """How long this engine's tower takes; None before it has run."""
+        return self._encoding.seconds(rows)
+
+    def patience_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
+        """How long to wait for a service: three times what encoding here takes, within bounds."""
+        encode_s = self.encode_s(rows)
+        return ceiling_s if encode_s is None else min(ceiling_s, max(floor_s, 3 * encode_s))

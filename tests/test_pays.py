@@ -1,0 +1,158 @@
+"""Whether a load pays: the rule, on figures like those of real engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from cornplug.engine_side.pays import FetchRule, LoadRule, Pace, StepTimes
+
+PAGE = 8 << 20  # 64 tokens of an 8B model
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measured(
+    rule: LoadRule, *, gb_s: float, notice_s: float, tokens_s: float, step_s: float = 0.01
+) -> LoadRule:
+    for tokens in (20, 64, 500, 2048, 30, 2048, 700, 25):
+        rule.computed(tokens, step_s + tokens / tokens_s)
+    for size in (PAGE, 10 * PAGE, 3 * PAGE):
+        rule.moved(size, size / gb_s / 1e9)
+        rule.noticed(notice_s)
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "tokens_s", "pages", "queued", "pays"),
+    [
+        # 128 KiB a token: 1.5 GB/s are 11,400 tokens a second.
+        (1.5, 25_000, 100, 0, False),
+        (1.5, 5_000, 100, 0, True),
+        (20, 25_000, 100, 0, True),
+        # One page is computed in 2.6 ms, and a load noticed after 20.
+        (20, 25_000, 1, 0, False),
+        (20, 25_000, 12, 0, True),
+        # Behind a long load.
+        (20, 25_000, 12, 100, False),
+    ],
+)
+def test_a_load_is_compared_with_computing(
+    gb_s: float, tokens_s: float, pages: int, queued: int, pays: bool
+) -> None:
+    rule = measured(LoadRule("pays"), gb_s=gb_s, notice_s=0.02, tokens_s=tokens_s)
+    found = rule.pays(tokens=64 * pages, size_bytes=pages * PAGE, queued_bytes=queued * PAGE)
+    assert found is pays
+    always = measured(LoadRule("always"), gb_s=gb_s, notice_s=0.02, tokens_s=tokens_s)
+    assert always.pays(tokens=64 * pages, size_bytes=pages * PAGE, queued_bytes=queued * PAGE)
+
+
+def test_what_is_not_measured_is_tried_and_tried_again() -> None:
+    clock = Clock()
+    rule = LoadRule("pays", clock)
+    assert rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0), "nothing is known"
+    rule.computed(1000, 0.01)
+    assert rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0), "no load was measured"
+    rule.moved(PAGE, 1.0)
+    assert not rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0)
+    clock.now += 61
+    assert rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0), "that may have been a bad moment"
+
+
+def test_the_step_that_there_is_anyway_is_no_reason_to_load() -> None:
+    """100 tokens in a step of 12 ms do not cost 12 ms: without them there would be the step all the same."""
+    times = StepTimes()
+    for _ in range(20):
+        times.note(20, 0.012)
+        times.note(120, 0.013)
+    found = times.seconds(100)
+    assert found is not None
+    assert found == pytest.approx(0.001, rel=0.1)
+
+
+def test_where_all_steps_were_alike_their_mean_has_to_do() -> None:
+    times = StepTimes()
+    assert times.seconds(100) is None
+    times.note(0, 1.0)
+    assert times.seconds(100) is None
+    for _ in range(5):
+        times.note(2048, 0.1)
+    assert times.seconds(1024) == pytest.approx(0.05)
+
+
+def test_a_slope_that_noise_made_is_not_believed() -> None:
+    falling, steep = StepTimes(), StepTimes()
+    falling.note(10, 1.0)
+    falling.note(1000, 0.1)
+    ratio = (0.9 * 1.0 + 0.1) / (0.9 * 10 + 1000)
+    assert falling.seconds(100) == pytest.approx(100 * ratio)
+    steep.note(10, 0.0001)
+    steep.note(1000, 1.0)
+    mean = 1.0 / 1000
+    found = steep.seconds(100)
+    assert found is not None
+    assert found <= 100 * mean * 1.1
+
+
+def test_a_pace_follows_what_changes() -> None:
+    pace = Pace()
+    assert pace.seconds(1) is None
+    for _ in range(50):
+        pace.note(100, 1.0)
+    for _ in range(50):
+        pace.note(100, 2.0)
+    assert pace.seconds(100) == pytest.approx(2.0, rel=0.01)
+    assert pace.per_second() == pytest.approx(50, rel=0.01)
+    pace.note(0, 5.0)
+    pace.note(10, -1.0)
+    assert pace.seconds(100) == pytest.approx(2.0, rel=0.01)
+
+
+def test_the_measured_numbers_are_said_once_a_minute() -> None:
+    clock = Clock()
+    rule = LoadRule("pays", clock)
+    assert rule.news(131072) == ""
+    measured(rule, gb_s=20, notice_s=0.02, tokens_s=25_000)
+    said = rule.news(131072)
+    assert "20.00 GB/s" in said
+    assert "20.0 ms" in said
+    assert "25000 tokens/s" in said
+    assert "pays from 599 tokens on" in said or "pays from 598 tokens on" in said
+    assert rule.news(131072) == ""
+    clock.now += 61
+    slow = measured(LoadRule("pays", clock), gb_s=1.5, notice_s=0.02, tokens_s=25_000)
+    assert "does not pay" in slow.news(131072)
+
+
+def test_an_embedding_is_taken_only_where_that_is_quicker() -> None:
+    rule = FetchRule("pays")
+    assert rule.pays(rows=1000, size_bytes=88 << 20), "nothing is known"
+    rule.encoded(1000, 0.05)
+    assert rule.pays(rows=1000, size_bytes=88 << 20)
+    rule.read(88 << 20, 0.041)
+    assert rule.pays(rows=1000, size_bytes=88 << 20)
+    rule.copied(88 << 20, 0.044)
+    assert not rule.pays(rows=1000, size_bytes=88 << 20), "41 ms to read and 44 to copy, against 50"
+    rule.encoded(1000, 5.0)
+    assert rule.pays(rows=1000, size_bytes=88 << 20)
+    always = FetchRule("always")
+    always.encoded(1000, 1e-6)
+    always.read(88 << 20, 1.0)
+    assert always.pays(rows=1000, size_bytes=88 << 20)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "waits_s"), [(None, 10.0), (0.05, 0.5), (0.4, 1.2), (2.0, 6.0), (9.0, 10.0)]
+)
+def test_a_service_is_waited_for_as_long_as_encoding_would_justify(
+    own_s: float | None, waits_s: float
+) -> None:
+    rule = FetchRule("pays")
+    if own_s is not None:
+        rule.encoded(500, own_s)
+    assert rule.patience_s(500, floor_s=0.5, ceiling_s=10.0) == pytest.approx(waits_s)
