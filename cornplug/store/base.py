@@ -38,6 +38,7 @@ from typing import Protocol
 import msgspec
 
 KEY_BYTES = 32
+OTHER_APPS = "(others)"
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +103,7 @@ class StoreStat(msgspec.Struct, frozen=True):
     reservations: int
     leases: int
     bytes_by_app: dict[str, int]
+    """Of the 256 apps with most; all others together under OTHER_APPS."""
     evictions: int
     hits: int
     """Keys for which `lease` found an entry, since the store began."""

@@ -9,6 +9,8 @@ from cornplug.store.base import KEY_BYTES, Part
 
 MAX_META_BYTES: Final = 1 << 20
 """A header of 65535 segments takes half of it."""
+MAX_TTL_S: Final = 3600.0
+MAX_APP_BYTES: Final = 256
 MAX_PARTS: Final = 1024
 """Writers of one entry."""
 
@@ -36,6 +38,18 @@ def check_part(part: Part | None) -> None:
         raise ValueError(f"a group is 16 to 32 bytes, not {len(part.group)}")
     if not 0 <= part.index < part.count <= MAX_PARTS:
         raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Raises ValueError for a lease that would end before it begins, or never."""
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise ValueError(f"ttl_s is {ttl_s}; a lease is of more than 0 and at most {MAX_TTL_S:g} seconds")
+
+
+def check_app(app: str) -> None:
+    """Raises ValueError for a name that is too long for a label."""
+    if len(app.encode()) > MAX_APP_BYTES:
+        raise ValueError(f"the name of an app is at most {MAX_APP_BYTES} bytes, not {len(app.encode())}")
 
 
 def check_meta(meta: bytes) -> None:

@@ -1,17 +1,25 @@
-"""One connection of a client to the daemon: hello, arena, then one request at a time.
+"""One connection of a client to the daemon, for all threads of the process.
 
-Not thread-safe, and unforgiving: after a timeout the next bytes would be the answer to an
-older question, so whoever sees an error here closes the connection for good.
+    ask: number the request, queue it, send what the socket takes   ──> daemon, in order
+    wait: one of the waiting threads reads, for itself and the others, until its own answer is there
+
+Nobody waits for another's answer, only, in the daemon, for the work of requests before. Who stops
+waiting leaves his number behind: when that answer comes, what it grants is given back at once. So a
+late answer costs one miss, and only the socket's end ends the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import struct
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,13 +28,29 @@ import msgspec
 from cornplug.errors import ConfigError
 from cornplug.store import wire
 from cornplug.store.arena import MappedArena
+from cornplug.store.base import Lease, Reservation
+from cornplug.store.breaker import Breaker
 
 _CHUNK_BYTES: Final = 256 << 10
+_log = logging.getLogger("cornplug.store")
+
+_LAST_NUMBER: Final = (1 << 32) - 1
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
+class Slow(TimeoutError):
+    """Not asked: the daemon has not answered an older question, or was slow a moment ago."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    asked_s: float
+    abandoned: bool = False
+    answer: memoryview | None = None
+
+
 class Connection:
-    """A greeted connection and the arena that came with it."""
+    """A greeted connection and the arena that came with it. Its calls raise OSError once it has ended."""
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
         """Connect and say hello.
@@ -34,7 +58,14 @@ class Connection:
         Raises OSError when nobody answers in time, ConfigError when the store will not talk
         to us (other protocol, other secret, other user)."""
         self._received = bytearray()
+        self._outbox = bytearray()
         self._answered_s = 0.0
+        self._last_number = 0
+        self._waiting: dict[int, _Waiter] = {}
+        self._breaker = Breaker()
+        self._turns = threading.Condition(threading.Lock())
+        self._reading = False
+        self._ended: OSError | None = None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._sock.close)
@@ -42,29 +73,161 @@ class Connection:
             self._sock.connect(str(path))
             self._check_peer(path)
             self.arena = self._hello(secret, time.monotonic() + timeout_s)
+            self._sock.setblocking(False)
             on_error.pop_all()
 
-    def send(self, frame: bytes, end_s: float) -> None:
-        """Send a framed request until `end_s` (of time.monotonic). Raises TimeoutError or OSError."""
-        self._sock.settimeout(max(end_s - time.monotonic(), 1e-6))
-        self._sock.sendall(frame)
-
-    def receive(self, end_s: float) -> wire.Reply:
-        """The next answer. Raises TimeoutError or OSError, ValueError or msgspec's error for
-        bytes that are no answer."""
+    def ask(self, request: wire.Request, end_s: float, patience_s: float) -> wire.Reply:
+        """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `Slow`
+        when it is not asked for, as the store is slow for one who waits `patience_s` at most."""
         now_s = time.monotonic()
+        with self._turns:
+            self._check_pace(patience_s, now_s)
+            waiter = _Waiter(now_s)
+            self._last_number = self._last_number % _LAST_NUMBER + 1
+            self._queue(request, self._last_number)
+            self._waiting[self._last_number] = waiter
+            self._flush()
+            try:
+                body = self._await(waiter, end_s)
+            except TimeoutError:
+                self._breaker.missed(patience_s, time.monotonic())
+                raise
+            self._breaker.answered(patience_s)
+        return self._decoded(body)
+
+    def tell(self, message: wire.Release) -> None:
+        """Send what has no answer, or keep it until the socket takes it. Never waits for the daemon."""
+        with self._turns:
+            self._queue(message, 0)
+            self._flush()
+
+    def _check_pace(self, patience_s: float, now_s: float) -> None:
+        """Raises Slow where waiting would be in vain, as far as one can tell."""
+        oldest = next(iter(self._waiting.values()), None)
+        if oldest is not None and not self._reading:
+            self._take_in()
+            oldest = next(iter(self._waiting.values()), None)
+        if oldest is not None and now_s - oldest.asked_s > patience_s:
+            raise Slow("the store has not answered for a while")
+        if self._breaker.refuses(patience_s, now_s):
+            raise Slow("the store was slow a moment ago")
+
+    def _queue(self, request: wire.Request, number: int) -> None:
+        self._check_alive()
+        self._outbox += wire.frame(request, number)
+
+    def _check_alive(self) -> None:
+        if self._ended is not None:
+            raise ConnectionResetError(str(self._ended))
+
+    def _flush(self) -> None:
+        """Send what the socket takes now."""
+        while self._outbox:
+            try:
+                sent = self._sock.send(self._outbox)
+            except BlockingIOError:
+                return
+            except OSError as e:
+                self._end(e)
+                raise
+            del self._outbox[:sent]
+
+    def _await(self, waiter: _Waiter, end_s: float) -> memoryview:
+        while waiter.answer is None:
+            self._check_alive()
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                waiter.abandoned = True
+                raise TimeoutError("no answer in time")
+            if self._reading:
+                self._turns.wait(left_s)
+                continue
+            self._reading = True
+            self._turns.release()
+            try:
+                self._wait_readable(end_s)
+            finally:
+                self._turns.acquire()
+                self._reading = False
+                self._turns.notify_all()
+            self._take_in()
+        return waiter.answer
+
+    def _wait_readable(self, end_s: float) -> None:
+        """Until the socket can be read, or be written if that is wanted, or `end_s`."""
+        now_s = time.monotonic()
+        wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+        poller = select.poll()
+        poller.register(self._sock, wanted)
         # A daemon that has just answered is awake, so sleeping here would cost more than its
         # answer; one that sleeps is woken best on this very core, by sleeping too.
-        awake = now_s - self._answered_s < wire.ALERT_S
-        alert_until_s = min(now_s + wire.ALERT_S / 2, end_s) if awake else 0.0
-        while (body := wire.take_frame(self._received)) is None:
-            data = self._wait(alert_until_s, end_s)
+        if now_s - self._answered_s < wire.ALERT_S:
+            alert_until_s = min(now_s + wire.ALERT_S / 2, end_s)
+            while time.monotonic() < alert_until_s:
+                if poller.poll(0):
+                    return
+        left_ms = (end_s - time.monotonic()) * 1e3
+        if left_ms > 0:
+            poller.poll(left_ms)
+
+    def _take_in(self) -> None:
+        """Read what is there, hand out the answers, send what waits to be sent."""
+        try:
+            data = self._sock.recv(_CHUNK_BYTES)
             if not data:
                 raise ConnectionResetError("the store closed the connection")
             self._received += data
-        self._answered_s = time.monotonic()
-        reply: wire.Reply = wire.reply_decoder.decode(body)
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            self._end(e)
+            raise
+        while (answer := self._next_answer()) is not None:
+            number, body = answer
+            if number == 0:
+                _log.warning("the store did not take a release: %s", self._decoded(body))
+                continue
+            waiter = self._waiting.pop(number, None)
+            if waiter is None:
+                raise self._end(ConnectionAbortedError(f"an answer to no question: {number}"))
+            self._answered_s = time.monotonic()
+            if waiter.abandoned:
+                self._give_back(body)
+            else:
+                waiter.answer = body
+        self._flush()
+
+    def _next_answer(self) -> tuple[int, memoryview] | None:
+        try:
+            body = wire.take_frame(self._received)
+            return None if body is None else wire.take_number(body)
+        except ValueError as e:
+            raise self._end(ConnectionAbortedError(f"no frames: {e}")) from e
+
+    def _give_back(self, body: memoryview) -> None:
+        """What a late answer grants, nobody will use."""
+        reply = self._decoded(body)
+        granted: Sequence[Lease | Reservation | str | None] = ()
+        if isinstance(reply, wire.Leases):
+            granted = reply.leases
+        elif isinstance(reply, wire.Reserved):
+            granted = reply.answers
+        tokens = [each.token for each in granted if isinstance(each, Lease | Reservation)]
+        if tokens:
+            self._queue(wire.Release(tokens), 0)
+
+    def _decoded(self, body: memoryview) -> wire.Reply:
+        try:
+            reply: wire.Reply = wire.reply_decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError) as e:
+            raise self._end(ConnectionAbortedError(f"no answer: {e}")) from e
         return reply
+
+    def _end(self, why: OSError) -> OSError:
+        """This connection is over, for everybody; `why`, to be raised."""
+        self._ended = self._ended or why
+        self.shutdown()
+        return why
 
     def wait_end(self) -> None:
         """Return when the other side is gone or `shutdown` was called here."""
@@ -78,20 +241,17 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the descriptor. In a forked child this leaves the parent's connection alone."""
-        self._sock.close()
+        """End the connection and free its descriptor, once no thread reads from it."""
+        self.shutdown()
+        with self._turns:
+            self._ended = self._ended or ConnectionResetError("this connection is closed")
+            while self._reading:
+                self._turns.wait()
+            self._sock.close()
 
-    def _wait(self, alert_until_s: float, end_s: float) -> bytes:
-        if alert_until_s:
-            self._sock.setblocking(False)
-        while time.monotonic() < alert_until_s:
-            with contextlib.suppress(BlockingIOError):
-                return self._sock.recv(_CHUNK_BYTES)
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("no answer in time")
-        self._sock.settimeout(left_s)
-        return self._sock.recv(_CHUNK_BYTES)
+    def abandon(self) -> None:
+        """Free the descriptor in a forked child, which leaves the parent's connection alone."""
+        self._sock.close()
 
     def _check_peer(self, path: Path) -> None:
         raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -107,8 +267,8 @@ class Connection:
                 raise ConnectionResetError("the store closed the connection")
             self._received += data
             try:
-                reply = self.receive(end_s)
-            except msgspec.MsgspecError as e:
+                reply = self._first_answer(end_s)
+            except (msgspec.MsgspecError, ValueError) as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
             if isinstance(reply, wire.Rejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
@@ -119,6 +279,16 @@ class Connection:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _first_answer(self, end_s: float) -> wire.Reply:
+        while (body := wire.take_frame(self._received)) is None:
+            self._sock.settimeout(max(end_s - time.monotonic(), 1e-6))
+            data = self._sock.recv(_CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError("the store closed the connection")
+            self._received += data
+        reply: wire.Reply = wire.reply_decoder.decode(body)
+        return reply
 
 
 _REMEDIES: Final = {

@@ -4,13 +4,15 @@ Payloads lie in one piece, so freeing enough bytes is not freeing enough room: t
 victims by age alone from an arena of small entries could empty most of it before two holes
 happen to meet. Instead the oldest entry's hole grows over its neighbours until the payload
 fits. About `room` bytes are lost, whatever the fragmentation, and nothing at all is lost
-when it cannot succeed.
+when it cannot succeed. A search that takes too long ends without success; the next one goes on
+from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from cornplug.store.allocator import Allocator
 from cornplug.store.base import Location
@@ -30,36 +32,72 @@ class Placed(Protocol):
 E = TypeVar("E", bound=Placed)
 
 
+@dataclass(slots=True)
+class Looks:
+    """How many entries may still be looked at: everybody waits while this goes on."""
+
+    left: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[E]):
+    """What a search has come to."""
+
+    victims: list[E]
+    """To drop: for the whole room, or so far, where the looks ended while it still grew."""
+    enough: bool
+    """Whether a hole of the wanted size appears."""
+    tried: list[E]
+    """Where leases and reservations stand in the way: the next search had better begin elsewhere."""
+
+
 def plan_eviction(
     room: int,
     oldest_first: Iterable[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
     holes: Allocator,
-) -> list[E] | None:
-    """Entries to drop so that a hole of `room` bytes appears, or None when leases and
-    reservations stand in every way. Changes nothing."""
+    looks: Looks,
+) -> Plan[E]:
+    """Entries to drop so that a hole of `room` bytes appears. Changes nothing but `looks`."""
     too_short: set[int] = set()
+    tried: list[E] = []
     for oldest in oldest_first:
+        if looks.left <= 0:
+            break
+        begun = looks.left
+        looks.left -= 1
+        tried.append(oldest)
         if oldest.location.offset in too_short:
             continue
-        victims, size = _run_around(oldest, room, by_offset, by_end, holes)
+        victims, size, bounded = _run_around(oldest, room, by_offset, by_end, holes, looks)
         if size >= room:
-            return victims
+            return Plan(victims, True, [])
+        if not bounded:
+            # Only where hardly less than all looks went into this run is a smaller step the only way.
+            return Plan(victims if begun > looks.most // 2 else [], False, tried[:-1])
         # Two obstacles bound this run: none of its members can do better.
         too_short.update(entry.location.offset for entry in victims)
-    return None
+    return Plan([], False, tried)
 
 
 def _run_around(
-    oldest: E, room: int, by_offset: Mapping[int, E], by_end: Mapping[int, E], holes: Allocator
-) -> tuple[list[E], int]:
+    oldest: E,
+    room: int,
+    by_offset: Mapping[int, E],
+    by_end: Mapping[int, E],
+    holes: Allocator,
+    looks: Looks,
+) -> tuple[list[E], int, bool]:
+    """The run of what could be dropped around an entry, its size, and whether it can grow no more."""
     victims = [oldest]
     start = oldest.location.offset
     end = start + oldest.room
     end += holes.hole_at(end)
     start -= holes.hole_ending_at(start)
-    while end - start < room:
+    while end - start < room and looks.left > 0:
+        looks.left -= 1
         after = by_offset.get(end)
         before = by_end.get(start)
         if after is not None and not after.readers:
@@ -71,5 +109,5 @@ def _run_around(
             start -= before.room
             start -= holes.hole_ending_at(start)
         else:
-            break
-    return victims, end - start
+            return victims, end - start, True
+    return victims, end - start, False

@@ -12,6 +12,8 @@ run years in milliseconds. An `owner` is one connection.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,11 +22,16 @@ from typing import Final
 
 from cornplug.errors import CodecError
 from cornplug.store.allocator import Allocator, align_up
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+from cornplug.store.base import OTHER_APPS, Lease, Location, Part, Refusal, Reservation, StoreStat
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
-from cornplug.store.eviction import plan_eviction
+from cornplug.store.eviction import Looks, plan_eviction
 from cornplug.store.expiry import Expiries
 
+LEASE_BYTES: Final = 128
+"""At least what a lease takes in an answer, without its meta."""
+STAT_APPS: Final = 256
+MAX_LOOKS: Final = 8192
+"""Entries that one call of `reserve` looks at in search of victims: about 10 ms."""
 SWEEP: Final = 1024
 """Most that one call ends of what has expired: about 2 ms."""
 
@@ -94,6 +101,9 @@ class Index:
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._refused_bytes: int | None = None
+        self._looks = Looks(MAX_LOOKS, MAX_LOOKS)
+        self._gave_up_bytes: int | None = None
+        """For which room this call has found no end of looking."""
         self._evictions = self._hits = self._misses = self._refusals = 0
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
@@ -101,8 +111,17 @@ class Index:
         entries = self._entries
         return bytes([key in entries for key in keys])
 
-    def lease(self, owner: int, keys: Sequence[bytes], *, ttl_s: float, now_s: float) -> list[Lease | None]:
-        """A lease per present key, held by `owner` until `now_s + ttl_s`."""
+    def lease(
+        self,
+        owner: int,
+        keys: Sequence[bytes],
+        *,
+        ttl_s: float,
+        now_s: float,
+        reply_bytes: int | None = None,
+    ) -> list[Lease | None]:
+        """A lease per present key, held by `owner` until `now_s + ttl_s`; of the first keys only,
+        and at least of one, where the leases take more than `reply_bytes`."""
         self.sweep(now_s)
         out: list[Lease | None] = []
         for key in keys:
@@ -111,6 +130,10 @@ class Index:
                 self._misses += 1
                 out.append(None)
                 continue
+            if reply_bytes is not None:
+                reply_bytes -= len(entry.meta) + LEASE_BYTES
+                if reply_bytes < 0 and out:
+                    break
             self._hits += 1
             token = self._new_token(owner)
             entry.readers += 1
@@ -127,12 +150,17 @@ class Index:
         app: str,
         now_s: float,
         part: Part | None = None,
+        cut_looks: int | None = None,
     ) -> list[Reservation | Refusal]:
-        """Room for each (key, size), growing and evicting as needed, or why not."""
+        """Room for each (key, size), growing and evicting as needed, or why not; for the first
+        ones only, and at least one, where making room took more than `cut_looks`."""
         self.sweep(now_s)
         self._growing_bytes = 0
         out: list[Reservation | Refusal] = []
+        self._looks, self._gave_up_bytes = Looks(MAX_LOOKS, MAX_LOOKS), None
         for key, size in entries:
+            if cut_looks is not None and MAX_LOOKS - self._looks.left > cut_looks:
+                break
             draft = self._draft(key, size, app, part, now_s)
             if isinstance(draft, Draft):
                 out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
@@ -183,14 +211,19 @@ class Index:
                 dropped += 1
         return dropped
 
-    def end_owner(self, owner: int, *, now_s: float) -> None:
-        """The connection is gone: leases end, rooms of reservations go to quarantine."""
-        for token in list(self._owned.get(owner, ())):
+    def end_owner(self, owner: int, *, now_s: float, limit: int | None = None) -> bool:
+        """The connection is gone: leases end, rooms of reservations go to quarantine. At most
+        `limit` of them; whether none is left."""
+        owned = self._owned.get(owner, set())
+        for token in list(itertools.islice(owned, limit)):
             if token in self._reading:
                 self._end_lease(token)
             elif self._drafts.owns(owner, token):
                 self._drafts.lose(token, now_s=now_s)
+        if owned:
+            return False
         self._owned.pop(owner, None)
+        return True
 
     def sweep(self, now_s: float) -> None:
         """End what has expired; at most SWEEP leases and drafts at once, the rest at the next call."""
@@ -213,12 +246,18 @@ class Index:
             entries=len(self._entries),
             reservations=len(self._drafts),
             leases=len(self._reading),
-            bytes_by_app={app: used for app, used in self._bytes_by_app.items() if used},
+            bytes_by_app=self._largest_apps(),
             evictions=self._evictions,
             hits=self._hits,
             misses=self._misses,
             refusals=self._refusals,
         )
+
+    def _largest_apps(self) -> dict[str, int]:
+        largest = dict(heapq.nlargest(STAT_APPS, self._bytes_by_app.items(), key=lambda each: each[1]))
+        if len(self._bytes_by_app) > STAT_APPS:
+            largest[OTHER_APPS] = sum(self._bytes_by_app.values()) - sum(largest.values())
+        return largest
 
     def _draft(self, key: bytes, size: int, app: str, part: Part | None, now_s: float) -> Draft | Refusal:
         """The draft that this writer may join, begun if need be."""
@@ -236,8 +275,8 @@ class Index:
             self._refusals += offset is Refusal.FULL
             return offset
         self._charge(app, room)
-        self._last_token += 1
-        location = Location(self.arena_id, offset, size, self._last_token)
+        # The token of its first writer, which is given next.
+        location = Location(self.arena_id, offset, size, self._last_token + 1)
         return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
     def _make_room(self, room: int) -> int | Refusal:
@@ -252,16 +291,23 @@ class Index:
         offset = self.room.allocate(room)
         if offset is not None:
             return offset
-        victims = plan_eviction(room, self._lru.values(), self._placed, self._placed_end, self.room)
-        if victims is None:
+        if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
+            return Refusal.FULL
+        plan = plan_eviction(room, self._lru.values(), self._placed, self._placed_end, self.room, self._looks)
+        for entry in plan.victims:
+            self._drop(entry)
+        self._evictions += len(plan.victims)
+        if plan.enough:
+            offset = self.room.allocate(room)
+            return Refusal.FULL if offset is None else offset
+        if self._looks.left > 0:
             # Until something is freed, asking for as much again would search in vain again.
             self._refused_bytes = room
             return Refusal.FULL
-        for entry in victims:
-            self._drop(entry)
-        self._evictions += len(victims)
-        offset = self.room.allocate(room)
-        return Refusal.FULL if offset is None else offset
+        self._gave_up_bytes = room
+        for entry in plan.tried:
+            self._lru.move_to_end(entry.key)
+        return Refusal.FULL
 
     def _extend_for(self, room: int) -> bool:
         """Grow as far as possible; False when that is under way."""

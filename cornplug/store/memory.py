@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_entries, check_keys, check_meta, check_part
+from cornplug.store.checks import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
 from cornplug.store.index import Index
 
@@ -62,6 +62,7 @@ class MemoryConnection:
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
+        check_ttl(ttl_s)
         with self._store.lock:
             return self._index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
 
@@ -74,6 +75,7 @@ class MemoryConnection:
         part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         check_entries(entries)
+        check_app(app)
         check_part(part)
         with self._store.lock:
             index, now_s = self._index(), self._store.clock()

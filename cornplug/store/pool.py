@@ -13,10 +13,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
-
-import msgspec
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol, TypeVar
 
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError, StoreUnavailable
@@ -24,8 +22,8 @@ from cornplug.store import autostart as starter
 from cornplug.store import wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_entries, check_keys, check_meta, check_part
-from cornplug.store.connection import Connection
+from cornplug.store.checks import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
+from cornplug.store.connection import Connection, Slow
 
 _FIRST_BACKOFF_S: Final = 0.1
 _LAST_BACKOFF_S: Final = 1.0
@@ -36,10 +34,16 @@ _log = logging.getLogger("cornplug.store")
 _open_stores: weakref.WeakSet[PoolStore] = weakref.WeakSet()
 
 R = TypeVar("R", bound=wire.Reply)
+G = TypeVar("G")
+
+
+class _Ask(Protocol):
+    def __call__(self, request: wire.Request, kind: type[R]) -> R: ...
 
 
 class PoolStore:
-    """A `Store` on the daemon at `config.socket`. One connection, shared by all threads.
+    """A `Store` on the daemon at `config.socket`. One connection, shared by all threads: none waits
+    for another's answer. Large questions are asked in portions.
 
     Args:
         autostart: start a daemon when none answers; None: as `config.autostart` says.
@@ -65,7 +69,6 @@ class PoolStore:
         self._secret = read_secret(config.secret_file)
         self._autostart = config.autostart if autostart is None else autostart
         self._idle_exit_s = idle_exit_s
-        self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._arena: MappedArena | None = None
         self._refused = False
@@ -86,11 +89,20 @@ class PoolStore:
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         check_keys(keys)
-        return self._ask(wire.Contains(b"".join(keys)), wire.Mask, deadline_s).mask
+        ask = self._asker(deadline_s)
+        some = wire.batches(keys, wire.MAX_LOOKUP_KEYS)
+        return b"".join(ask(wire.Contains(b"".join(each)), wire.Mask).mask for each in some)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
-        return self._ask(wire.TakeLeases(b"".join(keys), ttl_s), wire.Leases, deadline_s).leases
+        check_ttl(ttl_s)
+        ask = self._asker(deadline_s)
+
+        def some(start: int) -> list[Lease | None]:
+            blob = b"".join(keys[start : start + wire.MAX_KEYS])
+            return ask(wire.TakeLeases(blob, ttl_s), wire.Leases).leases
+
+        return self._granted(len(keys), some)
 
     def reserve(
         self,
@@ -101,30 +113,41 @@ class PoolStore:
         part: Part | None = None,
     ) -> list[Reservation | Refusal]:
         check_entries(entries)
+        check_app(app)
         check_part(part)
-        keys, sizes = b"".join(key for key, _ in entries), [size for _, size in entries]
-        request = wire.Reserve(keys, sizes, app, part)
-        answers = self._ask(request, wire.Reserved, deadline_s).answers
+        ask = self._asker(deadline_s)
+
+        def some(start: int) -> list[Reservation | str]:
+            wanted = entries[start : start + wire.MAX_KEYS]
+            keys, sizes = b"".join(key for key, _ in wanted), [size for _, size in wanted]
+            return ask(wire.Reserve(keys, sizes, app, part), wire.Reserved).answers
+
+        answers = self._granted(len(entries), some)
         return [Refusal(answer) if isinstance(answer, str) else answer for answer in answers]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:
             check_meta(meta)
-        request = wire.Commit([r.token for r, _ in written], [meta for _, meta in written])
-        return self._ask(request, wire.Committed, deadline_s).done
+        ask = self._asker(deadline_s)
+        done: list[bool] = []
+        for some in wire.commit_batches(written):
+            request = wire.Commit([r.token for r, _ in some], [meta for _, meta in some])
+            done += ask(request, wire.Committed).done
+        return done
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
-        frame = wire.frame(wire.Release(list(tokens)))
-        with self._turn(deadline_s) as connection:
-            connection.send(frame, end_s)
+        with self._connected() as connection:
+            for some in wire.batches(tokens, wire.MAX_KEYS):
+                connection.tell(wire.Release(list(some)))
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
-        return self._ask(wire.Delete(b"".join(keys)), wire.Deleted, deadline_s).count
+        ask = self._asker(deadline_s)
+        some = wire.batches(keys, wire.MAX_KEYS)
+        return sum(ask(wire.Delete(b"".join(each)), wire.Deleted).count for each in some)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
-        return self._ask(wire.Stat(), wire.Stats, deadline_s).stat
+        return self._asker(deadline_s)(wire.Stat(), wire.Stats).stat
 
     def view(self, location: Location, *, writable: bool = False) -> memoryview:
         arena = self._arena
@@ -140,41 +163,51 @@ class PoolStore:
         if connection is not None:
             connection.shutdown()
 
-    def _ask(self, request: wire.Request, kind: type[R], deadline_s: float) -> R:
+    def _asker(self, deadline_s: float) -> _Ask:
+        """What asks one question after the other, all of them within `deadline_s`."""
         end_s = time.monotonic() + deadline_s
-        frame = wire.frame(request)
-        with self._turn(deadline_s) as connection:
-            connection.send(frame, end_s)
-            reply = connection.receive(end_s)
+
+        def ask(request: wire.Request, kind: type[R]) -> R:
+            with self._connected() as connection:
+                reply = connection.ask(request, end_s, deadline_s)
             if not isinstance(reply, kind):
-                raise ValueError(f"{type(reply).__name__} where {kind.__name__} was due")
+                why = reply.message if isinstance(reply, wire.Fault) else type(reply).__name__
+                raise StoreUnavailable(f"the store did not do it: {why}", reason="store_fault")
             return reply
 
-    @contextlib.contextmanager
-    def _turn(self, deadline_s: float) -> Iterator[Connection]:
-        """The connection for one exchange. Whatever goes wrong ends it: a late answer would be
-        taken for that of the next question."""
-        if not self._lock.acquire(timeout=deadline_s):
-            raise StoreUnavailable(f"no turn within {deadline_s * 1e3:.0f} ms", reason="store_timeout")
-        try:
-            connection = self._connection
-            if connection is None:
-                raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
-            try:
-                yield connection
-            except TimeoutError:
-                self._drop(connection, "the store did not answer in time")
-                raise StoreUnavailable(self._why, reason="store_timeout") from None
-            except (OSError, ValueError, msgspec.MsgspecError) as e:
-                self._drop(connection, f"the store is gone: {e}")
-                raise StoreUnavailable(self._why, reason="store_down") from e
-        finally:
-            self._lock.release()
+        return ask
 
-    def _drop(self, connection: Connection, why: str) -> None:
-        self._why = why
-        self._connection = None
-        connection.shutdown()
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        connection = self._connection
+        if connection is None:
+            raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
+        try:
+            yield connection
+        except Slow as e:
+            raise StoreUnavailable(str(e), reason="store_slow") from None
+        except TimeoutError:
+            raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
+        except OSError as e:
+            raise StoreUnavailable(f"the store is gone: {e}", reason="store_down") from e
+
+    def _granted(self, count: int, some: Callable[[int], list[G]]) -> list[G]:
+        """Answers for all of `count` keys, asked for in the portions that the daemon cuts. Where
+        one portion fails, what the others granted is given back."""
+        out: list[G] = []
+        try:
+            while True:
+                more = some(len(out))
+                out += more
+                if len(out) >= count:
+                    return out
+                if not more:
+                    raise StoreUnavailable("the store answered for too few keys", reason="store_fault")
+        except StoreUnavailable:
+            tokens = [each.token for each in out if isinstance(each, Lease | Reservation)]
+            with contextlib.suppress(StoreUnavailable):
+                self.release(tokens, deadline_s=0.0)
+            raise
 
     def _keep_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -192,10 +225,9 @@ class PoolStore:
             self._settled.set()
             if not self._closing.is_set():
                 connection.wait_end()
-            with self._lock:
-                if self._connection is connection:
-                    self._drop(connection, "the store has ended")
-                connection.close()
+            self._why = "the store has ended"
+            self._connection = None
+            connection.close()
 
     def _attempt(self) -> Connection | None:
         connection = self._connect()
@@ -249,9 +281,8 @@ class PoolStore:
         self._why = f"this connection belongs to the parent of process {os.getpid()}"
         connection = self._connection
         self._connection = None
-        self._lock = threading.Lock()
         if connection is not None:
-            connection.close()
+            connection.abandon()
 
 
 def _after_fork() -> None:

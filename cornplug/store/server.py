@@ -1,8 +1,9 @@
 """What the pool's daemon does: one thread, one index, one arena, any number of clients.
 
 It answers a request before it looks at the next, so the index needs no lock, and `contains`
-costs one round trip of a socket. What takes long (setting memory aside) is done on a thread of its
-own (`growth.py`), ahead of who needs it.
+costs one round trip of a socket. No request takes more than a few milliseconds; after two of one
+client's requests the others have their turn, and what is no request is answered with a `Fault`. What
+takes long (setting memory aside) is done on a thread of its own (`growth.py`), ahead of who needs it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Final
+
+import msgspec
 
 from cornplug.store import wire
 from cornplug.store.arena import Arena
 from cornplug.store.base import Refusal
-from cornplug.store.checks import MAX_META_BYTES, check_part
+from cornplug.store.checks import check_app, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
 from cornplug.store.growth import Growth
 from cornplug.store.index import Index
@@ -31,6 +35,11 @@ _MOST_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
+_TURN_S: Final = 2e-3
+"""How long one client's requests are answered before the others are asked for theirs."""
+_FAULT_CHARS: Final = 300
+_REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
+"""All that bytes of a stranger's choice can raise in decoding and checking them."""
 
 _log = logging.getLogger("cornplug.store")
 
@@ -65,6 +74,10 @@ class Server:
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._growth = Growth(arena)
         self._sessions: dict[int, Session] = {}
+        self._eager: dict[int, Session] = {}
+        """Those whose turn ended with requests unanswered."""
+        self._ending: deque[int] = deque()
+        """Owners whose client has gone and whose tokens have not all ended."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._last_busy_s = time.monotonic()
@@ -81,17 +94,21 @@ class Server:
         while not self.stop:
             self._growth.want(self._target_bytes())
             now_s = time.monotonic()
-            alert = now_s < alert_until_s
-            events = self._selector.select(0.0 if alert else max(0.0, next_tick_s - now_s))
+            busy = bool(self._eager or self._ending) or now_s < alert_until_s
+            events = self._selector.select(0.0 if busy else max(0.0, next_tick_s - now_s))
             if events:
                 alert_until_s = time.monotonic() + wire.ALERT_S
+            eager, self._eager = self._eager, {}
+            for session in eager.values():
+                self._attend(session, 0)
             for key, mask in events:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._growth:
                     self._index.extend(self._growth.collect())
-                else:
+                elif key.data.owner not in eager:
                     self._attend(key.data, mask)
+            self._end_owners()
             if time.monotonic() >= next_tick_s:
                 self._tick()
                 next_tick_s = time.monotonic() + _TICK_S
@@ -119,38 +136,50 @@ class Server:
             self._end(session, e)
 
     def _attend(self, session: Session, mask: int) -> None:
+        """A turn of one client: some of its requests, the rest when the others have had theirs."""
         if session.owner not in self._sessions:
             return
+        was_stuck = session.stuck
         try:
             if mask & selectors.EVENT_WRITE:
                 session.flush()
-                requests: Iterator[wire.Request] = session.waiting()
-            else:
-                requests = session.requests()
-            for request in requests:
-                self._answer(session, request)
-            wanted = selectors.EVENT_WRITE if session.stuck else selectors.EVENT_READ
-            if mask != wanted:
+            elif mask:
+                session.read()
+            end_s = time.monotonic() + _TURN_S
+            while (body := session.next()) is not None:
+                self._answer(session, body)
+                if time.monotonic() > end_s:
+                    self._eager[session.owner] = session
+                    break
+            if session.stuck != was_stuck:
+                wanted = selectors.EVENT_WRITE if session.stuck else selectors.EVENT_READ
                 self._selector.modify(session.sock, wanted, session)
         except ClientFault as e:
             self._end(session, e)
 
-    def _answer(self, session: Session, request: wire.Request) -> None:
-        if isinstance(request, wire.Hello):
-            self._greet(session, request)
-            return
+    def _answer(self, session: Session, body: bytes) -> None:
         if not session.welcomed:
-            raise ClientFault("a request before its hello")
+            self._greet(session, body)
+            return
         try:
-            if isinstance(request, wire.Release):
-                self._index.release(session.owner, request.tokens)
-                return
-            reply = self._reply(session.owner, request)
+            number, message = wire.take_number(body)
         except ValueError as e:
-            raise ClientFault(f"bad request: {e}") from e
-        session.send(reply)
+            raise ClientFault(str(e)) from e
+        try:
+            reply = self._reply(session.owner, wire.request_decoder.decode(message))
+        except _REQUEST_FAULTS as e:
+            _log.warning("client %d: a request that is none: %s", session.owner, e)
+            reply = wire.Fault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
+        if reply is not None:
+            session.send(reply, number=number)
 
-    def _greet(self, session: Session, hello: wire.Hello) -> None:
+    def _greet(self, session: Session, body: bytes) -> None:
+        try:
+            hello = wire.request_decoder.decode(body)
+        except _REQUEST_FAULTS as e:
+            raise ClientFault(f"not a request: {e}") from e
+        if not isinstance(hello, wire.Hello):
+            raise ClientFault("a request before its hello")
         if hello.version != wire.PROTOCOL_VERSION:
             message = f"this store speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}"
             session.send(wire.Rejected("version", message))
@@ -162,25 +191,36 @@ class Server:
         session.welcomed = True
         session.send(wire.Welcome(self._arena.id, self._arena.capacity_bytes), fd=self._arena.fd)
 
-    def _reply(self, owner: int, request: wire.Request) -> wire.Reply:
+    def _reply(self, owner: int, request: wire.Request) -> wire.Reply | None:
+        """Raises one of _REQUEST_FAULTS, before anything has changed."""
         index, now_s = self._index, time.monotonic()
         match request:
             case wire.Contains(keys):
-                return wire.Mask(index.contains(wire.split_keys(keys)))
+                return wire.Mask(index.contains(wire.split_keys(keys, wire.MAX_LOOKUP_KEYS)))
             case wire.TakeLeases(keys, ttl_s):
-                return wire.Leases(index.lease(owner, wire.split_keys(keys), ttl_s=ttl_s, now_s=now_s))
+                check_ttl(ttl_s)
+                asked = wire.split_keys(keys)
+                leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=wire.BATCH_BYTES)
+                return wire.Leases(leases)
             case wire.Reserve(keys, sizes, app, part):
-                check_part(part)
                 wanted = list(zip(wire.split_keys(keys), sizes, strict=True))
-                if any(size < 0 for size in sizes):
-                    raise ValueError("a size below zero")
-                answers = index.reserve(owner, wanted, app=app, part=part, now_s=now_s)
+                check_entries(wanted)
+                check_app(app)
+                check_part(part)
+                answers = index.reserve(
+                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=wire.CUT_LOOKS
+                )
                 return wire.Reserved([a.value if isinstance(a, Refusal) else a for a in answers])
             case wire.Commit(tokens, metas):
-                if any(len(meta) > MAX_META_BYTES for meta in metas):
-                    raise ValueError("a meta too large")
-                pairs = zip(tokens, metas, strict=True)
+                wire.check_count(len(tokens))
+                for meta in metas:
+                    check_meta(meta)
+                pairs = list(zip(tokens, metas, strict=True))
                 return wire.Committed([index.commit(owner, token, meta) for token, meta in pairs])
+            case wire.Release(tokens):
+                wire.check_count(len(tokens))
+                index.release(owner, tokens)
+                return None
             case wire.Delete(keys):
                 return wire.Deleted(index.delete(wire.split_keys(keys)))
             case wire.Stat():
@@ -229,8 +269,16 @@ class Server:
         del self._sessions[session.owner]
         self._selector.unregister(session.sock)
         session.close()
-        self._index.end_owner(session.owner, now_s=time.monotonic())
-        if not self._sessions:
+        self._ending.append(session.owner)
+
+    def _end_owners(self) -> None:
+        """What clients that have gone still hold ends bit by bit, between the questions of the others."""
+        if not self._ending:
+            return
+        if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=wire.MAX_KEYS):
+            return
+        self._ending.popleft()
+        if not self._sessions and not self._ending:
             # The process runs without automatic collection (see daemon.py): do it while nobody waits.
             gc.collect()
 

@@ -1,7 +1,7 @@
 """One client of the daemon: its socket, what it has sent so far, what it has not read yet.
 
-Knows frames and credentials; knows nothing of keys. Raises ClientFault for whatever a
-well-behaved client never does: the daemon ends that one connection, and nobody else notices.
+Knows frames and credentials; knows nothing of keys. Raises ClientFault where a connection
+cannot go on: its other end is gone, or what it sends is no frames. Nobody else notices.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
 from typing import Final
-
-import msgspec
 
 from cornplug.store import wire
 
@@ -47,8 +44,8 @@ class Session:
         if uid != os.getuid():
             raise ClientFault(f"user {uid} is not user {os.getuid()}")
 
-    def requests(self) -> Iterator[wire.Request]:
-        """Read once and yield each whole request. Raises ClientFault for garbage or at the end."""
+    def read(self) -> None:
+        """Take what the socket has. Raises ClientFault at the end."""
         try:
             data = self.sock.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -58,23 +55,23 @@ class Session:
         if not data:
             raise ClientFault("closed")
         self._received += data
-        yield from self.waiting()
 
-    def waiting(self) -> Iterator[wire.Request]:
-        """Requests already received, as long as the client takes its answers."""
-        while not self.stuck:
-            try:
-                body = wire.take_frame(self._received)
-                if body is None:
-                    return
-                request = wire.request_decoder.decode(body)
-            except (msgspec.MsgspecError, ValueError) as e:
-                raise ClientFault(f"not a request: {e}") from e
-            yield request
+    def next(self) -> bytes | None:
+        """The body of the next whole frame, None while there is none, or while the client does not
+        take its answers. Raises ClientFault for bytes that are no frames."""
+        if self.stuck:
+            return None
+        try:
+            return wire.take_frame(self._received)
+        except ValueError as e:
+            raise ClientFault(f"no frames: {e}") from e
 
-    def send(self, reply: wire.Reply, *, fd: int | None = None) -> None:
+    def send(self, reply: wire.Reply, *, number: int | None = None, fd: int | None = None) -> None:
         """Send, or keep for `flush` what the socket does not take. Raises ClientFault when it is gone."""
-        data = wire.frame(reply)
+        try:
+            data = wire.frame(reply, number)
+        except ValueError as e:
+            data = wire.frame(wire.Fault(str(e)), number)
         try:
             sent = self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd])
         except BlockingIOError:

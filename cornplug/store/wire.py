@@ -1,27 +1,44 @@
-"""What crosses the pool's unix socket: u32 little-endian length, then one msgpack message.
+"""What crosses the pool's unix socket: frames, each a u32 little-endian length and a body.
 
-One request, one reply (but for `Release`), in order, on each connection. Keys travel joined into one blob:
-256 of them decode as one object instead of 256. Bytes of payloads never travel; the arena
-does, once, as a file descriptor beside `Welcome`.
+    Hello, Welcome, Rejected    one msgpack message (any protocol's: the versions are compared here)
+    all others                  u32 number | one msgpack message; an answer has its request's number
+
+One request, one reply (but for `Release`), in order. Who no longer waits for an answer knows it by
+its number when it comes. No request and no answer is large: the client cuts its questions
+(`MAX_KEYS`), the daemon its answers (`Leases`), so that nobody waits for another's. Keys travel
+joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
+travel; the arena does, once, as a file descriptor beside `Welcome`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Final, Literal
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from cornplug.config import STORE_PROTOCOL
 from cornplug.store.base import KEY_BYTES, Lease, Part, Reservation, StoreStat
 
+T = TypeVar("T")
+
 PROTOCOL_VERSION: Final = STORE_PROTOCOL
 MAX_FRAME_BYTES: Final = 16 << 20
+MAX_LOOKUP_KEYS: Final = 8192
+"""Keys of one `Contains`; about half a millisecond of the daemon's time."""
+MAX_KEYS: Final = 1024
+"""Keys or tokens of any other request; a few milliseconds."""
+CUT_LOOKS: Final = 1024
+"""Room for no further key is looked for once so many entries were looked at for those before."""
+BATCH_BYTES: Final = 1 << 20
+"""An answer or a `Commit` grows no further once it is as large as this."""
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
 more than any answer, and who asks once (reserve) soon asks again (commit)."""
 LENGTH: Final = struct.Struct("<I")
+NUMBER: Final = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -79,11 +96,14 @@ class Mask(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Leases(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Of the first so many keys, at least one: the answer is cut where it would grow large."""
+
     leases: list[Lease | None]
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """A reservation, or the value of a `Refusal`, for each key."""
+    """A reservation, or the value of a `Refusal`, for each of the first so many keys, at least one:
+    the answer is cut where making room takes long."""
 
     answers: list[Reservation | str]
 
@@ -107,8 +127,14 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
     message: str
 
 
+class Fault(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """The daemon will not do this request, and has not; the connection goes on."""
+
+    message: str
+
+
 Request = Hello | Contains | TakeLeases | Reserve | Commit | Release | Delete | Stat
-Reply = Welcome | Mask | Leases | Reserved | Committed | Deleted | Stats | Rejected
+Reply = Welcome | Mask | Leases | Reserved | Committed | Deleted | Stats | Rejected | Fault
 
 _encoder: Final = msgspec.msgpack.Encoder()
 request_decoder: Final = msgspec.msgpack.Decoder(Request)
@@ -120,20 +146,55 @@ def secret_tag(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()[:8]
 
 
-def frame(message: Request | Reply) -> bytes:
+def frame(message: Request | Reply, number: int | None = None) -> bytes:
     """A message as it goes over the socket. Raises ValueError when it exceeds MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
+    if number is not None:
+        body = NUMBER.pack(number) + body
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"message of {len(body)} bytes, at most {MAX_FRAME_BYTES}: ask for fewer keys")
     return LENGTH.pack(len(body)) + body
 
 
-def split_keys(blob: bytes) -> list[bytes]:
-    """Joined keys apart. Raises ValueError when it is no whole number of them."""
+def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """The items in portions of at most `most`; one empty portion of none, so that there is a request."""
+    for start in range(0, max(len(items), 1), most):
+        yield items[start : start + most]
+
+
+def commit_batches(
+    written: Sequence[tuple[Reservation, bytes]],
+) -> Iterator[Sequence[tuple[Reservation, bytes]]]:
+    """Portions of at most MAX_KEYS, and of about BATCH_BYTES."""
+    start = size = 0
+    for at, (_, meta) in enumerate(written):
+        size += len(meta)
+        if at > start and (size > BATCH_BYTES or at - start == MAX_KEYS):
+            yield written[start:at]
+            start, size = at, len(meta)
+    yield written[start:]
+
+
+def check_count(count: int, most: int = MAX_KEYS) -> None:
+    """Raises ValueError for more keys or tokens than one request may have."""
+    if count > most:
+        raise ValueError(f"{count} keys or tokens in one request, at most {most}")
+
+
+def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
+    """Joined keys apart. Raises ValueError when it is no whole number of them, or more than `most`."""
     if len(blob) % KEY_BYTES:
         raise ValueError(f"{len(blob)} bytes are no whole number of keys")
+    check_count(len(blob) // KEY_BYTES, most)
     # Five times as fast as slicing in a loop.
     return list(struct.unpack(f"{KEY_BYTES}s" * (len(blob) // KEY_BYTES), blob))
+
+
+def take_number(body: bytes) -> tuple[int, memoryview]:
+    """A numbered body's number and message. Raises ValueError when it is too short for one."""
+    if len(body) < NUMBER.size:
+        raise ValueError("a message without its number")
+    return NUMBER.unpack_from(body)[0], memoryview(body)[NUMBER.size :]
 
 
 def take_frame(buffer: bytearray) -> bytes | None:

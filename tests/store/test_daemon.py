@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError
 from cornplug.store import autostart, daemon, server, wire
+from cornplug.store.base import Part
 from cornplug.store.daemon import EXIT_TAKEN, parse_size
 from cornplug.store.host_memory import host_memory
 from cornplug.store.pool import PoolStore
@@ -117,23 +119,22 @@ def _framed(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
+def _numbered(body: bytes, number: int = 7) -> bytes:
+    return _framed(wire.NUMBER.pack(number) + body)
+
+
 @pytest.mark.parametrize(
     ("hello", "sent"),
     [
         (False, b"\xff" * 64),
         (False, _framed(b"\xc1garbage")),
         (False, wire.frame(wire.Stat())),
+        (False, _framed(b"\x91" * 100_000)),
         (True, struct.pack("<I", wire.MAX_FRAME_BYTES + 1)),
-        (True, wire.frame(wire.Contains(b"k" * 33))),
-        (True, wire.frame(wire.Reserve(b"k" * 32, [1, 2], "a"))),
-        (True, wire.frame(wire.Reserve(b"k" * 32, [-5], "a"))),
-        (True, wire.frame(wire.Commit([1], [b"m" * (2 << 20)]))),
-        (True, wire.frame(wire.Commit([1, 2], [b""]))),
-        (True, wire.frame(wire.Hello(99, b""))),
-        (True, _framed(b"\x92\x02\x01")),
+        (True, _framed(b"\x07")),
     ],
 )
-def test_a_client_that_breaks_the_rules_goes_alone(
+def test_a_client_that_sends_no_frames_goes_alone(
     serve_in_thread: Callable[..., Server],
     connect: Connect,
     store_config: StoreConfig,
@@ -150,6 +151,55 @@ def test_a_client_that_breaks_the_rules_goes_alone(
     assert present(store, "a") == b"\1"
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        wire.frame(wire.Contains(b"k" * 33), 7),
+        wire.frame(wire.Contains(b"k" * 32 * (wire.MAX_LOOKUP_KEYS + 1)), 7),
+        wire.frame(wire.TakeLeases(b"k" * 32 * (wire.MAX_KEYS + 1), 1.0), 7),
+        *[wire.frame(wire.TakeLeases(b"k" * 32, ttl_s), 7) for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)],
+        wire.frame(wire.Reserve(b"k" * 32, [1, 2], "a"), 7),
+        wire.frame(wire.Reserve(b"k" * 32, [-5], "a"), 7),
+        wire.frame(wire.Reserve(b"k" * 32, [5], "a" * 10_000), 7),
+        wire.frame(wire.Reserve(b"k" * 32, [5], "a", Part(b"g", 0, 1)), 7),
+        wire.frame(wire.Commit([1], [b"m" * (2 << 20)]), 7),
+        wire.frame(wire.Commit([1, 2], [b""]), 7),
+        wire.frame(wire.Delete(b"k" * 32 * (wire.MAX_KEYS + 1)), 7),
+        wire.frame(wire.Release([1] * (wire.MAX_KEYS + 1)), 7),
+        wire.frame(wire.Hello(99, b""), 7),
+        _numbered(b"\x92\x02\x01"),
+        _numbered(b""),
+        _numbered(b"\xc1garbage"),
+        _numbered(b"\x92\x01" + b"\x91" * 100_000),
+        _numbered(b"\x93\x01\xc4\x00" + b"\x91" * 100_000 + b"\xc0"),
+    ],
+)
+def test_a_request_that_is_none_is_told_so(
+    serve_in_thread: Callable[..., Server], connect: Connect, store_config: StoreConfig, sent: bytes
+) -> None:
+    """Nothing but the socket's end ends a connection, and what is leased through it."""
+    serve_in_thread()
+    store = connect()
+    fill(store, "a", b"x")
+    with _raw(store_config, hello=True) as raw:
+        raw.sendall(sent)
+        number, answer = _answer(raw)
+        assert number == 7
+        assert isinstance(answer, wire.Fault)
+        raw.sendall(wire.frame(wire.Stat(), 8))
+        number, answer = _answer(raw)
+        assert (number, type(answer)) == (8, wire.Stats)
+    assert present(store, "a") == b"\1"
+
+
+def _answer(raw: socket.socket) -> tuple[int, wire.Reply]:
+    received = bytearray()
+    while (body := wire.take_frame(received)) is None:
+        received += raw.recv(1 << 16)
+    number, message = wire.take_number(body)
+    return number, wire.reply_decoder.decode(message)
+
+
 def test_a_client_that_never_reads_holds_up_nobody(
     serve_in_thread: Callable[..., Server], connect: Connect, store_config: StoreConfig
 ) -> None:
@@ -157,7 +207,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
     store = connect()
     with _raw(store_config, hello=True) as raw:
         raw.setblocking(False)
-        request = wire.frame(wire.Contains(b"k" * 32 * 4000))
+        request = wire.frame(wire.Contains(b"k" * 32 * 4000), 1)
         sent = 0
         with pytest.raises(BlockingIOError):
             while sent < 100 << 20:

@@ -1,0 +1,393 @@
+"""What valid requests, giant questions and slow answers must not do: end the daemon, hold up others,
+or cost more than one miss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cornplug.codec import Header, Kind, encode_header
+from cornplug.config import StoreConfig
+from cornplug.errors import StoreUnavailable
+from cornplug.store import wire
+from cornplug.store.base import OTHER_APPS, Refusal, Reservation
+from cornplug.store.breaker import Breaker
+from cornplug.store.index import MAX_LOOKS, SWEEP, Index
+from cornplug.store.pool import PoolStore
+from cornplug.testing.store import fill, key, lease, present, reserve
+
+from .conftest import eventually
+
+Connect = Callable[..., PoolStore]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def _commit_many(
+    store: PoolStore, keys: list[bytes], size: int, app: str = "test", meta: bytes = b"m"
+) -> None:
+    rooms = store.reserve([(each, size) for each in keys], app=app, deadline_s=60)
+    held = [room for room in rooms if isinstance(room, Reservation)]
+    assert len(held) == len(keys)
+    assert all(store.commit([(room, meta) for room in held], deadline_s=60))
+
+
+# -- no sequence of valid requests ends the daemon ------------------------------------------------
+
+
+def test_a_very_long_prompt_is_leased_whole(connect: Connect, start_daemon: Start) -> None:
+    """134,000 tokens of a model with 126 layers and 8 heads: 17 MB of headers, more than a frame."""
+    daemon = start_daemon()
+    store = connect()
+    keys = [key(n) for n in range(2100)]
+    meta = encode_header(Header(Kind.KV_PAGE, keys[0], "bfloat16", (8, 126, 2, 64, 128), tuple(range(1008))))
+    assert len(keys) * len(meta) > wire.MAX_FRAME_BYTES
+    _commit_many(store, keys, 64, meta=meta)
+    leases = store.lease([*keys, key("absent")], ttl_s=30, deadline_s=20)
+    assert [each.key if each else None for each in leases] == [*keys, None]
+    assert all(each.meta == meta for each in leases if each)
+    store.release([each.token for each in leases if each], deadline_s=5)
+    assert store.stat(deadline_s=5).leases == 0
+    assert daemon.poll() is None
+
+
+def test_many_apps_with_long_names_are_summed_up(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    with pytest.raises(ValueError, match="name of an app"):
+        reserve(store, "a", 64, app="x" * 10_000)
+    for n in range(300):
+        fill(store, n, b"x" * 64, app=f"{n:03}" + "x" * 250)
+    fill(store, "large", b"x" * 1000, app="large")
+    stat = store.stat(deadline_s=5)
+    assert len(stat.bytes_by_app) == 257
+    assert stat.bytes_by_app["large"] == 1024
+    assert sum(stat.bytes_by_app.values()) == 300 * 64 + 1024
+    assert stat.bytes_by_app[OTHER_APPS] == 45 * 64
+    assert daemon.poll() is None
+
+
+@pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e6])
+def test_a_lease_without_end_is_refused(connect: Connect, start_daemon: Start, ttl_s: float) -> None:
+    start_daemon()
+    store = connect()
+    fill(store, "a", b"x")
+    with pytest.raises(ValueError, match="ttl_s is"):
+        lease(store, "a", ttl_s=ttl_s)
+
+
+# -- nobody waits for another's large question ----------------------------------------------------
+
+
+@contextmanager
+def _waits_of(store: PoolStore) -> Iterator[list[float]]:
+    """How long another client's small questions take meanwhile."""
+    waits: list[float] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            began_s = time.perf_counter()
+            present(store, "small")
+            waits.append(time.perf_counter() - began_s)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_giant_questions_hold_up_nobody(
+    connect: Connect, start_daemon: Start, store_config: StoreConfig
+) -> None:
+    """Asked by a process of their own, in the largest portions that the daemon takes, all at once."""
+    start_daemon()
+    small, large = connect(), connect()
+    keys = [key(n) for n in range(40_000)]
+    _commit_many(large, keys, 64)
+    blob = b"".join(keys)
+
+    def portions(make: Callable[[bytes], wire.Request]) -> bytes:
+        step = 32 * wire.MAX_KEYS
+        return b"".join(wire.frame(make(blob[at : at + step]), 1) for at in range(0, len(blob), step))
+
+    frames = {
+        "lease": portions(lambda some: wire.TakeLeases(some, 600.0)),
+        "disconnect": b"",
+        "delete": portions(wire.Delete),
+    }
+    for what, frame in frames.items():
+        if what != "disconnect":
+            raw = _greeted(store_config)
+        with _waits_of(small) as waits:
+            began_s = time.perf_counter()
+            sending = threading.Thread(target=raw.sendall, args=(frame,))
+            sending.start()
+            if what == "disconnect":
+                sending.join()
+                raw.close()
+                eventually(lambda: small.stat(deadline_s=5).leases == 0)
+            else:
+                for _ in range(-(-len(keys) // wire.MAX_KEYS)):
+                    assert not isinstance(_reply(raw), wire.Fault)
+            took_s = time.perf_counter() - began_s
+            sending.join()
+            time.sleep(0.05)
+        assert max(waits) < max(0.05, took_s / 2), (what, took_s, max(waits), statistics.median(waits))
+        if what == "delete":
+            raw.close()
+    assert small.stat(deadline_s=5).entries == 0
+
+
+def _greeted(config: StoreConfig) -> socket.socket:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    raw.settimeout(20)
+    raw.connect(str(config.socket))
+    tag = wire.secret_tag(config.secret_file.read_bytes().strip())
+    raw.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, tag)))
+    assert raw.recv(4096)
+    return raw
+
+
+def _read(raw: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        data += raw.recv(size - len(data))
+    return bytes(data)
+
+
+def _reply(raw: socket.socket) -> wire.Reply:
+    body = _read(raw, wire.LENGTH.unpack(_read(raw, wire.LENGTH.size))[0])
+    return wire.reply_decoder.decode(wire.take_number(body)[1])
+
+
+def _full_of_small_ones(entries: int, leased_every: int) -> Index:
+    index = Index(b"\1" * 16, entries * 4096, quarantine_s=1.0, grow=lambda missing: missing)
+    keys = [key(n) for n in range(entries)]
+    for at in range(0, entries, 4096):
+        for room in index.reserve(1, [(each, 4096) for each in keys[at : at + 4096]], app="a", now_s=0.0):
+            assert isinstance(room, Reservation)
+            index.commit(1, room.token, b"")
+    index.lease(1, keys[::leased_every], ttl_s=1000.0, now_s=0.0)
+    return index
+
+
+def test_a_search_for_victims_ends() -> None:
+    """Every 64th entry is leased: nowhere is room for 2 MiB, and each ask looked at all entries."""
+    index = _full_of_small_ones(16_384, 64)
+    for n in range(3):
+        began_s = time.process_time()
+        answers = index.reserve(1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0)
+        assert time.process_time() - began_s < 0.1
+        assert set(answers) == {Refusal.FULL}
+    assert index.stat().evictions == 0
+
+
+def test_a_search_that_was_cut_goes_on_where_it_ended() -> None:
+    """There is room, but far from the oldest entries."""
+    entries = 4 * MAX_LOOKS
+    index = _full_of_small_ones(entries, 2)
+    keys = [key(n) for n in range(entries)]
+    # Two neighbours that nobody leases any more, and that were used last.
+    (again,) = index.lease(1, [keys[-2]], ttl_s=1000.0, now_s=0.0)
+    index.delete([keys[-2]])
+    assert again is not None
+    index.end_owner(1, now_s=0.0)
+    index.lease(2, keys[:-8:2], ttl_s=1000.0, now_s=0.0)
+    tries = 0
+    while index.reserve(2, [(key("big"), 8192)], app="a", now_s=0.0)[0] is Refusal.FULL:
+        tries += 1
+        assert tries < 10, "never found"
+
+
+def test_a_large_one_among_tiny_ones_is_stored_in_the_end() -> None:
+    index = Index(b"\1" * 16, 64 * 4 * MAX_LOOKS, quarantine_s=1.0, grow=lambda missing: missing)
+    for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], app="a", now_s=0.0):
+        assert isinstance(room, Reservation)
+        index.commit(1, room.token, b"")
+    tries = 0
+    while index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], app="a", now_s=0.0)[0] is Refusal.FULL:
+        tries += 1
+        assert tries < 10, "never found"
+
+
+def test_released_leases_leave_nothing_behind() -> None:
+    index = _full_of_small_ones(8, 1)
+    for _ in range(2000):
+        leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
+        index.release(1, [each.token for each in leases if each])
+    assert len(index._expiries) == 8
+    assert len(index._expiries._order) == 2
+
+
+def test_a_sweep_ends_some_and_the_next_one_the_rest() -> None:
+    index = _full_of_small_ones(SWEEP + 100, 1)
+    index.sweep(2000.0)
+    assert index.stat().leases == 100
+    index.sweep(2000.0)
+    assert index.stat().leases == 0
+
+
+# -- slow answers ---------------------------------------------------------------------------------
+
+
+def test_what_a_late_answer_grants_is_given_back(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store, other = connect(), connect()
+    fill(store, "a", b"x")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        store.lease([key("a")], ttl_s=60, deadline_s=0.05)
+    with pytest.raises(StoreUnavailable):
+        store.reserve([(key("b"), 64)], app="test", deadline_s=0.3)
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: other.stat(deadline_s=5).leases + other.stat(deadline_s=5).reservations == 2)
+    eventually(lambda: _works(store))
+    stat = other.stat(deadline_s=5)
+    assert (stat.leases, stat.reservations) == (0, 0)
+    assert isinstance(reserve(other, "b", 64), Reservation)
+
+
+def _works(store: PoolStore) -> bool:
+    try:
+        store.stat(deadline_s=5)
+    except StoreUnavailable:
+        return False
+    return True
+
+
+def test_the_scheduler_does_not_wait_for_a_background_threads_patience(
+    connect: Connect, start_daemon: Start
+) -> None:
+    daemon = start_daemon()
+    store = connect()
+    present(store, "a")
+    os.kill(daemon.pid, signal.SIGSTOP)
+    background = threading.Thread(target=lambda: _times_out(store, 1.0))
+    background.start()
+    time.sleep(0.02)
+    began_s = time.perf_counter()
+    for _ in range(8):
+        _times_out(store, 0.1)
+    assert time.perf_counter() - began_s < 0.3, "one wait, not eight"
+    background.join()
+
+
+def _times_out(store: PoolStore, deadline_s: float) -> str:
+    with pytest.raises(StoreUnavailable) as e:
+        store.contains([key("a")], deadline_s=deadline_s)
+    return e.value.reason
+
+
+def test_threads_do_not_wait_for_each_others_answers(
+    connect: Connect, slow_daemon: Callable[[float], None]
+) -> None:
+    """Ten threads ask a store that takes 50 ms for an answer, all that it was asked by then at once."""
+    slow_daemon(0.05)
+    store = connect()
+    threads = [threading.Thread(target=lambda: store.contains([key("a")], deadline_s=2)) for _ in range(10)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.perf_counter() - began_s < 0.3
+
+
+def test_a_slow_store_is_asked_ever_less_often(
+    connect: Connect, slow_daemon: Callable[[float], None]
+) -> None:
+    """It is alive, but 80 ms late at each answer: of 200 steps only a few wait for nothing."""
+    slow_daemon(0.08)
+    store = connect()
+    reasons = []
+    waited_s = 0.0
+    for _ in range(200):
+        began_s = time.perf_counter()
+        reasons.append(_times_out(store, 0.02))
+        waited_s += time.perf_counter() - began_s
+        time.sleep(0.01)
+    assert 2 <= reasons.count("store_timeout") <= 8
+    assert waited_s < 0.5
+    assert store.connected
+    assert store.contains([key("a")], deadline_s=2) == b"\0", "who has patience is served"
+
+
+@pytest.fixture
+def slow_daemon(store_config: StoreConfig) -> Iterator[Callable[[float], None]]:
+    """A server between clients and a socket of its own, that answers `Contains` late."""
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def serve(delay_s: float) -> None:
+        listener.bind(str(store_config.socket))
+        listener.listen()
+        threads.append(threading.Thread(target=_answer_late, args=(listener, delay_s, stop)))
+        threads[0].start()
+
+    yield serve
+    stop.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join()
+    listener.close()
+
+
+def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event) -> None:
+    with listener.accept()[0] as peer:
+        peer.recv(4096)
+        arena = os.memfd_create("test")
+        os.truncate(arena, 4096)
+        socket.send_fds(peer, [wire.frame(wire.Welcome(b"\1" * 16, 4096))], [arena])
+        os.close(arena)
+        received = bytearray()
+        peer.settimeout(0.5)
+        while not stop.is_set():
+            try:
+                data = peer.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not data:
+                return
+            stop.wait(delay_s)
+            received += data
+            peer.setblocking(False)
+            while True:
+                try:
+                    received += peer.recv(1 << 16)
+                except BlockingIOError:
+                    break
+            peer.settimeout(0.5)
+            while (body := wire.take_frame(received)) is not None:
+                number, _ = wire.take_number(body)
+                peer.sendall(wire.frame(wire.Mask(b"\0"), number))
+
+
+def test_a_breaker_knows_patience_from_patience() -> None:
+    breaker = Breaker()
+    breaker.missed(0.1, 100.0)
+    assert breaker.refuses(0.1, 100.05)
+    assert not breaker.refuses(1.0, 100.05)
+    assert not breaker.refuses(0.1, 100.11)
+    breaker.missed(0.1, 100.2)
+    breaker.missed(0.1, 100.2)
+    assert breaker.refuses(0.1, 100.39)
+    assert not breaker.refuses(0.1, 100.41)
+    breaker.answered(1.0)
+    breaker.missed(0.1, 100.5)
+    assert breaker.refuses(0.1, 100.9)
+    breaker.answered(0.1)
+    assert not breaker.refuses(0.1, 100.9)
