@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cornplug.codec import Kind
+from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, entry, growth, patience
 from cornplug.store.arena import Arena, fitting_size
@@ -26,7 +27,7 @@ from cornplug.store.pool import PoolStore
 from cornplug.store.server import Server
 from cornplug.testing.store import fill, key, lease, present, reserve
 
-from .conftest import eventually
+from .conftest import answers, eventually
 
 Connect = Callable[..., PoolStore]
 MIB = 1 << 20
@@ -287,3 +288,80 @@ def test_patience_ends_with_the_deadline() -> None:
     began_s = time.monotonic()
     assert patience.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [Refusal.GROWING]  # type: ignore[arg-type]
     assert time.monotonic() - began_s < 1
+
+
+# -- in containers --
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of 256 MiB."""
+    root = Path("/sys/fs/cgroup")
+    first = (root / "memory").is_dir()
+    group = (root / "memory" if first else root) / f"cornplug-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(256 * MIB))
+    except OSError as e:
+        pytest.skip(f"no right to make a cgroup: {e}")
+    yield group
+    eventually(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def _boxed(box: list[str], config: StoreConfig, *size: str) -> subprocess.Popen[str]:
+    command = [*box, sys.executable, "-m", "cornplug.store.daemon", "--clamp", *size]
+    command += ["--socket", str(config.socket), "--secret-file", str(config.secret_file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    eventually(lambda: process.poll() is not None or answers(config.socket))
+    return process
+
+
+@pytest.mark.parametrize(
+    "size", [[], ["--size", "1GiB"], ["--size", "220MiB"]], ids=["auto", "1GiB", "220MiB"]
+)
+def test_in_a_small_cgroup_a_store_fills_up_and_nobody_is_killed(
+    cgroup: Path, store_config: StoreConfig, connect: Connect, size: list[str]
+) -> None:
+    process = _boxed(["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"], store_config, *size)
+    try:
+        store = connect()
+        capacity_bytes = store.stat(deadline_s=5).capacity_bytes
+        assert 40 * MIB < capacity_bytes < 256 * MIB
+        for number in range(300):
+            (room,) = patience.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
+            assert isinstance(room, Reservation), room
+            store.view(room.location, writable=True)[:] = b"x" * MIB
+            assert store.commit([(room, b"meta")], deadline_s=5) == [True]
+        stat = store.stat(deadline_s=5)
+        assert stat.entries > 40
+        assert stat.entries + stat.evictions == 300
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_store_in_namespaces_of_its_own_serves_those_outside(
+    store_config: StoreConfig, connect: Connect
+) -> None:
+    """As another pod's: other processes, other IPC, other network; they share the socket's folder alone."""
+    box = ["unshare", "--pid", "--fork", "--ipc", "--net", "--mount"]
+    try:
+        # It ends by itself: what kills unshare leaves its child alive.
+        process = _boxed(box, store_config, "--size", "16MiB", "--idle-exit-s", "0.5")
+    except FileNotFoundError:
+        pytest.skip("no unshare")
+    stores: list[PoolStore] = []
+    try:
+        if process.poll() is not None:
+            pytest.skip("no right to unshare")
+        stores = [connect(), connect()]
+        fill(stores[0], "a", b"from outside")
+        held = lease(stores[1], "a")
+        assert held is not None
+        assert bytes(stores[1].view(held.location)) == b"from outside"
+    finally:
+        for store in stores:
+            store.close()
+        process.communicate(timeout=20)
