@@ -103,7 +103,10 @@ class Batcher(Generic[WorkT]):
         clock: Callable[[], float],
         on_late: Callable[[Wait], None],
         most_tokens: Callable[[object, float], float] = lambda tower, patience_s: math.inf,
+        overtakes: bool = False,
     ) -> None:
+        """`overtakes`: somebody calls `take_urgent`, so that what runs holds up no better class."""
+        self._overtakes = overtakes
         self._max_items = max_items
         self._max_tokens = max_tokens
         self._clock = clock
@@ -132,7 +135,7 @@ class Batcher(Generic[WorkT]):
                 return True
             self._flying[flight.key] = flight
             self._queue.append(flight)
-            self._changed.notify()
+            self._changed.notify_all()
             return False
 
     def take(self) -> list[Flight[WorkT]]:
@@ -143,11 +146,56 @@ class Batcher(Generic[WorkT]):
                     self._changed.wait()
                 late = self._drop_late()
                 batch = self._form() if self._queue else []
+                if batch and self._overtakes:
+                    self._changed.notify_all()
                 finished = self._closed and not batch
             for wait in late:
                 self._on_late(wait)
             if batch or finished:
                 return batch
+
+    def take_urgent(self, lanes: int) -> Flight[WorkT] | None:
+        """One that waits while all `lanes` run flights of worse classes. Blocks; None once closed.
+
+        For who can do one more at a time, so that a long one of a worse class holds up nobody of a better.
+        """
+        while True:
+            with self._changed:
+                while (urgent := self._most_urgent(lanes)) is None and not self._closed:
+                    self._changed.wait()
+                if urgent is None:
+                    return None
+                late = self._drop_late()
+                found = urgent if urgent in self._queue else None
+                if found is not None:
+                    self._order.waiting(self._apps())
+                    self._order.charge(found.qos, found.app, found.tokens)
+                    self._queue.remove(found)
+                    self._order.waiting(self._apps())
+                    begun = Batch(tower=found.tower, tokens=found.tokens, begun_s=self._clock())
+                    self._running[found] = begun
+            for wait in late:
+                self._on_late(wait)
+            if found is not None:
+                return found
+
+    def remove(self, flight: Flight[WorkT]) -> bool:
+        """Nobody waits for it any more. False where it has been taken already."""
+        with self._changed:
+            if flight not in self._queue:
+                return False
+            self._queue.remove(flight)
+            self._flying.pop(flight.key, None)
+            return True
+
+    def costs(self, flight: Flight[WorkT], tokens: int) -> None:
+        """A flight that was taken turns out to cost that much: what is more is charged now."""
+        with self._changed:
+            if (begun := self._running.get(flight)) is None or tokens <= flight.tokens:
+                return
+            self._order.charge(flight.qos, flight.app, tokens - flight.tokens)
+            flight.tokens = tokens
+            self._running[flight] = Batch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
 
     def land(self, flight: Flight[WorkT]) -> Sequence[Wait]:
         """The flight is done: who waited for it. Later requests of its key start anew."""
@@ -179,12 +227,27 @@ class Batcher(Generic[WorkT]):
     def ahead(self, new: Waiting, demand: Mapping[ServiceClass, float]) -> Ahead:
         """What `new` would find if it came now. `demand` as `FairOrder.until` takes it."""
         with self._changed:
-            return look(self._queue, self._running.values(), self._order, new, demand)
+            running = self._running.items()
+            if self._overtakes:
+                running = {f: b for f, b in running if not _better(new.qos, f.qos)}.items()
+            return look(self._queue, [batch for _, batch in running], self._order, new, demand)
 
     def load(self) -> Load:
         """What waits and what runs."""
         with self._changed:
             return Load.of(self._queue, self._running.values())
+
+    def _most_urgent(self, lanes: int) -> Flight[WorkT] | None:
+        if len(self._running) < lanes or not self._queue:
+            return None
+        first = min(self._queue, key=lambda f: (*(-part for part in f.qos.rank[:2]), f.due_s))
+        return first if all(_better(first.qos, other.qos) for other in self._running) else None
+
+    def _apps(self) -> dict[ServiceClass, set[str]]:
+        apps: dict[ServiceClass, set[str]] = {}
+        for flight in self._queue:
+            apps.setdefault(flight.qos, set()).add(flight.app)
+        return apps
 
     def _drop_late(self) -> list[Wait]:
         now = self._clock()
@@ -221,3 +284,7 @@ class Batcher(Generic[WorkT]):
 
     def _limit(self, flight: Flight[WorkT]) -> float:
         return min(self._max_tokens, self._most_tokens(flight.tower, flight.patience_s))
+
+
+def _better(one: ServiceClass, other: ServiceClass) -> bool:
+    return one.rank[:2] > other.rank[:2]

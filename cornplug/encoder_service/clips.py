@@ -83,10 +83,7 @@ def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipL
     "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and what `choose` raises.
     """
     source = _source(data, limits)
-    indices = tuple(sorted({int(index) for index in choose(source)}))
-    if not indices or indices[0] < 0 or indices[-1] >= source.total:
-        raise MediaError(f"no frame of {source.total} is sampled", reason="unprocessable")
-    _check_room(len(indices), source.width, source.height, limits)
+    indices = sampled(source, choose(source), limits)
     wanted, taken = frozenset(indices), []
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         for index, frame in enumerate(frames(container, container.streams.video[0], "video")):
@@ -99,8 +96,20 @@ def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipL
     return Clip(frames=np.stack(taken), indices=indices, source=source)
 
 
-def of_pictures(pictures: Sequence[bytes], fps: float, limits: ClipLimits) -> Clip:
+def _no_objection(source: Source) -> None:
+    pass
+
+
+def of_pictures(
+    pictures: Sequence[bytes],
+    fps: float,
+    limits: ClipLimits,
+    *,
+    before: Callable[[Source], None] = _no_objection,
+) -> Clip:
     """A video given as pictures of one size, `fps` of them a second; every one is taken.
+
+    `before` hears of it before any is decoded; what it raises ends the decoding.
 
     Raises MediaError as `media.decode`, and "too_many_frames", "too_many_pixels", "frame_size".
     """
@@ -109,16 +118,29 @@ def of_pictures(pictures: Sequence[bytes], fps: float, limits: ClipLimits) -> Cl
     if not 0 < fps <= _MAX_FPS:
         raise MediaError(f"fps: {fps}, want over 0 and at most {_MAX_FPS:g}", reason="frame_rate")
     taken: list[Frames] = []
-    for number, picture in enumerate(pictures):
-        image = media.as_received(media.decode(picture, limits.max_pixels))
-        if number == 0:
-            _check_room(len(pictures), *image.size, limits)
-        elif image.size != (taken[0].shape[1], taken[0].shape[0]):
-            raise MediaError(f"frame {number} has another size than the first", reason="frame_size")
+
+    def first(width: int, height: int) -> None:
+        check_room(len(pictures), width, height, limits)
+        before(Source(total=len(pictures), fps=fps, width=width, height=height))
+
+    for picture in pictures:
+        hears: media.Before = media.no_objection if taken else first
+        image = media.as_received(media.decode(picture, limits.max_pixels, before=hears))
+        if taken and image.size != (taken[0].shape[1], taken[0].shape[0]):
+            raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
         taken.append(np.asarray(image))
     height, width = taken[0].shape[:2]
     source = Source(total=len(taken), fps=fps, width=width, height=height)
     return Clip(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
+
+
+def sampled(source: Source, chosen: Sequence[int], limits: ClipLimits) -> tuple[int, ...]:
+    """The frames that are taken, rising. Raises MediaError("unprocessable") for none, and as `check_room`."""
+    indices = tuple(sorted({int(index) for index in chosen}))
+    if not indices or indices[0] < 0 or indices[-1] >= source.total:
+        raise MediaError(f"no frame of {source.total} is sampled", reason="unprocessable")
+    check_room(len(indices), source.width, source.height, limits)
+    return indices
 
 
 def _source(data: bytes, limits: ClipLimits) -> Source:
@@ -162,7 +184,8 @@ def _packets(container: Any, stream: Any) -> int:
         raise MediaError(f"the video is damaged: {e}", reason="damaged") from e
 
 
-def _check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
+def check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
+    """Raises MediaError("too_many_frames", "too_many_pixels") for more sampled frames than are accepted."""
     if count > limits.max_frames:
         raise MediaError(
             f"{count} frames, at most {limits.max_frames} are accepted", reason="too_many_frames"

@@ -85,8 +85,10 @@ class FairOrder:
             self._extra = max(self._extra, turns.extra)
             turns.extra += tokens / qos.share
         self._served += tokens
-        turns.clock = max(turns.clock, turns.apps[app])
-        turns.apps[app] += tokens
+        # An app that has gone may be charged still, for what it turned out to cost.
+        start = turns.apps.get(app, turns.clock)
+        turns.clock = max(turns.clock, start)
+        turns.apps[app] = start + tokens
 
     def until(
         self,

@@ -16,8 +16,10 @@ and a caller who flattens a picture by this rule beforehand changes nothing.
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -30,7 +32,20 @@ FORMATS: Final = (
 )  # fmt: skip
 """Still pictures that Pillow decodes in this process. EPS starts Ghostscript: never."""
 
+MAX_SCANS: Final = 100
+"""Of a JPEG. A progressive one has some ten; each costs a pass over all pixels, however few its bytes."""
+MAX_SEGMENTS: Final = 4096
+"""Of a JPEG, between and before its scans."""
+
 _WHITE: Final = (255, 255, 255)
+_MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""What ends a scan's data, in which every 0xFF is followed by 0 or by a restart marker's number."""
+_START_OF_SCAN: Final = 0xDA
+_END_OF_IMAGE: Final = 0xD9
+_WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
+
+Before = Callable[[int, int], None]
+"""Hears width and height before anything is decoded; what it raises ends the decoding."""
 
 # Pillow's readers parse hostile bytes with struct, slices and dictionaries, and let all of this out.
 _BROKEN: Final = (
@@ -47,17 +62,24 @@ _BROKEN: Final = (
 )
 
 
-def decode(data: bytes, max_pixels: int, *, upright: bool = True) -> Image.Image:
+def no_objection(width: int, height: int) -> None:
+    """Returns: whatever comes may be decoded."""
+
+
+def decode(
+    data: bytes, max_pixels: int, *, upright: bool = True, before: Before = no_objection
+) -> Image.Image:
     """Decode one still picture, whole, with its EXIF orientation applied unless `upright` is False.
 
     Nothing is decoded before width times height has been checked, so a decompression bomb
-    costs its header only.
+    costs its header only; nor before `before` has heard them.
 
-    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels"
-    or "damaged" (truncated or inconsistent).
+    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels",
+    "too_many_scans" or "damaged" (truncated or inconsistent).
     """
     if not data:
         raise MediaError("the picture has no bytes", reason="empty")
+    check_scans(data)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as e:
@@ -76,6 +98,7 @@ def decode(data: bytes, max_pixels: int, *, upright: bool = True) -> Image.Image
         )
     if width * height == 0:
         raise MediaError("the picture has no pixels", reason="damaged")
+    before(width, height)
     try:
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
@@ -83,6 +106,31 @@ def decode(data: bytes, max_pixels: int, *, upright: bool = True) -> Image.Image
     except _BROKEN as e:
         raise MediaError(f"the {image.format} picture is truncated or damaged: {e}", reason="damaged") from e
     return _upright(image) if upright else image
+
+
+def check_scans(data: bytes) -> None:
+    """Raises MediaError("too_many_scans") for a JPEG that could make its decoder work for hours."""
+    if data[:2] != b"\xff\xd8":
+        return
+    scans, at = 0, 2
+    for _ in range(MAX_SEGMENTS):
+        found = _MARKER.search(data, at)
+        if found is None or (kind := data[found.start() + 1]) == _END_OF_IMAGE:
+            return
+        at = found.end()
+        if kind not in _WITHOUT_LENGTH:
+            # A length that lies moves only where we look next: what a decoder skips, so do we.
+            at += int.from_bytes(data[at : at + 2], "big")
+        scans += kind == _START_OF_SCAN
+        if scans > MAX_SCANS:
+            break
+    else:
+        raise MediaError(f"a JPEG of over {MAX_SEGMENTS} segments", reason="too_many_scans")
+    if scans > MAX_SCANS:
+        raise MediaError(
+            f"a JPEG of over {MAX_SCANS} scans; save it with fewer, or as a baseline JPEG",
+            reason="too_many_scans",
+        )
 
 
 def as_received(image: Image.Image) -> Image.Image:
@@ -98,13 +146,13 @@ def as_received(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def as_sglang_receives(data: bytes, max_pixels: int) -> Image.Image:
+def as_sglang_receives(data: bytes, max_pixels: int, *, before: Before = no_objection) -> Image.Image:
     """The RGB picture that SGLang 0.5.23 hands to its processor: another one than the rule's.
 
     It applies no EXIF orientation, and drops transparency instead of laying the picture on white.
     For a picture that has neither, both are the same. Raises MediaError as `decode`.
     """
-    image = decode(data, max_pixels, upright=False)
+    image = decode(data, max_pixels, upright=False, before=before)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from cornplug import identity
 from cornplug.encoder_service.protocol import Encode
-from cornplug.encoder_service.readers.base import Limits, Reader, Reading, Sampling
+from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reader, Reading, Sampling
 from cornplug.encoder_service.readers.clips import Clips
 from cornplug.encoder_service.readers.pictures import Pictures
 from cornplug.encoder_service.readers.sounds import Sounds
@@ -65,10 +65,12 @@ class Preparer:
         salt: str | None,
         deadline_s: float,
         sampling: Sampling = AS_THE_ENGINE,
+        bench: Bench = IN_PROCESS,
     ) -> Prepared:
         """A request for the medium in `data`, as this model's engine would make it.
 
-        `sampling` says which frames of a video; the key follows from the frames and their times.
+        `sampling` says which frames of a video; the key follows from the frames and their times. `bench`
+        decodes, and objects.
 
         Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and
         MediaError as the modality's reader.
@@ -76,7 +78,7 @@ class Preparer:
         loaded = self._loaded(model)
         if modality != "video" and sampling != AS_THE_ENGINE:
             raise EncoderRefused(f"fps, num_frames: of a video, not of {modality}", reason="bad_input")
-        reading = self._reader(loaded, modality).read(data, sampling)
+        reading = self._reader(loaded, modality).read(data, sampling, bench)
         return self._prepared(loaded, modality, reading, salt, deadline_s, APP)
 
     def prepare_frames(
@@ -87,6 +89,7 @@ class Preparer:
         salt: str | None,
         deadline_s: float,
         sampling: Sampling = AS_THE_ENGINE,
+        bench: Bench = IN_PROCESS,
     ) -> Prepared:
         """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
 
@@ -97,15 +100,17 @@ class Preparer:
         loaded = self._loaded(model)
         reader = self._reader(loaded, "video")
         assert isinstance(reader, Clips)
-        reading = reader.read_pictures(pictures, sampling.fps or 1.0)
+        reading = reader.read_pictures(pictures, sampling.fps or 1.0, bench)
         return self._prepared(loaded, "video", reading, salt, deadline_s, APP)
 
-    def prepare_for_sglang(self, model: str, data: bytes, *, salt: str | None, deadline_s: float) -> Prepared:
+    def prepare_for_sglang(
+        self, model: str, data: bytes, *, salt: str | None, deadline_s: float, bench: Bench = IN_PROCESS
+    ) -> Prepared:
         """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""
         loaded = self._loaded(model)
         reader = self._reader(loaded, "image")
         assert isinstance(reader, Pictures)
-        return self._prepared(loaded, "image", reader.read_for_sglang(data), salt, deadline_s, SGLANG)
+        return self._prepared(loaded, "image", reader.read_for_sglang(data, bench), salt, deadline_s, SGLANG)
 
     def _add_readers(self, loaded: Loaded) -> None:
         for modality in loaded.checkpoint.family.inputs:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,6 +53,8 @@ _SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
 BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeError, RuntimeError, MemoryError)
 
 Samples = npt.NDArray[np.float32]
+Before = Callable[[float, int], None]
+"""Hears the seconds (at most) and the rate before anything is decoded; what it raises ends the decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +73,11 @@ class Sound:
         return samples_digest(self.rate, self.samples.astype("<f4", copy=False).tobytes())
 
 
-def decode(data: bytes, *, max_s: float) -> Sound:
+def _no_objection(seconds: float, rate: int) -> None:
+    pass
+
+
+def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Sound:
     """Decode one sound, whole, at its own rate.
 
     What the header says is checked before anything is decoded, and what comes out while it does:
@@ -93,6 +99,7 @@ def decode(data: bytes, *, max_s: float) -> Sound:
         announced_s = announced_duration_s(container, stream)
         _check_header(stream, announced_s, max_s)
         rate: int = stream.rate
+        before(max_s if announced_s is None else announced_s, rate)
         samples = np.concatenate([*_mono(container, stream, max_s), np.zeros(0, np.float32)])
         exact = container.format.name in _EXACT
     if not len(samples):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.clips import ClipLimits
+from cornplug.encoder_service.jail.decoders import Decoder, Header, Heard, InProcess
 from cornplug.errors import EncoderRefused
 
 
@@ -65,12 +66,34 @@ class Reading:
     """What the tower takes, by the processor's names."""
 
 
+def _anything(header: Header, prepared_bytes: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What one medium is prepared with."""
+
+    decoder: Decoder
+    admit: Callable[[Header, int], None] = _anything
+    """Hears what the header says, and the most bytes that its inputs would take, before anything is
+    decoded; what it raises ends the reading."""
+
+    def heard(self, prepared_bytes: Callable[[Header], int]) -> Heard:
+        """For the decoder, with what the reader knows of the bytes."""
+        return lambda header: self.admit(header, prepared_bytes(header))
+
+
+IN_PROCESS: Final = Bench(decoder=InProcess())
+"""For media that are no stranger's."""
+
+
 class Reader(Protocol):
     """Of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
-    def read(self, data: bytes, sampling: Sampling) -> Reading:
+    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
         """`sampling` is for videos; others have nothing to sample.
 
         Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's
-        processor takes no such medium.
+        processor takes no such medium; and what `bench` raises.
         """

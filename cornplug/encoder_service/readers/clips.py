@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoVideoProcessor
 
-from cornplug.encoder_service import clips
 from cornplug.encoder_service.clips import Clip, Source
-from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
+from cornplug.encoder_service.jail.decoders import Header
+from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
 from cornplug.encoder_service.registry import Loaded
 from cornplug.errors import CheckpointError, MediaError
 
@@ -22,6 +22,8 @@ _FPS: Final = 2.0
 _MAX_FPS: Final = 30.0
 _MIN_FRAMES: Final = 4
 _MAX_FRAMES: Final = 768
+_BYTES_A_PIXEL: Final = 12
+"""Of inputs, at most: float32, where nothing is made smaller."""
 _PATCH: Final = 2
 """Frames that the tower sees as one; of the Qwen families."""
 
@@ -43,12 +45,15 @@ class Clips:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
 
-    def read(self, data: bytes, sampling: Sampling) -> Reading:
-        return self._reading(clips.decode(data, lambda source: self._sampler(source, sampling), self._limits))
+    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+        heard = bench.heard(_prepared_bytes)
+        clip = bench.decoder.clip(data, lambda s: self._sampler(s, sampling), self._limits, heard)
+        return self._reading(clip)
 
-    def read_pictures(self, pictures: Sequence[bytes], fps: float) -> Reading:
+    def read_pictures(self, pictures: Sequence[bytes], fps: float, bench: Bench = IN_PROCESS) -> Reading:
         """A video given as its frames, `fps` of them a second."""
-        return self._reading(clips.of_pictures(pictures, fps, self._limits))
+        heard = bench.heard(_prepared_bytes)
+        return self._reading(bench.decoder.frames(pictures, fps, self._limits, heard))
 
     def _reading(self, clip: Clip) -> Reading:
         frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
@@ -57,6 +62,10 @@ class Clips:
         except ValueError as e:
             raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
         return Reading(digest=clip.digest(), inputs=dict(made))
+
+
+def _prepared_bytes(header: Header) -> int:
+    return _BYTES_A_PIXEL * header.pixels
 
 
 def _qwen2(source: Source, sampling: Sampling) -> Sequence[int]:

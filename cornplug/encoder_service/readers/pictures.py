@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug.encoder_service import media
-from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
+from cornplug.encoder_service.jail.decoders import Header
+from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
 from cornplug.encoder_service.registry import Loaded
 from cornplug.errors import CheckpointError, MediaError
+
+_SIDES: Final = (64, 1024)
+"""Of pictures that show how large the inputs are that a processor makes of small ones, and of large ones."""
+_MOST_A_PIXEL: Final = 24
+"""Bytes of inputs a pixel, of families that resize nothing: float32, and each frame twice."""
+_PIXELS_NOT_SIDES: Final = 100_000
+"""A "longest_edge" above this is a number of pixels, as in the Qwen families."""
 
 
 class Pictures:
@@ -19,6 +27,7 @@ class Pictures:
     def __init__(self, loaded: Loaded, limits: Limits) -> None:
         path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
+        self._probes: tuple[int, int] | None = None
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(
@@ -27,12 +36,32 @@ class Pictures:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
-    def read(self, data: bytes, sampling: Sampling) -> Reading:
-        return self._reading(media.as_received(media.decode(data, self._max_pixels)))
+    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+        heard = bench.heard(self._prepared_bytes)
+        return self._reading(bench.decoder.picture(data, self._max_pixels, heard))
 
-    def read_for_sglang(self, data: bytes) -> Reading:
+    def read_for_sglang(self, data: bytes, bench: Bench = IN_PROCESS) -> Reading:
         """The same as an SGLang server would make it."""
-        return self._reading(media.as_sglang_receives(data, self._max_pixels))
+        heard = bench.heard(self._prepared_bytes)
+        return self._reading(bench.decoder.picture_for_sglang(data, self._max_pixels, heard))
+
+    def _prepared_bytes(self, header: Header) -> int:
+        small, large = self._probed()
+        most = _most_pixels(self._processor)
+        pixels = header.pixels if most is None else min(header.pixels, most)
+        return small if small == large else max(small, large * max(pixels, _SIDES[1] ** 2) // _SIDES[1] ** 2)
+
+    def _probed(self) -> tuple[int, int]:
+        if self._probes is None:
+            small, large = (self._bytes_of(Image.new("RGB", (side, side))) for side in _SIDES)
+            self._probes = small, large
+        return self._probes
+
+    def _bytes_of(self, image: Image.Image) -> int:
+        try:
+            return sum(t.nbytes for t in self._reading(image).inputs.values())
+        except MediaError:
+            return _MOST_A_PIXEL * image.width * image.height
 
     def _reading(self, image: Image.Image) -> Reading:
         try:
@@ -43,3 +72,10 @@ class Pictures:
                 f"the model's processor refuses this picture: {e}", reason="unprocessable"
             ) from e
         return Reading(digest=media.digest_rgb(image), inputs=dict(made))
+
+
+def _most_pixels(processor: Any) -> int | None:
+    """How many pixels a picture has at most once it is resized, where the processor's settings say so."""
+    size: Any = getattr(processor, "size", None) or {}
+    longest = size.get("longest_edge")
+    return longest if isinstance(longest, int) and longest > _PIXELS_NOT_SIDES else None

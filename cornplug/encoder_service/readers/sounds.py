@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from cornplug.encoder_service import sounds, towers
-from cornplug.encoder_service.readers.base import Limits, Reading, Sampling
+from typing import Final
+
+from cornplug.encoder_service import towers
+from cornplug.encoder_service.jail.decoders import Header
+from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
 from cornplug.encoder_service.registry import Loaded
 from cornplug.encoder_service.resampling import resampled
+
+_MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
+_PADDED_S: Final = 30.0
+"""Whisper's window: a sound is filled up to whole ones."""
 
 
 class Sounds:
@@ -18,6 +25,11 @@ class Sounds:
         self._max_s = limits.max_audio_s
         self._mels = towers.listener(loaded.checkpoint)
 
-    def read(self, data: bytes, sampling: Sampling) -> Reading:
-        sound = resampled(sounds.decode(data, max_s=self._max_s), self._mels.rate)
+    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+        heard = bench.heard(_prepared_bytes)
+        sound = resampled(bench.decoder.sound(data, self._max_s, heard), self._mels.rate)
         return Reading(digest=sound.digest(), inputs=self._mels.listen(sound.samples))
+
+
+def _prepared_bytes(header: Header) -> int:
+    return round(_MELS_BYTES_A_SECOND * (header.seconds + _PADDED_S))

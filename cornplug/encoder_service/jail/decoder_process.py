@@ -1,0 +1,194 @@
+"""One decoding process as the service sees it: started when it is needed, killed when it is late."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from cornplug.encoder_service.jail import wire
+from cornplug.errors import EncoderRefused, MediaError
+
+START_S: Final = 60.0
+"""Longest that a process may take to start."""
+_LOOK_S: Final = 0.1
+"""How often who waits for an answer looks whether anybody still wants it."""
+_PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
+"""Of the environment: no setting of ours, and no key."""
+
+Killed = Callable[[str], None]
+"""Hears why a process was ended: too_slow, too_late, gone, crashed, stopping."""
+
+
+class DecoderProcess:
+    """For one thread at a time. `stop` may be called by any."""
+
+    def __init__(self, *, max_bytes: int, killed: Killed) -> None:
+        self._max_bytes = max_bytes
+        self._killed = killed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs, if one does."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Have a process that waits for work. Raises EncoderRefused("internal") where none starts."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._discard()
+        if self._stopped:
+            raise EncoderRefused("the service is stopping", reason="overloaded")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(START_S)
+        self._sock = ours
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "cornplug.encoder_service.jail.process"),
+                    *(str(self._max_bytes), str(theirs.fileno())),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        try:
+            wire.receive(ours, wire.FromDecoder)
+        except (OSError, msgspec.MsgspecError) as e:
+            self._discard()
+            raise EncoderRefused(f"no decoding process starts: {e}", reason="internal") from e
+
+    def begin(
+        self,
+        job: wire.Job,
+        parts: Sequence[bytes],
+        *,
+        end_s: float,
+        limit_s: float,
+        wanted: Callable[[], bool],
+    ) -> Asked:
+        """Give it a job, which it is killed in after `limit_s`, or at `end_s` by the monotonic clock.
+
+        Raises as `start`.
+        """
+        for fresh in (False, True):
+            self.start()
+            assert self._sock is not None
+            memory = wire.memory(parts)
+            try:
+                wire.send(self._sock, job, memory)
+                return Asked(self, end_s, limit_s, wanted)
+            except OSError:
+                self._discard()  # it died while it was idle: once more, with a new one
+                if fresh:
+                    raise
+            finally:
+                os.close(memory)
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """End it whatever it does, and start no other."""
+        self._stopped = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+
+    def kill(self, why: str) -> None:
+        """End it in the middle of a job."""
+        self._killed("stopping" if self._stopped else why)
+        self._discard()
+
+    def _discard(self) -> None:
+        process, self._process = self._process, None
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+class Asked:
+    """A job that a process has been given."""
+
+    def __init__(
+        self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
+    ) -> None:
+        self._process = process
+        self._end_s = end_s
+        self._limit_end_s = time.monotonic() + limit_s
+        self._wanted = wanted
+
+    def kill(self) -> None:
+        """It cannot be believed: let a new process do what comes next."""
+        self._process.kill("crashed")
+
+    def tell(self, message: wire.Go | wire.Stop) -> None:
+        """Raises MediaError("crashed") where the process has ended."""
+        assert self._process._sock is not None
+        try:
+            wire.send(self._process._sock, message)
+        except OSError:
+            raise self._crashed() from None
+
+    def answer(self) -> tuple[wire.Opened | wire.Decoded, int | None]:
+        """What it says next, and the descriptor of its result, which the caller closes.
+
+        Raises MediaError: what the decoder did, "too_slow", "too_much_memory", "crashed"; and
+        EncoderRefused("too_late") where the request's own deadline was the shorter one, or nobody
+        waits any more.
+        """
+        message, fd = self._receive()
+        if isinstance(message, wire.Failed):
+            if fd is not None:
+                os.close(fd)
+            raise MediaError(message.message, reason=message.reason)
+        return message, fd
+
+    def _receive(self) -> tuple[Any, int | None]:
+        sock = self._process._sock
+        assert sock is not None
+        while True:
+            left = min(self._end_s, self._limit_end_s) - time.monotonic()
+            if left <= 0:
+                self._late()
+            if not self._wanted():
+                self._process.kill("gone")
+                raise EncoderRefused("nobody waits for it any more", reason="too_late")
+            sock.settimeout(min(left, _LOOK_S))
+            try:
+                return wire.receive(sock, wire.Opened | wire.Decoded | wire.Failed)
+            except TimeoutError:
+                continue
+            except (OSError, msgspec.MsgspecError):
+                raise self._crashed() from None
+
+    def _late(self) -> None:
+        if self._end_s < self._limit_end_s:
+            self._process.kill("too_late")
+            raise EncoderRefused("not decoded inside the deadline", reason="too_late")
+        self._process.kill("too_slow")
+        raise MediaError("it takes too long to decode: send a smaller one", reason="too_slow")
+
+    def _crashed(self) -> MediaError | EncoderRefused:
+        stopping = self._process._stopped
+        self._process.kill("crashed")
+        if stopping:
+            return EncoderRefused("the service is stopping", reason="overloaded")
+        return MediaError("its decoder ended in the middle of it", reason="crashed")
+
+
+def _environment() -> dict[str, str]:
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    # One thread a process: there are as many processes as cores.
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**passed, **single, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

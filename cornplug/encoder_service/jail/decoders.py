@@ -1,0 +1,119 @@
+"""What turns a stranger's bytes into pixels and samples: the seam between readers and the jail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from PIL import Image
+
+from cornplug.encoder_service import clips, media, sounds
+from cornplug.encoder_service.clips import Clip, ClipLimits, Source
+from cornplug.encoder_service.sounds import Sound
+
+_RGB_BYTES: Final = 3 + 4
+"""A pixel as it comes from the decoder, and as Pillow has it."""
+_FRAME_BYTES: Final = 3
+_SAMPLE_BYTES: Final = 4 + 4
+"""At its own rate, and at the model's."""
+_SAMPLE_WORK: Final = 1.0
+"""A sample costs about as much as a pixel: both are some bytes through a codec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a medium will be once decoded."""
+
+    held_bytes: int
+    """Of the pixels or samples that are wanted of it."""
+    work: float
+    """Pixels (of every frame up to the last that is wanted) or samples that a decoder has to make."""
+    pixels: int = 0
+    """Of all that is wanted of it."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of_picture(cls, width: int, height: int) -> Header:
+        pixels = width * height
+        return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
+
+    @classmethod
+    def of_clip(cls, source: Source, indices: Sequence[int]) -> Header:
+        frame = source.width * source.height
+        pixels = len(indices) * frame
+        made = (max(indices, default=-1) + 1) * frame
+        return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
+
+    @classmethod
+    def of_sound(cls, seconds: float, rate: int) -> Header:
+        samples = round(seconds * rate)
+        return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
+
+
+Heard = Callable[[Header], None]
+"""Hears a header before anything is decoded; what it raises ends the decoding."""
+
+
+class Decoder(Protocol):
+    """Raises MediaError as `media`, `sounds` and `clips` do, and what `heard` raises."""
+
+    def picture(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+        """RGB, as the rule of `media` has it."""
+
+    def picture_for_sglang(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+        """RGB, as SGLang receives it."""
+
+    def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound: ...
+
+    def clip(
+        self, data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
+    ) -> Clip: ...
+
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> Clip:
+        """A video given as its pictures."""
+
+
+class InProcess:
+    """Decodes right here: for media that are no stranger's."""
+
+    def picture(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+        before = _picture(heard)
+        return media.as_received(media.decode(data, max_pixels, before=before))
+
+    def picture_for_sglang(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+        return media.as_sglang_receives(data, max_pixels, before=_picture(heard))
+
+    def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound:
+        return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(Header.of_sound(s, rate)))
+
+    def clip(
+        self, data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
+    ) -> Clip:
+        return clips.decode(data, lambda source: chosen(source, choose, limits, heard), limits)
+
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> Clip:
+        def before(source: Source) -> None:
+            heard(Header.of_clip(source, range(source.total)))
+
+        return clips.of_pictures(pictures, fps, limits, before=before)
+
+
+def chosen(
+    source: Source, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
+) -> tuple[int, ...]:
+    """The frames that are wanted, rising, once `heard` has been told of them.
+
+    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `heard`.
+    """
+    indices = clips.sampled(source, choose(source), limits)
+    heard(Header.of_clip(source, indices))
+    return indices
+
+
+def _picture(heard: Heard) -> media.Before:
+    return lambda width, height: heard(Header.of_picture(width, height))
+
+
+def anything(header: Header) -> None:
+    """Objects to nothing."""

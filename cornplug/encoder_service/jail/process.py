@@ -1,0 +1,156 @@
+"""A process that decodes strangers' media, one after another, and has nothing else: no torch, no keys.
+
+Started by `jail.decoder_process` with its limit of memory in bytes and one end of a socket pair, with
+whose other end it goes. It ends by itself should it decode for longer than it was told to, so that
+nothing goes on when the service was killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+from PIL import AvifImagePlugin, Image
+
+from cornplug.encoder_service import clips, media, sounds
+from cornplug.encoder_service.clips import Clip, ClipLimits, Source
+from cornplug.encoder_service.jail import wire
+from cornplug.errors import MediaError
+
+_BAND_BYTES: Final = 1 << 20
+_GRACE_S: Final = 2.0
+"""The service kills who is late; this process does so itself when nobody else did."""
+
+
+class _NotWanted(Exception):
+    """The service has other uses for the memory that this would take."""
+
+
+class Decoder:
+    """One job after another, over one socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def run(self) -> None:
+        """Raises OSError once the service has gone."""
+        wire.send(self._sock, wire.Ready())
+        while True:
+            job, fd = wire.receive(self._sock, wire.ToDecoder)
+            if fd is None or isinstance(job, wire.Go | wire.Stop):
+                continue  # its job has failed meanwhile
+            signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
+            try:
+                self._answer(job, _bytes(fd))
+            except _NotWanted:
+                continue
+            except MediaError as e:
+                wire.send(self._sock, wire.Failed(e.reason, str(e)[:1000]))
+            except MemoryError:
+                wire.send(self._sock, wire.Failed("too_much_memory", "decoding it takes too much memory"))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _answer(self, job: wire.Job, data: bytes) -> None:
+        shape, memory = self._decoded(job, data)
+        try:
+            wire.send(self._sock, wire.Decoded(shape), memory)
+        finally:
+            os.close(memory)
+
+    def _decoded(self, job: wire.Job, data: bytes) -> tuple[tuple[int, ...], int]:
+        """The result's shape, and the memfd that it is in."""
+        match job:
+            case wire.PictureJob():
+                image = self._picture(job, data)
+                return (image.height, image.width, 3), wire.memory(_bands(image))
+            case wire.SoundJob():
+                samples = self._sound(job, data)
+                return samples.shape, wire.memory([np.ascontiguousarray(samples).data])
+            case wire.ClipJob():
+                limits = ClipLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
+                clip = clips.decode(data, lambda source: self._go(_source(source)), limits)
+            case wire.FramesJob():
+                clip = self._frames(job, data)
+        return clip.frames.shape, wire.memory(np.ascontiguousarray(frame).data for frame in clip.frames)
+
+    def _picture(self, job: wire.PictureJob, data: bytes) -> Image.Image:
+        def before(width: int, height: int) -> None:
+            self._go(wire.Opened(width=width, height=height))
+
+        if job.for_sglang:
+            return media.as_sglang_receives(data, job.max_pixels, before=before)
+        return media.as_received(media.decode(data, job.max_pixels, before=before))
+
+    def _sound(self, job: wire.SoundJob, data: bytes) -> sounds.Samples:
+        def before(seconds: float, rate: int) -> None:
+            self._go(wire.Opened(seconds=seconds, rate=rate))
+
+        return sounds.decode(data, max_s=job.max_s, before=before).samples
+
+    def _frames(self, job: wire.FramesJob, data: bytes) -> Clip:
+        def before(source: Source) -> None:
+            self._go(_source(source))
+
+        ends = np.cumsum(job.sizes).tolist()
+        pictures = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
+        limits = ClipLimits(max_frames=job.max_frames, max_pixels=job.max_pixels)
+        return clips.of_pictures(pictures, job.fps, limits, before=before)
+
+    def _go(self, opened: wire.Opened) -> tuple[int, ...]:
+        """Say what there is, and wait until it is wanted: which frames."""
+        wire.send(self._sock, opened)
+        answer, fd = wire.receive(self._sock, wire.ToDecoder)
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(answer, wire.Go):
+            raise _NotWanted
+        return answer.indices
+
+
+def _bands(image: Image.Image) -> Iterator[bytes]:
+    """Its pixels, some rows at a time: a whole copy would be as large as the picture."""
+    rows = max(1, _BAND_BYTES // (3 * image.width))
+    for top in range(0, image.height, rows):
+        yield image.crop((0, top, image.width, min(top + rows, image.height))).tobytes()
+
+
+def _source(source: Source) -> wire.Opened:
+    return wire.Opened(width=source.width, height=source.height, total=source.total, fps=source.fps)
+
+
+def _bytes(fd: int) -> bytes:
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return b""
+        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as whole:
+            return whole[:]
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Decode until the service goes."""
+    max_bytes, fd = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The terminal's Ctrl-C is for the service, which ends this process when it has drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process a core already
+    with socket.socket(fileno=fd) as sock:
+        try:
+            Decoder(sock).run()
+        except OSError:
+            pass  # the service has gone, and nobody is left to tell
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Between the service and a process that decodes: msgpack messages on a SOCK_SEQPACKET pair, bytes in memfds.
+
+    PictureJob, SoundJob, ClipJob, FramesJob + a memfd of the bytes ──>
+                         <── Opened: what the header says
+    Go, or Stop ──>
+                         <── Decoded + a memfd of the result,  or Failed, at any time
+
+A memfd is sealed by who reads it, so that the other side can neither change nor shorten what was checked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+MAX_MESSAGE: Final = 64 << 10
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class PictureJob(msgspec.Struct, frozen=True, tag="picture"):
+    max_pixels: int
+    for_sglang: bool
+    limit_s: float
+
+
+class SoundJob(msgspec.Struct, frozen=True, tag="sound"):
+    max_s: float
+    limit_s: float
+
+
+class ClipJob(msgspec.Struct, frozen=True, tag="clip"):
+    max_s: float
+    max_frames: int
+    max_pixels: int
+    limit_s: float
+
+
+class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
+    """A video given as pictures, which lie one behind another."""
+
+    sizes: tuple[int, ...]
+    fps: float
+    max_frames: int
+    max_pixels: int
+    limit_s: float
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """Decode it; of a file of video, these frames."""
+
+    indices: tuple[int, ...] = ()
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Do not decode it."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The process has started."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """What a header says; 0 where the kind of medium has no such thing."""
+
+    width: int = 0
+    height: int = 0
+    total: int = 0
+    """Frames."""
+    fps: float = 0.0
+    seconds: float = 0.0
+    rate: int = 0
+
+
+class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
+    """The result's shape: (height, width, 3), (frames, height, width, 3) or (samples,)."""
+
+    shape: tuple[int, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why not: as MediaError."""
+
+    reason: str
+    message: str
+
+
+Job = PictureJob | SoundJob | ClipJob | FramesJob
+ToDecoder = Job | Go | Stop
+FromDecoder = Ready | Opened | Decoded | Failed
+
+
+def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:
+    """OSError when the other side has gone."""
+    body = msgspec.msgpack.encode(message)
+    socket.send_fds(sock, [body], [] if fd is None else [fd])
+
+
+def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
+    """The next message, and the descriptor that came with it, which the caller closes.
+
+    ConnectionResetError at the other side's end, TimeoutError as the socket says.
+    """
+    body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
+    fd = fds[0] if fds else None
+    if not body:
+        raise ConnectionResetError("the other side has ended")
+    try:
+        return msgspec.msgpack.decode(body, type=kind), fd
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        if fd is not None:
+            os.close(fd)
+        raise
+
+
+def memory(parts: Iterable[bytes | memoryview]) -> int:
+    """The descriptor of a memfd that holds `parts`; the caller closes it."""
+    fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for part in parts:
+            rest = memoryview(part).cast("B")
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sealed(fd: int, size: int) -> mmap.mmap:
+    """What a memfd holds, which nobody can change any more. Takes the descriptor over.
+
+    Raises ValueError where it is not `size` bytes, OSError where it cannot be sealed.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        if os.fstat(fd).st_size != size or size == 0:
+            raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
+        # Private: who writes to it, as torch wants to be able to, writes to a copy.
+        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)

@@ -1,0 +1,265 @@
+"""Where media are decoded and preprocessed: in fair order, by lanes of one thread and one process each.
+
+    submit ─ Admission ─> Batcher (fair order) ─take─> a lane: its process decodes, its thread preprocesses
+                                                       one lane more: only for who is of a better class
+                                                       than all that run
+It is the towers' queue once more, over other work: what a medium costs is told by its header, what a
+lane takes for that is measured, and what cannot be in time is refused at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from cornplug.encoder_service.admission import Admission, Verdict
+from cornplug.encoder_service.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.jail.decoder_process import DecoderProcess
+from cornplug.encoder_service.jail.decoders import Header
+from cornplug.encoder_service.jail.jailed import Jailed
+from cornplug.encoder_service.meters import Queue
+from cornplug.encoder_service.prepared_budget import Room
+from cornplug.encoder_service.protocol import Encode
+from cornplug.encoder_service.readers.base import Bench
+from cornplug.encoder_service.waiting_room import WaitingRoom
+from cornplug.errors import EncoderRefused
+from cornplug.families import Modality
+from cornplug.qos import ServiceClass
+
+STUCK_S: Final = 10.0
+"""So long may all lanes be in one job each before the service says that it is not ready."""
+_MOST_WORK: Final = 1 << 40
+_END_S: Final = 5.0
+"""Longest that a stopping service waits for a processor that is at work."""
+_LEAST_S: Final = 0.001
+
+ResultT = TypeVar("ResultT")
+log = logging.getLogger(__name__)
+
+
+class _Kind:
+    """One modality's lane time is measured apart: a pixel of a video is not a pixel of a PNG."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Job:
+    """What a lane is to do."""
+
+    run: Callable[[Bench], Any]
+    room: Room
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one medium's decoding."""
+
+    decode_s: float = 30.0
+    max_bytes: int = 4 << 30
+    """Address space of a process that decodes."""
+
+
+class Turn(Generic[ResultT]):
+    """A place in the queue. `leave` whenever nobody waits any more."""
+
+    def __init__(self, future: Future[ResultT], leave: Callable[[], None]) -> None:
+        self.future = future
+        self.leave = leave
+
+
+class Preparation:
+    """Thread-safe; `close` ends its threads and processes. None is started before it is needed."""
+
+    def __init__(
+        self,
+        classes: Sequence[ServiceClass],
+        *,
+        lanes: int,
+        limits: Limits,
+        max_waiting: int = 256,
+        killed: Callable[[str], None] = lambda why: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._classes = classes
+        self._lanes = lanes
+        self._limits = limits
+        self._clock = clock
+        self._seats = WaitingRoom(classes, max_waiting)
+        self._admission = Admission(max_items=1, max_tokens=_MOST_WORK, clock=clock, lanes=lambda: lanes)
+        self._batcher: Batcher[_Job] = Batcher(
+            max_items=1, max_tokens=_MOST_WORK, clock=clock, on_late=self._refuse_late, overtakes=True
+        )
+        self._kinds: dict[Modality, _Kind] = {"image": _Kind(), "video": _Kind(), "audio": _Kind()}
+        self._names = itertools.count()
+        self._jobs: dict[Wait, _Job] = {}
+        self._processes = [
+            DecoderProcess(max_bytes=limits.max_bytes, killed=killed) for _ in range(lanes + 1)
+        ]
+        # A future holds whatever preprocessing fails with, so that nothing ends a lane.
+        self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._broken = False
+        self._closed = False
+
+    def submit(
+        self,
+        modality: Modality,
+        run: Callable[[Bench], ResultT],
+        *,
+        cost: int,
+        qos: ServiceClass,
+        app: str,
+        deadline_s: float,
+        room: Room,
+    ) -> Turn[ResultT] | Verdict:
+        """Have `run` called in a lane when its turn comes, or hear at once why it cannot be in time.
+
+        `cost` is a guess of `work_of` its header. `run` is given what decodes; what it raises, the future
+        raises. The future raises EncoderRefused("too_late") where the turn came too late.
+        """
+        self._start()
+        request = Encode(
+            id=0, identity=b"", key=b"", salt=None, inputs={}, app=app, deadline_s=max(deadline_s, _LEAST_S)
+        )
+        wait = Wait(request=request, received_s=self._clock(), qos=qos)
+        job = _Job(run=run, room=room)
+        name = next(self._names).to_bytes(8, "big")
+        flight = Flight(
+            key=(name, b""),
+            feature_key=name,
+            tower=self._kinds[modality],
+            tokens=max(1, cost),
+            work=job,
+            waits=[wait],
+        )
+        if (no := self._admission.refusal(flight, self._batcher)) is not None:
+            return no
+        if (full := self._seats.enter(wait)) is not None:
+            return Verdict(
+                reason=full[0],
+                message=f"{full[1]}, to be decoded",
+                retry_after_s=self._admission.half_done_s(self._batcher),
+            )
+        self._jobs[wait] = job
+        self._batcher.join_or_add(flight)
+        return Turn(job.future, lambda: self._leave(flight, wait))
+
+    def predicted_s(self) -> Mapping[str, float]:
+        """By class: predicted seconds until a medium like the last one would be prepared."""
+        return self._admission.predicted_s(self._classes, self._batcher)
+
+    def queue(self) -> Queue:
+        """By class: (media, thousands of pixels or samples) that no lane has taken yet."""
+        return self._batcher.queue()
+
+    def ready(self) -> bool:
+        """Whether who comes now has a prospect: some lane has finished something of late, or is free."""
+        running = self._batcher.load().running
+        now = self._clock()
+        stuck = len(running) >= self._lanes and all(now - job.begun_s > STUCK_S for job in running)
+        return not (stuck or self._broken or self._closed)
+
+    def pids(self) -> list[int]:
+        """Of the processes that decode."""
+        return [pid for process in self._processes if (pid := process.pid) is not None]
+
+    def warm(self) -> None:
+        """Start every process but the one more, so that nobody waits for it. Raises EncoderRefused."""
+        for process in self._processes[: self._lanes]:
+            process.start()
+
+    def close(self) -> None:
+        """End whatever is being decoded, and everything else."""
+        self._closed = True
+        for process in self._processes:
+            process.stop()
+        self._batcher.close()
+        end = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        self._preprocessing.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._threads or self._closed:
+                return
+            for process in self._processes[: self._lanes]:
+                self._threads.append(threading.Thread(target=self._serve, args=(process,), daemon=True))
+            urgent = threading.Thread(target=self._serve_urgent, args=(self._processes[-1],), daemon=True)
+            self._threads.append(urgent)
+            for i, thread in enumerate(self._threads):
+                thread.name = f"cornplug-prepare-{i}"
+                thread.start()
+
+    def _serve(self, process: DecoderProcess) -> None:
+        while taken := self._batcher.take():
+            self._run(taken[0], process)
+
+    def _serve_urgent(self, process: DecoderProcess) -> None:
+        while (flight := self._batcher.take_urgent(self._lanes)) is not None:
+            self._run(flight, process)
+
+    def _run(self, flight: Flight[_Job], process: DecoderProcess) -> None:
+        wait, job = flight.waits[0], flight.work
+        began = self._clock()
+        try:
+            if job.future.set_running_or_notify_cancel():
+                self._do(flight, wait, job, process, began)
+        finally:
+            self._batcher.land(flight)
+            self._forget(wait)
+
+    def _do(self, flight: Flight[_Job], wait: Wait, job: _Job, process: DecoderProcess, began: float) -> None:
+        def admit(header: Header, prepared_bytes: int) -> None:
+            self._batcher.costs(flight, work_of(header))
+            job.room.need(header.held_bytes + prepared_bytes)
+
+        bench = Bench(
+            decoder=Jailed(
+                process,
+                limit_s=self._limits.decode_s,
+                end_s=time.monotonic() + wait.due_s - self._clock(),
+                wanted=lambda: not wait.future.cancelled(),
+            ),
+            admit=admit,
+        )
+        done = self._preprocessing.submit(job.run, bench)
+        error = done.exception()
+        now = self._clock()
+        self._admission.answered(wait, now - wait.received_s)
+        self._broken = isinstance(error, EncoderRefused) and error.reason == "internal"
+        if error is not None:
+            job.future.set_exception(error)
+        else:
+            # What was refused or killed on its way tells nothing of what one that is not takes.
+            self._admission.computed([flight], now - began)
+            job.future.set_result(done.result())
+
+    def _leave(self, flight: Flight[_Job], wait: Wait) -> None:
+        wait.future.cancel()
+        if self._batcher.remove(flight):
+            self._forget(wait)
+
+    def _refuse_late(self, wait: Wait) -> None:
+        job = self._jobs.get(wait)
+        self._forget(wait)
+        self._admission.answered(wait, self._clock() - wait.received_s)
+        if job is not None and job.future.set_running_or_notify_cancel():
+            problem = f"not decoded within {wait.request.deadline_s:.3g} s"
+            job.future.set_exception(EncoderRefused(problem, reason="too_late"))
+
+    def _forget(self, wait: Wait) -> None:
+        self._jobs.pop(wait, None)
+        self._seats.leave(wait)
+
+
+def work_of(header: Header) -> int:
+    """What it costs: thousands of pixels or samples to decode."""
+    return 1 + round(header.work / 1000)

@@ -1,0 +1,88 @@
+"""How many bytes of decoded and preprocessed media the service holds at a time, with parts kept for classes.
+
+Taken from a header's dimensions before anything is decoded, made smaller once the true size is known,
+given back with the answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Self
+
+from cornplug.errors import EncoderRefused
+from cornplug.qos import ServiceClass
+
+
+class PreparedBudget:
+    """Thread-safe. As with seats, a class may take the bytes of nobody, and its share of all."""
+
+    def __init__(self, classes: Sequence[ServiceClass], max_bytes: int) -> None:
+        self.max_bytes: Final = max_bytes
+        self._own = {qos: int(qos.share * max_bytes) for qos in classes} if len(classes) > 1 else {}
+        self._lock = threading.Lock()
+        self._held: Counter[ServiceClass] = Counter()
+
+    def room(self, qos: ServiceClass) -> Room:
+        """Room for one medium, as yet of no bytes."""
+        return Room(self, qos)
+
+    def held_bytes(self) -> int:
+        """What is taken now."""
+        with self._lock:
+            return sum(self._held.values())
+
+    def move(self, qos: ServiceClass, more: int, whole: int) -> None:
+        """Take `more` (or give back) for a medium of `whole` bytes. For `Room`. Raises as `Room.need`."""
+        with self._lock:
+            if more > 0:
+                kept = sum(max(0, own - self._held[q]) for q, own in self._own.items() if q != qos)
+                most = self.max_bytes - sum(own for q, own in self._own.items() if q != qos)
+                if whole > most:
+                    raise EncoderRefused(
+                        f"it takes {whole} bytes to prepare, at most {most} are held: send a smaller one",
+                        reason="too_large_prepared",
+                    )
+                if sum(self._held.values()) + kept + more > self.max_bytes:
+                    raise EncoderRefused(
+                        f"no room for the {whole} bytes that it takes to prepare: ask again",
+                        reason="overloaded",
+                    )
+            self._held[qos] += more
+
+
+class Room:
+    """Of one medium; a context manager that gives it back. Thread-safe."""
+
+    def __init__(self, budget: PreparedBudget, qos: ServiceClass) -> None:
+        self._budget = budget
+        self._qos = qos
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._open = True
+
+    def need(self, size: int) -> None:
+        """Have `size` bytes.
+
+        Raises EncoderRefused, nothing changed: "too_large_prepared" where it never fits, "overloaded"
+        where it does not now, or nobody wants it any more.
+        """
+        with self._lock:
+            if not self._open:
+                raise EncoderRefused("nobody waits for it any more", reason="overloaded")
+            self._budget.move(self._qos, size - self._bytes, size)
+            self._bytes = size
+
+    def close(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            if self._open:
+                self._budget.move(self._qos, -self._bytes, 0)
+                self._bytes, self._open = 0, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
