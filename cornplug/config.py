@@ -104,7 +104,15 @@ class EncoderConfig(_Section):
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )
-    """Threads that decode and preprocess media while towers compute; by default the cores, 2 to 16."""
+    """Media that are decoded and preprocessed at a time, by a process and a thread each; by default the
+    cores, 2 to 16."""
+    decode_deadline_s: float = Field(default=30.0, gt=0)
+    """Longest that one medium may take to decode: then its process is killed, and it is refused."""
+    max_prepared_bytes: int | None = Field(default=None, gt=0)
+    """Of decoded and preprocessed media that are held at a time; None: a quarter of the memory that the host
+    has, or the control group allows."""
+    max_deadline_s: float = Field(default=120.0, gt=0)
+    """Longest deadline that a client gets, whatever it asks for; a class may have its own."""
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Largest picture accepted, in pixels after decoding."""
     max_audio_s: float = Field(default=600.0, gt=0)
@@ -185,6 +193,8 @@ class ClassConfig(_Section):
     """Who goes first in what nobody reserved: the highest."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Of its requests that name none; None: `encoder.deadline_s`."""
+    max_deadline_s: float | None = Field(default=None, gt=0)
+    """Longest that they get, whatever they ask for; None: `encoder.max_deadline_s`."""
     api_keys: tuple[str, ...] = ()
     """Who has one of them is of this class. As they are, or as "sha256:" and 64 hex digits; kept as
     the latter."""

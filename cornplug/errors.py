@@ -92,6 +92,11 @@ class EncoderUnavailable(EncoderError):
 class EncoderRefused(EncoderError):
     """The service answered, and will not: unknown model, bad input, too late."""
 
+    def __init__(self, message: str, *, reason: str = "error", retry_after_s: float | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_s = retry_after_s
+        """When asking again may do, where that is known."""
+
 
 class ReplicaLost(EncoderError):
     """The process of the service that was to compute this has ended ("replica_lost")."""

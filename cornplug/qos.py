@@ -46,6 +46,8 @@ class ServiceClass:
     priority: int = field(default=0, compare=False)
     deadline_s: float | None = field(default=None, compare=False)
     """Of requests that name none; None: the service's own."""
+    max_deadline_s: float | None = field(default=None, compare=False)
+    """Longest that its requests get, whatever they ask for; None: the service's own."""
 
     @property
     def rank(self) -> tuple[int, float, str]:
@@ -81,7 +83,11 @@ class Classes:
             if name in config.classes:
                 one = config.classes[name]
                 made = ServiceClass(
-                    name=name, share=share[name], priority=one.priority, deadline_s=one.deadline_s
+                    name=name,
+                    share=share[name],
+                    priority=one.priority,
+                    deadline_s=one.deadline_s,
+                    max_deadline_s=one.max_deadline_s,
                 )
                 self._by_app |= dict.fromkeys(one.apps, made)
                 self._by_key += [(key.encode(), made) for key in one.api_keys]

@@ -179,6 +179,10 @@ class Admission:
         probes = (_Probe(qos=qos, tower=tower, tokens=tokens, app=app) for qos in classes)
         return {probe.qos.name: self.done_s(probe, batcher) for probe in probes}
 
+    def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
+        """The same for one class."""
+        return self.predicted_s([qos], batcher)[qos.name]
+
     def half_done_s(self, batcher: Batcher[Any]) -> float:
         """Predicted seconds until half of what waits is done; 1 s before anything was measured."""
         load = batcher.load()

@@ -117,7 +117,8 @@ class Failed:
     def of(cls, refusal: Refused | EncoderRefused | MediaError) -> Failed:
         if isinstance(refusal, Refused):
             return cls(reason=refusal.reason, message=refusal.message, retry_after_s=refusal.retry_after_s)
-        return cls(reason=refusal.reason, message=str(refusal))
+        retry_after_s = refusal.retry_after_s if isinstance(refusal, EncoderRefused) else None
+        return cls(reason=refusal.reason, message=str(refusal), retry_after_s=retry_after_s)
 
     def fields(self) -> dict[str, Any]:
         """As ErrorAnswer has it."""

@@ -11,6 +11,7 @@ A client gives no ids. Nothing is fetched but from hosts that the operator allow
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from cornplug import __version__
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import http_admin, openapi, sglang_epd, status
 from cornplug.encoder_service.body_guard import BodyGuard
+from cornplug.encoder_service.door import Door
 from cornplug.encoder_service.gate import CLOSED, Gate, Gated
 from cornplug.encoder_service.history import History
 from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
@@ -43,17 +45,20 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application over an encoder. Limits are `config`'s; who closes `gate` drains it."""
     gate = gate or Gate()
-    # Decoding and preprocessing are C on bytes for the most part, so threads help.
     preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
-    threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-prepare")
+    # For JSON, base64 and headers: what is long is done behind the door.
+    threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
+    door = Door(encoder, threads, config)
     served = Models(encoder.registry, preparer)
-    encodes = Encodes(encoder, preparer, threads, config, secret=secret)
+    encodes = Encodes(encoder, preparer, threads, config, door, secret=secret)
     history = History(encoder.meters)
 
-    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, secret=secret)
+    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # Before the port answers, so that the first media need not wait for processes to start.
+        await asyncio.to_thread(encoder.start_decoding)
         async with parts.running() if config.sglang else contextlib.nullcontext(), history.running():
             yield
 
@@ -98,6 +103,9 @@ def create_app(
             return refused(CLOSED)
         if not encoder.healthy():
             return refused(Failed(reason="down", message="no tower can run; see the service's log"))
+        if not encoder.decodes():
+            problem = "no medium that came lately was decoded; see the service's log"
+            return refused(Failed(reason="stuck", message=problem))
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=Response, responses=openapi.METRICS)

@@ -106,13 +106,14 @@ class Source:
             return self.content
         return None
 
-    def pictures(self) -> list[bytes] | None:
-        """The frames, where a video came as vLLM takes it too: `data:video/jpeg;base64,FRAME,FRAME,...`.
+    @property
+    def of_pictures(self) -> bool:
+        """Whether it is a video that came as vLLM takes it too: `data:video/jpeg;base64,FRAME,FRAME,...`."""
+        return isinstance(self.content, str) and self.content.startswith(_PICTURES)
 
-        Raises EncoderRefused("bad_input").
-        """
-        if not isinstance(self.content, str) or not self.content.startswith(_PICTURES):
-            return None
+    def pictures(self) -> list[bytes]:
+        """Its frames. Raises EncoderRefused("bad_input")."""
+        assert isinstance(self.content, str)
         each = self.content.removeprefix(_PICTURES).split(",", _MAX_PICTURES)
         if len(each) > _MAX_PICTURES:
             raise _bad(f"{self.field}: over {_MAX_PICTURES} frames")

@@ -1,6 +1,6 @@
 """From what a client asked to outcomes: fetch, prepare, submit, and let go when the client goes.
 
-read ─> each medium: fetch or decode base64 ─> prepare (threads) ─> Encoder.submit ─> Outcome
+read ─> each medium: fetch or decode base64 ─> Door: prepare ─> Encoder.submit ─> Outcome
                 at most two of one request at a time               as each finishes
 """
 
@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -22,10 +22,13 @@ from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import http_answers, http_bodies
+from cornplug.encoder_service.door import Door, Parts
 from cornplug.encoder_service.http_answers import Done, Failed, Outcome
 from cornplug.encoder_service.http_bodies import Asked, Source
-from cornplug.encoder_service.preparing import Prepared, Preparer
+from cornplug.encoder_service.prepared_budget import Room
+from cornplug.encoder_service.preparing import APP, Prepared, Preparer
 from cornplug.encoder_service.protocol import Refused
+from cornplug.encoder_service.readers.base import Bench
 from cornplug.encoder_service.remote import Fetcher
 from cornplug.encoder_service.voucher import LIFETIME_S, Voucher
 from cornplug.encoder_service.worker import Encoder
@@ -60,10 +63,12 @@ class Encodes:
         preparer: Preparer,
         threads: Executor,
         config: EncoderConfig,
+        door: Door,
         *,
         secret: bytes,
     ) -> None:
         self._encoder = encoder
+        self._door = door
         self._secret = secret
         self._preparer = preparer
         self._threads = threads
@@ -80,7 +85,8 @@ class Encodes:
                 f"model: {asked.model!r} is not served; served: {served}", reason="unknown_model"
             )
         caller = self._encoder.classes.of_headers(request.headers)
-        deadline_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
+        wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
+        deadline_s = self._door.deadline_s(caller.qos, wanted_s)
         job = _Job(asked=asked, caller=caller, end=time.monotonic() + deadline_s)
         accept = request.headers.get("accept", "")
         if not (asked.many or http_answers.wants_many(accept)):
@@ -125,17 +131,20 @@ class Encodes:
         return failed
 
     async def _encoded(self, job: _Job, source: Source) -> Outcome:
-        async with job.turn:
-            # Decoding takes the very cores that a full service lacks.
-            no = self._encoder.at_the_door(job.caller.qos, job.end - time.monotonic())
-            if no is not None:
-                self._encoder.meters.refused(no.reason, job.caller.qos.name)
-                return Failed(reason=no.reason, message=no.message, retry_after_s=no.retry_after_s)
-            prepared = await self._prepare(job, source)
-        request = msgspec.structs.replace(prepared.request, deadline_s=max(job.end - time.monotonic(), 0.001))
-        submitted = self._encoder.submit(request, inline=job.asked.inline, caller=job.caller)
-        # Cancelled with this task, so that no tower runs for a client that has gone.
-        answer = await asyncio.wrap_future(submitted)
+        with self._encoder.budget.room(job.caller.qos) as room:
+            async with job.turn:
+                self._door.check(job.caller.qos, job.end)
+                prepared = await self._prepare(job, source, room)
+            left = max(job.end - time.monotonic(), 0.001)
+            submitted = self._encoder.submit(
+                msgspec.structs.replace(prepared.request, deadline_s=left),
+                inline=job.asked.inline,
+                caller=job.caller,
+                room=room,
+            )
+            prepared = _without_pixels(prepared)
+            # Cancelled with this task, so that no tower runs for a client that has gone.
+            answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, Refused):
             return Failed.of(answer)
         return Done(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
@@ -158,7 +167,7 @@ class Encodes:
         )
         return voucher.signed(self._secret)
 
-    async def _prepare(self, job: _Job, source: Source) -> Prepared:
+    async def _prepare(self, job: _Job, source: Source, room: Room) -> Prepared:
         asked = job.asked
         left = job.end - time.monotonic()
         if left <= 0:
@@ -166,17 +175,32 @@ class Encodes:
         url = source.url()
         fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
 
-        def prepare() -> Prepared:
-            common: dict[str, Any] = {"salt": asked.salt, "deadline_s": left}
+        # A video may come as its pictures.
+        as_pictures = source.modality == "video" and source.of_pictures
+
+        def read() -> Parts:
+            if fetched is not None:
+                return [fetched]
+            return source.pictures() if as_pictures else [source.data()]
+
+        def prepare(parts: Parts, bench: Bench) -> Prepared:
+            common: dict[str, Any] = {"salt": asked.salt, "deadline_s": left, "bench": bench}
             if source.modality == "video":
                 common["sampling"] = asked.sampling
-                if (pictures := source.pictures()) is not None:
-                    return self._preparer.prepare_frames(asked.model, pictures, **common)
-            data = source.data() if fetched is None else fetched
-            return self._preparer.prepare(asked.model, source.modality, data, **common)
+            if as_pictures:
+                return self._preparer.prepare_frames(asked.model, parts, **common)
+            return self._preparer.prepare(asked.model, source.modality, parts[0], **common)
 
         with self._encoder.observer.preprocessing():
-            return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+            return await self._door.prepared(
+                source.modality, read, prepare, caller=job.caller, app=APP, end_s=job.end, room=room
+            )
+
+
+def _without_pixels(prepared: Prepared) -> Prepared:
+    """What the answer needs of it: while it waits for a tower, the encoder alone has its inputs."""
+    kept = {name: tensor for name, tensor in prepared.request.inputs.items() if name.endswith("_grid_thw")}
+    return replace(prepared, request=msgspec.structs.replace(prepared.request, inputs=kept))
 
 
 async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:

@@ -48,7 +48,7 @@ Before = Callable[[int, int], None]
 """Hears width and height before anything is decoded; what it raises ends the decoding."""
 
 # Pillow's readers parse hostile bytes with struct, slices and dictionaries, and let all of this out.
-_BROKEN: Final = (
+BROKEN: Final = (
     OSError,
     SyntaxError,
     ValueError,
@@ -89,7 +89,7 @@ def decode(
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
-    except _BROKEN as e:
+    except BROKEN as e:
         raise MediaError(f"the picture's header is damaged: {e}", reason="damaged") from e
     width, height = image.size
     if width * height > max_pixels:
@@ -103,7 +103,7 @@ def decode(
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
-    except _BROKEN as e:
+    except BROKEN as e:
         raise MediaError(f"the {image.format} picture is truncated or damaged: {e}", reason="damaged") from e
     return _upright(image) if upright else image
 
@@ -169,6 +169,6 @@ def digest_rgb(rgb: Image.Image) -> bytes:
 def _upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
-    except _BROKEN:
+    except BROKEN:
         # Damaged EXIF: vLLM takes the pixels as they lie, so do we.
         return image

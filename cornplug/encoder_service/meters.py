@@ -61,6 +61,8 @@ class Meters:
         classes: Sequence[str] = ("default",),
         queue: Callable[[], Queue] = dict,
         predicted: Callable[[], Mapping[str, float]] = dict,
+        preparing: Callable[[], Queue] = dict,
+        prepared_bytes: Callable[[], int] = lambda: 0,
         models: Callable[[], Sequence[ServedModel]] = tuple,
         executors: Callable[[], tuple[int, int]] = lambda: (1, 1),
         known_apps: Iterable[str] = (),
@@ -71,6 +73,8 @@ class Meters:
         self.waiting: Final = waiting
         self.queue: Final = queue
         self.predicted: Final = predicted
+        self.preparing: Final = preparing
+        self.prepared_bytes: Final = prepared_bytes
         self.models: Final = models
         self.executors: Final = executors
         self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
@@ -128,6 +132,13 @@ class Meters:
             ("reason",),
             registry=registry,
         )
+        self.decoders_killed = Counter(
+            "cornplug_encoder_decoders_killed_total",
+            "Processes that decode, killed in the middle of a medium: too_slow (encoder.decode_deadline_s), "
+            "too_late (the request's deadline), gone (its client), crashed (by itself), stopping.",
+            ("reason",),
+            registry=registry,
+        )
         # A rate needs a first value: what can be counted is there from the start, as 0.
         for stage in STAGES:
             self.stages.labels(stage)
@@ -180,6 +191,17 @@ class _Live:
             tokens.add_metric((qos,), size)
         yield requests
         yield tokens
+        preparing = GaugeMetricFamily(
+            "cornplug_encoder_preparing_requests", "Media that wait to be decoded.", labels=("qos",)
+        )
+        for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.preparing()}.items():
+            preparing.add_metric((qos,), count)
+        yield preparing
+        yield GaugeMetricFamily(
+            "cornplug_encoder_prepared_bytes",
+            "Bytes of decoded and preprocessed media that are held, or that room is kept for.",
+            value=meters.prepared_bytes(),
+        )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
             "Predicted seconds until a medium would be answered that came now, by class.",

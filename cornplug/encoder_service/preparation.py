@@ -155,6 +155,10 @@ class Preparation:
         """By class: predicted seconds until a medium like the last one would be prepared."""
         return self._admission.predicted_s(self._classes, self._batcher)
 
+    def predicted_of(self, qos: ServiceClass) -> float:
+        """The same for one class."""
+        return self._admission.predicted_of(qos, self._batcher)
+
     def queue(self) -> Queue:
         """By class: (media, thousands of pixels or samples) that no lane has taken yet."""
         return self._batcher.queue()
@@ -172,8 +176,8 @@ class Preparation:
 
     def warm(self) -> None:
         """Start every process but the one more, so that nobody waits for it. Raises EncoderRefused."""
-        for process in self._processes[: self._lanes]:
-            process.start()
+        with ThreadPoolExecutor(self._lanes, "cornplug-start") as starting:
+            list(starting.map(DecoderProcess.start, self._processes[: self._lanes]))
 
     def close(self) -> None:
         """End whatever is being decoded, and everything else."""
@@ -215,6 +219,16 @@ class Preparation:
         finally:
             self._batcher.land(flight)
             self._forget(wait)
+            self._replace(process)
+
+    def _replace(self, process: DecoderProcess) -> None:
+        """Have a new process where the last job ended it, before this lane takes another one."""
+        if process.lost and not self._closed:
+            try:
+                process.start()
+            except EncoderRefused as e:
+                log.error("%s", e)
+                self._broken = True
 
     def _do(self, flight: Flight[_Job], wait: Wait, job: _Job, process: DecoderProcess, began: float) -> None:
         def admit(header: Header, prepared_bytes: int) -> None:

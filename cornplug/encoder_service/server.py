@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -39,12 +40,16 @@ from cornplug.encoder_service.tracing import open_tracing
 from cornplug.encoder_service.worker import MAX_BATCH_TOKENS, Encoder
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.qos import Classes
+from cornplug.store.host_memory import host_memory
 from cornplug.store.opening import open_store
 
 log = logging.getLogger(__name__)
 
-DRAIN_S: Final = 30.0
-"""Longest time that a stopping service works on what it has admitted."""
+DRAIN_S: Final = 25.0
+"""Longest time that a stopping service works on what it has admitted: it ends within the 30 s that are
+usual between SIGTERM and SIGKILL."""
+_LAST_S: Final = 2.0
+"""Of what is cut off at the end of that time, to hear so."""
 
 CPU_BATCH_TOKENS: Final = 2048
 """A few pictures keep a core as busy as many do; more in one batch only make each other wait."""
@@ -141,6 +146,9 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     # What HTTP clients have begun may still submit media, so the encoder closes after them.
     await gate.idle(DRAIN_S)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
+    # Whatever is still being decoded has had its time.
+    await asyncio.to_thread(encoder.stop_decoding)
+    web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True
     await serving
     await endpoint.close()
@@ -188,6 +196,7 @@ def main(argv: Sequence[str]) -> int:
             max_batch_items=config.encoder.max_batch_items,
             max_batch_tokens=CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS,
             max_waiting=config.encoder.max_waiting,
+            max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
             prepare_threads=config.encoder.prepare_threads,
             classes=Classes(config.qos),
         )

@@ -27,26 +27,42 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_wire as wire
 from cornplug.encoder_service.configured import url_name
+from cornplug.encoder_service.door import Door, Parts
 from cornplug.encoder_service.preparing import SGLANG, Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.readers.base import Bench
 from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
 from cornplug.encoder_service.statement import Statement
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
+from cornplug.qos import APP_HEADER, Caller
 
 SGLANG_FAMILIES: Final = ("qwen2_vl",)
 """Families of ours that SGLang 0.5.23 runs without a tower."""
 _GRID: Final = "image_grid_thw"
+_AT_ONCE: Final = 2
+"""Pictures of one part that are prepared at a time, as of one request of `/v1/encode`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One picture of a part, encoded."""
+
+    grid: Sequence[int]
+    media: bytes
+    tensor: Tensor
 
 
 class SglangParts:
@@ -58,10 +74,12 @@ class SglangParts:
         preparer: Preparer,
         threads: Executor,
         config: EncoderConfig,
+        door: Door,
         *,
         secret: bytes,
     ) -> None:
         self._encoder = encoder
+        self._door = door
         self._preparer = preparer
         self._threads = threads
         self._patience_s = config.patience_s
@@ -79,16 +97,18 @@ class SglangParts:
         finally:
             await asyncio.to_thread(self._sender.close)
 
-    async def encode(self, model: Loaded, part: wire.EncodePart, *, asked_by: str | None) -> None:
+    async def encode(
+        self, model: Loaded, part: wire.EncodePart, *, caller: Caller, asked_by: str | None
+    ) -> None:
         """Encode a part's pictures and send their rows; back when they are sent.
 
         Raises EncoderRefused and MediaError, nothing sent.
         """
-        end = time.monotonic() + self._patience_s
+        end = time.monotonic() + self._door.deadline_s(caller.qos, self._patience_s)
         known = None
         if part.prefill_host is not None and part.embedding_port is not None:
             known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)
-        frames = await self._frames(model, part)
+        frames = await self._frames(model, part, caller, end)
         left = max(end - time.monotonic(), 0.0)
         endpoints = (
             [known] if known is not None else await self._rendezvous.receivers(part.req_id, deadline_s=left)
@@ -105,48 +125,69 @@ class SglangParts:
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
         self._rendezvous.register(receiver.req_id, receiver.receive_count, endpoint)
 
-    async def _frames(self, model: Loaded, part: wire.EncodePart) -> list[bytes]:
-        loop = asyncio.get_running_loop()
-        with self._encoder.observer.preprocessing():
-            prepared = await asyncio.gather(
-                *(
-                    loop.run_in_executor(self._threads, self._prepare, model, item)
-                    for item in wire.items_of(part)
-                )
-            )
-        grid = [_grid(model, one) for one in prepared]
-        tensors = await self._embeddings(prepared)
-        return await loop.run_in_executor(self._threads, self._pack, model, part, prepared, grid, tensors)
-
-    def _prepare(self, model: Loaded, item: wire.MediaItem) -> Prepared:
-        data = medium_bytes("image", item.url)
-        return self._preparer.prepare_for_sglang(
-            model.served.name, data, salt=item.cornplug_salt, deadline_s=self._patience_s
-        )
-
-    async def _embeddings(self, prepared: Sequence[Prepared]) -> list[Tensor]:
-        futures = [self._encoder.submit(one.request, inline=True) for one in prepared]
+    async def _frames(self, model: Loaded, part: wire.EncodePart, caller: Caller, end: float) -> list[bytes]:
+        turn = asyncio.Semaphore(_AT_ONCE)
+        tasks = [
+            asyncio.create_task(self._row(model, item, turn, caller, end)) for item in wire.items_of(part)
+        ]
         try:
-            answers = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            rows = await asyncio.gather(*tasks)
         finally:
-            for future in futures:
-                future.cancel()
-        return [_tensor(answer) for answer in answers]
+            for task in tasks:
+                task.cancel()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._pack, model, part, rows)
+
+    async def _row(
+        self,
+        model: Loaded,
+        item: wire.MediaItem,
+        turn: asyncio.Semaphore,
+        caller: Caller,
+        end: float,
+    ) -> _Row:
+        """One picture, through the same door as everybody's."""
+
+        def read() -> Parts:
+            return [medium_bytes("image", item.url)]
+
+        def prepare(parts: Parts, bench: Bench) -> Prepared:
+            return self._preparer.prepare_for_sglang(
+                model.served.name,
+                parts[0],
+                salt=item.cornplug_salt,
+                deadline_s=self._patience_s,
+                bench=bench,
+            )
+
+        with self._encoder.budget.room(caller.qos) as room:
+            async with turn:
+                self._door.check(caller.qos, end)
+                with self._encoder.observer.preprocessing():
+                    prepared = await self._door.prepared(
+                        "image", read, prepare, caller=caller, app=SGLANG, end_s=end, room=room
+                    )
+            grid, media = _grid(model, prepared), prepared.media
+            left = max(end - time.monotonic(), 0.001)
+            request = msgspec.structs.replace(prepared.request, deadline_s=left)
+            submitted = self._encoder.submit(request, inline=True, caller=caller, room=room)
+            del prepared, request  # while it waits for a tower, the encoder alone has its inputs
+            # Cancelled with this task.
+            return _Row(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
 
     def _pack(
         self,
         model: Loaded,
         part: wire.EncodePart,
-        prepared: Sequence[Prepared],
-        grid: Sequence[Sequence[int]],
-        tensors: Sequence[Tensor],
+        rows: Sequence[_Row],
     ) -> list[bytes]:
-        payload = b"".join(tensor.data for tensor in tensors)
-        shape = sum(tensor.shape[0] for tensor in tensors), model.served.hidden_size
+        payload = b"".join(row.tensor.data for row in rows)
+        shape = sum(row.tensor.shape[0] for row in rows), model.served.hidden_size
+        grid = [row.grid for row in rows]
         statement = Statement.sign(
             self._secret,
             identity=model.served.identity,
-            media=[one.media for one in prepared],
+            media=[row.media for row in rows],
             dtype=model.served.dtype,
             shape=shape,
             grid=grid,
@@ -163,7 +204,10 @@ def router(parts: SglangParts, encoder: Encoder) -> APIRouter:
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
             part = wire.read_part(await request.body())
-            await parts.encode(model_named(encoder.registry, model), part, asked_by=_peer(request))
+            named = model_named(encoder.registry, model)
+            # SGLang's servers send no header that says who they are: an app of this name is theirs.
+            caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
+            await parts.encode(named, part, caller=caller, asked_by=_peer(request))
         except (EncoderRefused, MediaError) as e:
             return _refusal(encoder, e)
         return JSONResponse(None)

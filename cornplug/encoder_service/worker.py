@@ -19,12 +19,15 @@ import msgspec
 
 from cornplug import identity
 from cornplug.codec import Kind
+from cornplug.config import EncoderConfig
 from cornplug.encoder_service.admission import Admission, Verdict
 from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, InProcess
 from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work
 from cornplug.encoder_service.meters import Meters
 from cornplug.encoder_service.observer import Observer
+from cornplug.encoder_service.preparation import Limits, Preparation
+from cornplug.encoder_service.prepared_budget import PreparedBudget, Room
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused, ServedModel, Tensor
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.reloading import Reloader
@@ -39,7 +42,12 @@ Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_
 
 MAX_BATCH_TOKENS: Final = 32_768
 """Rows that one tower pass may see, besides the first medium's: bounds its memory."""
+MAX_PREPARED_BYTES: Final = 4 << 30
 _APP_MAX: Final = 64
+_DECODER_BYTES: Final = 1 << 30
+"""Address space of a process that decodes, besides its medium's."""
+_DECODER_BYTES_A_PIXEL: Final = 24
+"""Of the largest picture: as its coefficients, decoded, turned, and laid on white."""
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +65,7 @@ class Encoder:
         max_batch_items: int = 16,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_waiting: int = 256,
+        max_prepared_bytes: int = MAX_PREPARED_BYTES,
         prepare_threads: int = 2,
         classes: Classes | None = None,
         tracing: Tracing = OFF,
@@ -67,6 +76,9 @@ class Encoder:
         self._executors = tuple(executors) or (InProcess(registry.device),)
         self._clock = clock
         self._room = WaitingRoom(self.classes.all(), max_waiting)
+        self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
+        self.preparation: Preparation | None = None
+        """Where media that come as bytes are decoded, once something serves them."""
         self._gate = Admission(
             max_items=max_batch_items,
             max_tokens=max_batch_tokens,
@@ -85,7 +97,9 @@ class Encoder:
             classes=[c.name for c in self.classes.all()],
             queue=self._batcher.queue,
             models=registry.served,
-            predicted=lambda: self._gate.predicted_s(self.classes.all(), self._batcher),
+            predicted=self._predicted_s,
+            preparing=lambda: {} if self.preparation is None else self.preparation.queue(),
+            prepared_bytes=self.budget.held_bytes,
             executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
         self.observer = Observer(self.meters, tracing)
@@ -98,12 +112,36 @@ class Encoder:
             self._batcher, self._executors, shelf, self.observer, self, registry.shares_features
         )
 
+    def open_preparation(self, config: EncoderConfig) -> Preparation:
+        """Where media are decoded for this service; it ends with it."""
+        if self.preparation is not None:
+            self.preparation.close()
+        self.preparation = Preparation(
+            self.classes.all(),
+            lanes=config.prepare_threads,
+            limits=Limits(
+                decode_s=config.decode_deadline_s,
+                max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
+            ),
+            max_waiting=config.max_waiting,
+            killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
+            clock=self._clock,
+        )
+        return self.preparation
+
     def submit(
-        self, request: Encode, *, inline: bool = False, caller: Caller | None = None
+        self,
+        request: Encode,
+        *,
+        inline: bool = False,
+        caller: Caller | None = None,
+        room: Room | None = None,
     ) -> Future[Answer]:
         """Ask for one embedding. The future never fails: errors are `Refused` answers.
 
         Without a `caller` it is served in the class of its app, which is believed.
+
+        `room` holds the bytes of its inputs already; without one they are counted from here to the answer.
 
         Cancel the future when nobody waits any more. With `inline` the answer has the tensor
         even where the store took it.
@@ -124,10 +162,33 @@ class Encoder:
         if (full := self._room.enter(wait)) is not None:
             self._refuse(wait, *full, self._gate.half_done_s(self._batcher))
             return wait.future
+        if room is None and not self._hold(wait):
+            self._room.leave(wait)
+            return wait.future
         wait.future.add_done_callback(lambda _: self._forget(wait))
         admitted = self._admission.submit(self._admit, wait, model)
         admitted.add_done_callback(lambda done: self._check(done, wait))
         return wait.future
+
+    def _hold(self, wait: Wait) -> bool:
+        """Count the bytes that an engine sent; False where it was refused for them."""
+        held = self.budget.room(wait.qos)
+        try:
+            held.need(sum(len(tensor.data) for tensor in wait.request.inputs.values()))
+        except EncoderRefused as e:
+            self._refuse(wait, "overloaded", str(e), self._gate.half_done_s(self._batcher))
+            return False
+        wait.future.add_done_callback(lambda _: held.close())
+        return True
+
+    def predicted_of(self, qos: ServiceClass) -> float:
+        """Predicted seconds that a tower would take to answer this class, without decoding."""
+        return self._gate.predicted_of(qos, self._batcher)
+
+    def _predicted_s(self) -> dict[str, float]:
+        towers = self._gate.predicted_s(self.classes.all(), self._batcher)
+        decoding = {} if self.preparation is None else self.preparation.predicted_s()
+        return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def at_the_door(self, qos: ServiceClass, deadline_s: float) -> Verdict | None:
         """Why a request need not even be prepared, where that is known beforehand."""
@@ -146,6 +207,20 @@ class Encoder:
         """Whether anything computes."""
         return self._dispatcher.alive()
 
+    def start_decoding(self) -> None:
+        """Have processes that wait for media, so that the first ones need not wait for them."""
+        if self.preparation is not None:
+            self.preparation.warm()
+
+    def stop_decoding(self) -> None:
+        """End whatever is being decoded: who waits for it is refused."""
+        if self.preparation is not None:
+            self.preparation.close()
+
+    def decodes(self) -> bool:
+        """Whether a medium that comes now would be decoded before long."""
+        return self.preparation is None or self.preparation.ready()
+
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
         """Serve the weights that are on disk now, of one model or of all; nothing stops meanwhile.
 
@@ -160,6 +235,7 @@ class Encoder:
 
     def close(self) -> None:
         """Answer what is left, then end the threads."""
+        self.stop_decoding()
         self._admission.shutdown(wait=True)
         self._batcher.close()
         self._dispatcher.close()
@@ -180,6 +256,8 @@ class Encoder:
                 item = model.tower.prepare(request.inputs)
         except EncoderRefused as e:
             return self._refuse(wait, "bad_input", str(e))
+        # From here on the item is what is held: nobody needs what it was made of.
+        request = wait.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.salt
         )

@@ -137,6 +137,14 @@ _WHOLE: Final = {
 }
 
 
+def many_scans(width: int, height: int, scans: int) -> bytes:
+    """A grey progressive JPEG whose last scan comes so often: 90 bytes and a pass over all pixels each."""
+    whole = saved(Image.new("L", (width, height), 128), "JPEG", progressive=True, quality=50)
+    last = whole.rindex(b"\xff\xda")
+    scan = whole[last:-2]
+    return whole[:last] + scan * scans + whole[-2:]
+
+
 def hostile() -> Mapping[str, tuple[bytes, str]]:
     """Name -> (bytes, the reason that they are refused for; "" where any will do)."""
     huge = (50_000, 50_000)

@@ -299,6 +299,7 @@ def test_a_medium_that_takes_for_ever_to_read_is_too_late(
 
     monkeypatch.setattr(Preparer, "prepare", prepare)
     items = [{"image": image64(b"slow")}, {"image": image64(png(picture(1)))}]
+    service.encoder.start_decoding()
     began = time.monotonic()
     rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 0.5}))
     let_go.set()

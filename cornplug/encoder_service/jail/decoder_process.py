@@ -35,11 +35,17 @@ class DecoderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._stopped = False
+        self._was_started = False
 
     @property
     def pid(self) -> int | None:
         """Of the process that runs, if one does."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether one was started and was ended since."""
+        return self._was_started and self._process is None
 
     def start(self) -> None:
         """Have a process that waits for work. Raises EncoderRefused("internal") where none starts."""
@@ -48,6 +54,7 @@ class DecoderProcess:
         self._discard()
         if self._stopped:
             raise EncoderRefused("the service is stopping", reason="overloaded")
+        self._was_started = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_S)
         self._sock = ours

@@ -1,0 +1,89 @@
+"""The way in for every medium that comes as bytes: refused early, queued fairly, bounded in bytes, decoded in
+the jail. `/v1/encode` and SGLang's route go through it alike."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service.admission import Verdict
+from cornplug.encoder_service.guessed_cost import guessed_cost
+from cornplug.encoder_service.prepared_budget import Room
+from cornplug.encoder_service.preparing import Prepared
+from cornplug.encoder_service.readers.base import Bench
+from cornplug.encoder_service.worker import Encoder
+from cornplug.errors import EncoderRefused
+from cornplug.families import Modality
+from cornplug.qos import Caller, ServiceClass
+
+Parts = Sequence[bytes]
+"""A medium, or a video's pictures."""
+
+
+class Door:
+    """For one event loop."""
+
+    def __init__(self, encoder: Encoder, threads: Executor, config: EncoderConfig) -> None:
+        self._encoder = encoder
+        self._threads = threads
+        self._max_deadline_s = config.max_deadline_s
+        self._preparation = encoder.open_preparation(config)
+
+    def deadline_s(self, qos: ServiceClass, asked_s: float) -> float:
+        """What a caller of that class gets of the deadline that it asks for."""
+        return min(asked_s, qos.max_deadline_s or self._max_deadline_s)
+
+    def check(self, qos: ServiceClass, end_s: float) -> None:
+        """Raises EncoderRefused for what need not even be read: no tower would be free in time."""
+        left_s = end_s - time.monotonic() - self._preparation.predicted_of(qos)
+        if (no := self._encoder.at_the_door(qos, left_s)) is not None:
+            raise _refusal(no)
+
+    async def prepared(
+        self,
+        modality: Modality,
+        read: Callable[[], Parts],
+        prepare: Callable[[Parts, Bench], Prepared],
+        *,
+        caller: Caller,
+        app: str,
+        end_s: float,
+        room: Room,
+    ) -> Prepared:
+        """What `prepare` makes of what `read` gives, in a lane of its own when its turn comes.
+
+        `room` holds its bytes from the moment that its header was read. Raises EncoderRefused, and
+        whatever `read` and `prepare` raise.
+        """
+
+        def opened() -> tuple[Parts, int]:
+            parts = read()
+            return parts, guessed_cost(modality, parts)
+
+        def run(bench: Bench) -> Prepared:
+            prepared = prepare(parts, bench)
+            # No longer what its header let one fear: what it takes.
+            room.need(sum(len(tensor.data) for tensor in prepared.request.inputs.values()))
+            return prepared
+
+        parts, cost = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
+        # What is left for its tower must be left.
+        deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
+        turn = self._preparation.submit(
+            modality, run, cost=cost, qos=caller.qos, app=caller.app or app, deadline_s=deadline_s, room=room
+        )
+        if isinstance(turn, Verdict):
+            raise _refusal(turn)
+        try:
+            return await asyncio.wrap_future(turn.future)
+        finally:
+            turn.leave()
+
+
+def _refusal(no: Verdict) -> EncoderRefused:
+    retry_after_s = no.retry_after_s if math.isfinite(no.retry_after_s) else None
+    return EncoderRefused(no.message, reason=no.reason, retry_after_s=retry_after_s)

@@ -1,0 +1,227 @@
+"""Hostile and heavy media at the service's door: what they cost their sender, and nobody else."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from cornplug.config import Config, load
+from cornplug.encoder_service import preparation
+from cornplug.encoder_service.http_api import create_app
+from cornplug.encoder_service.prepared_budget import PreparedBudget
+from cornplug.encoder_service.registry import Registry
+from cornplug.errors import EncoderRefused
+from cornplug.qos import Classes, ServiceClass
+
+from .conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
+from .hostile_pictures import many_scans, saved
+from .services import Served
+
+HEAVY = 64_000_000
+"""Pixels: some limit above 7900 x 7900."""
+
+
+@pytest.fixture(scope="module")
+def slow() -> bytes:
+    """Seconds of decoding that no rule of ours refuses."""
+    return many_scans(7900, 7900, 95)
+
+
+@pytest.fixture
+def llava(llava_pair: tuple[Path, Path]) -> str:
+    return str(llava_pair[0])
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(make_encoder: MakeEncoder, config: Config) -> Iterator[Serve]:
+    running: list[Served] = []
+
+    def go(*, classes: dict[str, Any] | None = None, encoder: dict[str, Any] | None = None, **made: Any) -> Served:
+        limits = config.encoder.model_copy(update={"prepare_threads": 2, **(encoder or {})})
+        qos = Classes(load({"qos.classes": classes, "qos.default": "nightly"}, environ={}).qos) if classes else None
+        one = Served(create_app(make_encoder(classes=qos, **made), limits, secret=SECRET))
+        running.append(one)
+        return one
+
+    yield go
+    for one in running:
+        one.__exit__()
+
+
+def ask(url: str, model: str, data: bytes, **fields: Any) -> httpx.Response:
+    headers = fields.pop("headers", {})
+    with httpx.Client(timeout=60, trust_env=False) as http:
+        return http.post(
+            f"{url}/v1/encode",
+            data={"model": model, **{k: str(v) for k, v in fields.items()}},
+            files={"image": data},
+            headers=headers,
+        )
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+def test_a_jpeg_of_nine_thousand_scans_costs_its_sender_a_422(serve: Serve, llava: str) -> None:
+    """Before: 504 after the deadline, the thread went on for minutes, and two of them stopped the service."""
+    served = serve()
+    answer = ask(served.url, llava, many_scans(7900, 7900, 9000))
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_many_scans")
+    assert ask(served.url, llava, png(picture(1))).status_code == 200
+
+
+def test_decoders_that_are_held_are_killed_and_others_are_served(
+    serve: Serve, llava: str, slow: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: once every thread was held, nobody was answered, and `/ready` said ok."""
+    served = serve(encoder={"decode_deadline_s": 1.0})
+    monkeypatch.setattr(preparation, "STUCK_S", 0.3)
+    with ThreadPoolExecutor(2) as attackers:
+        attacks = [attackers.submit(ask, served.url, llava, slow) for _ in range(2)]
+        eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503, 10)
+        for attack in attacks:
+            answer = attack.result()
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_slow")
+    assert ask(served.url, llava, png(picture(1))).status_code == 200
+    assert httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
+    assert metric(served.url, 'cornplug_encoder_decoders_killed_total{reason="too_slow"}') == 2
+
+
+def test_a_client_that_goes_takes_its_decoding_with_it(serve: Serve, llava: str, slow: bytes) -> None:
+    served = serve()
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.5, trust_env=False) as http:
+        http.post(f"{served.url}/v1/encode", data={"model": llava}, files={"image": slow})
+    name = 'cornplug_encoder_decoders_killed_total{reason="gone"}'
+    eventually(lambda: metric(served.url, name) == 1, 5)
+
+
+def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(
+    serve: Serve, llava: str, slow: bytes
+) -> None:
+    """All lanes hold seconds of nightly's work, and more of it waits."""
+    classes = {
+        "premium": {"share": 0.5, "priority": 10, "api_keys": ["k"], "deadline_s": 20},
+        "nightly": {"priority": -1},
+    }
+    served = serve(classes=classes)
+    key = {"authorization": "Bearer k"}
+    assert ask(served.url, llava, png(picture(0)), headers=key).status_code == 200
+    with ThreadPoolExecutor(6) as nightly:
+        asked = [nightly.submit(ask, served.url, llava, slow, deadline_s=60) for _ in range(6)]
+        eventually(lambda: metric(served.url, "cornplug_encoder_preparing_requests") >= 3, 20)
+        for i in range(4):
+            answer = ask(served.url, llava, png(picture(i + 1)), headers=key)
+            assert answer.status_code == 200, answer.text
+        # Six of nightly would have gone first.
+        assert sum(not each.done() for each in asked) >= 4
+        served.server.should_exit = True
+    assert {each.result().status_code for each in asked} <= {200, 503}
+
+
+def test_prepared_media_are_held_within_the_budget(
+    serve: Serve, qwen: Path, qwen_registry: Registry
+) -> None:
+    """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and nobody counted."""
+    budget = 150 << 20
+    served = serve(registry=qwen_registry, max_prepared_bytes=budget)
+    bomb = saved(Image.new("1", (3000, 3000)), "PNG")
+    seen: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            seen.append(metric(served.url, "cornplug_encoder_prepared_bytes"))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: ask(served.url, str(qwen), bomb, deadline_s=60), range(8)))
+    done.set()
+    watching.join()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert any(answer.status_code == 200 for answer in answers)
+    assert 0 < max(seen) <= budget
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 503)
+    eventually(lambda: metric(served.url, "cornplug_encoder_prepared_bytes") == 0)
+
+
+def test_what_never_fits_is_refused_from_its_header(serve: Serve, llava: str) -> None:
+    served = serve(max_prepared_bytes=1 << 20)
+    answer = ask(served.url, llava, saved(Image.new("1", (3000, 3000)), "PNG"))
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_large_prepared")
+    assert ask(served.url, llava, png(picture(1))).status_code == 200
+
+
+def test_the_budget_keeps_each_class_its_part() -> None:
+    premium, nightly = ServiceClass(name="premium", share=0.5), ServiceClass(name="nightly", share=0.02)
+    budget = PreparedBudget([premium, nightly], 1000)
+    rooms = [budget.room(nightly) for _ in range(5)]
+    for room in rooms[:4]:
+        room.need(120)
+    with pytest.raises(EncoderRefused) as full:
+        rooms[4].need(120)
+    assert full.value.reason == "overloaded"
+    with pytest.raises(EncoderRefused) as never:
+        rooms[4].need(501)
+    assert never.value.reason == "too_large_prepared"
+    mine = budget.room(premium)
+    mine.need(500)
+    mine.need(100)
+    assert budget.held_bytes() == 580
+    for room in (*rooms, mine):
+        room.close()
+        room.close()
+    assert budget.held_bytes() == 0
+    with pytest.raises(EncoderRefused):
+        mine.need(1)
+
+
+def test_an_engine_s_inputs_count_and_go_once_the_item_is_made(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    request = request_for(llava_pair[0], 1)
+    size = sum(len(tensor.data) for tensor in request.inputs.values())
+    encoder = make_encoder(max_prepared_bytes=2 * size)
+    assert encoder.submit(request).result(20).key == request.key  # type: ignore[union-attr]
+    eventually(lambda: encoder.budget.held_bytes() == 0)
+    small = make_encoder(max_prepared_bytes=size - 1)
+    refused: Any = small.submit(request).result(20)
+    assert refused.reason == "overloaded"
+    assert small.waiting() == 0
+
+
+def test_no_client_gets_a_longer_deadline_than_its_class_may_have(
+    serve: Serve, llava: str, slow: bytes
+) -> None:
+    """Before: 600 s for whoever asked."""
+    served = serve(classes={"nightly": {"max_deadline_s": 0.5}})
+    began = time.monotonic()
+    answer = ask(served.url, llava, slow, deadline_s=600)
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "too_late")
+    assert time.monotonic() - began < 10
+
+
+def test_sglang_s_pictures_go_through_the_same_door(
+    serve: Serve, qwen: Path, qwen_registry: Registry
+) -> None:
+    """Before: all of a part at once, of no class, in no budget."""
+    served = serve(registry=qwen_registry, max_prepared_bytes=1 << 20, encoder={"sglang": True})
+    url = "data:image/png;base64," + base64.b64encode(saved(Image.new("1", (3000, 3000)), "PNG")).decode()
+    part = {"mm_items": [url] * 4, "req_id": "r", "num_parts": 1, "part_idx": 0, "modality": "IMAGE"}
+    answer = httpx.post(f"{served.url}/encode", json=part, timeout=60, trust_env=False)
+    assert (answer.status_code, answer.json()["reason"]) == (413, "too_large_prepared")
+    assert metric(served.url, "cornplug_encoder_prepared_bytes") == 0

@@ -1,0 +1,231 @@
+"""Media that would hold their decoder: what they cost, and whom."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cornplug.encoder_service.clips import ClipLimits, Source
+from cornplug.encoder_service.jail.decoder_process import DecoderProcess
+from cornplug.encoder_service.jail.decoders import Decoder, Header, InProcess, anything
+from cornplug.encoder_service.jail.jailed import Jailed
+from cornplug.encoder_service.media import MAX_SCANS
+from cornplug.errors import EncoderRefused, MediaError
+
+from . import hostile_pictures
+from .conftest import eventually
+from .hostile_pictures import many_scans, saved
+from .recordings import encoded, moving, tone, video, wav
+
+MAX_PIXELS = 4_000_000
+LIMITS = ClipLimits(max_s=20, max_frames=16, max_pixels=200_000)
+
+
+class Cell:
+    """A process that decodes, and what it was killed for."""
+
+    def __init__(self, *, max_bytes: int = 2 << 30) -> None:
+        self.killed: list[str] = []
+        self.process = DecoderProcess(max_bytes=max_bytes, killed=self.killed.append)
+
+    def decoder(
+        self, *, limit_s: float = 30.0, deadline_s: float = 60.0, wanted: Callable[[], bool] = lambda: True
+    ) -> Jailed:
+        end_s = time.monotonic() + deadline_s
+        return Jailed(self.process, limit_s=limit_s, end_s=end_s, wanted=wanted)
+
+
+@pytest.fixture(scope="module")
+def cell() -> Iterator[Cell]:
+    one = Cell()
+    one.process.start()
+    yield one
+    one.process.stop()
+    one.process.kill("stopping")
+
+
+def outcome(decode: Callable[[Decoder], Any], decoder: Decoder) -> tuple[Any, ...]:
+    """What came out, or why not, comparable."""
+    try:
+        made = decode(decoder)
+    except MediaError as e:
+        return e.reason, str(e)
+    if isinstance(made, Image.Image):
+        return made.mode, made.size, made.tobytes()
+    if hasattr(made, "samples"):
+        return made.rate, made.samples.dtype, made.samples.tobytes()
+    return made.indices, made.source, made.frames.shape, made.frames.tobytes(), made.digest()
+
+
+def pictures() -> Iterator[tuple[str, bytes]]:
+    yield from ((name, data) for name, (data, _) in hostile_pictures.odd().items())
+    yield from ((name, data) for name, (data, _) in hostile_pictures.hostile().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> None:
+    """Good and bad ones: the same pixels, or refused for the same reason in the same words."""
+    for name, data in pictures():
+        for way in ("picture", "picture_for_sglang"):
+
+            def decode(decoder: Decoder, data: bytes = data, way: str = way) -> Any:
+                return getattr(decoder, way)(data, MAX_PIXELS, anything)
+
+            assert outcome(decode, cell.decoder()) == outcome(decode, InProcess()), (name, way)
+    assert cell.killed == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [wav(tone(1.3)), encoded(tone(0.7), "flac", "flac"), encoded(tone(2.0), "mp3", "libmp3lame"), b"", b"x"],
+    ids=["wav", "flac", "mp3", "nothing", "garbage"],
+)
+def test_sounds_are_what_they_are_without_a_jail(cell: Cell, data: bytes) -> None:
+    def decode(decoder: Decoder) -> Any:
+        return decoder.sound(data, 5.0, anything)
+
+    assert outcome(decode, cell.decoder()) == outcome(decode, InProcess())
+
+
+def test_videos_are_what_they_are_without_a_jail(cell: Cell) -> None:
+    shown = moving(9)
+    film = video(shown, "mp4", "libx264", pix_fmt="yuv420p")
+
+    def some(source: Source) -> list[int]:
+        return list(range(0, source.total, 2))
+
+    def all_of_too_many(source: Source) -> range:
+        return range(source.total * 50)
+
+    def from_file(decoder: Decoder) -> Any:
+        return decoder.clip(film, some, LIMITS, anything)
+
+    def badly_chosen(decoder: Decoder) -> Any:
+        return decoder.clip(film, all_of_too_many, LIMITS, anything)
+
+    def from_pictures(decoder: Decoder) -> Any:
+        frames = [saved(Image.fromarray(np.asarray(frame)), "PNG") for frame in shown]
+        return decoder.frames(frames, 2.0, LIMITS, anything)
+
+    for decode in (from_file, badly_chosen, from_pictures):
+        assert outcome(decode, cell.decoder()) == outcome(decode, InProcess()), decode.__name__
+
+
+def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell) -> None:
+    """Before: 25 ms a scan for 92 bytes, 9,000 scans took 230 s of one core."""
+    attack = many_scans(7900, 7900, 9000)
+    assert len(attack) < 2 << 20
+    for decoder in (InProcess(), cell.decoder()):
+        began = time.process_time()
+        with pytest.raises(MediaError) as refused:
+            decoder.picture(attack, 64_000_000, anything)
+        assert refused.value.reason == "too_many_scans"
+        assert time.process_time() - began < 1.0
+    # What real encoders write is far below it.
+    progressive = saved(hostile_pictures.picture(1), "JPEG", progressive=True)
+    assert InProcess().picture(progressive, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
+
+
+@functools.cache
+def slow() -> bytes:
+    """Seconds of decoding with few enough scans."""
+    return many_scans(7900, 7900, MAX_SCANS - 20)
+
+
+def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
+    cell = Cell()
+    cell.process.start()
+    before = cell.process.pid
+    with pytest.raises(MediaError) as refused:
+        cell.decoder(limit_s=0.2).picture(slow(), 64_000_000, anything)
+    assert refused.value.reason == "too_slow"
+    with pytest.raises(EncoderRefused) as late:
+        cell.decoder(deadline_s=0.4).picture(slow(), 64_000_000, anything)
+    assert late.value.reason == "too_late"
+    left = time.monotonic() + 0.3
+    with pytest.raises(EncoderRefused):
+        cell.decoder(wanted=lambda: time.monotonic() < left).picture(slow(), 64_000_000, anything)
+    assert cell.killed[:1] == ["too_slow"]
+    assert set(cell.killed) <= {"too_slow", "too_late", "gone"}
+    good = saved(hostile_pictures.picture(1), "PNG")
+    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.process.pid != before
+    cell.process.stop()
+
+
+def test_memory_is_limited() -> None:
+    cell = Cell(max_bytes=500 << 20)
+    huge = saved(Image.new("RGB", (12_000, 12_000)), "PNG")
+    with pytest.raises(MediaError) as refused:
+        cell.decoder().picture(huge, 150_000_000, anything)
+    assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
+    good = saved(hostile_pictures.picture(1), "PNG")
+    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    cell.process.stop()
+
+
+def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
+    good = saved(hostile_pictures.picture(1), "PNG")
+    cell.decoder().picture(good, MAX_PIXELS, anything)
+    assert cell.process.pid is not None
+    os.kill(cell.process.pid, signal.SIGKILL)
+    idle = cell.process._process
+    assert idle is not None
+    eventually(lambda: idle.poll() is not None)
+    # While it was idle: nobody hears of it.
+    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+
+    def kill(header: Header) -> None:
+        assert cell.process.pid is not None
+        os.kill(cell.process.pid, signal.SIGKILL)
+
+    with pytest.raises(MediaError) as refused:
+        cell.decoder().picture(good, MAX_PIXELS, kill)
+    assert refused.value.reason == "crashed"
+    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+
+
+def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
+    heard: list[Header] = []
+
+    def object_to(header: Header) -> None:
+        heard.append(header)
+        raise EncoderRefused("no room", reason="overloaded")
+
+    before = cell.process.pid
+    attack = slow()
+    began = time.monotonic()
+    with pytest.raises(EncoderRefused, match="no room"):
+        cell.decoder().picture(attack, 64_000_000, object_to)
+    with pytest.raises(EncoderRefused, match="no room"):
+        cell.decoder().sound(wav(tone(1.3)), 5.0, object_to)
+    assert time.monotonic() - began < 1.5
+    assert [h.pixels for h in heard] == [7900 * 7900, 0]
+    assert heard[1].seconds == pytest.approx(1.3, abs=0.05)
+    good = saved(hostile_pictures.picture(1), "PNG")
+    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.process.pid == before
+
+
+def test_a_process_has_no_keys_and_ends_with_its_service(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORNPLUG_ENCODER_ADMIN_KEY", "secret")
+    other = Cell()
+    other.process.start()
+    pid = other.process.pid
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        assert b"secret" not in file.read()
+    with open(f"/proc/{pid}/maps") as maps:
+        assert "libtorch" not in maps.read()
+    assert other.process._sock is not None
+    other.process._sock.close()  # as when the service is killed
+    assert other.process._process is not None
+    assert other.process._process.wait(5) == 0
