@@ -38,6 +38,11 @@ _MOST_WORK: Final = 1 << 40
 _END_S: Final = 5.0
 """Longest that a stopping service waits for a processor that is at work."""
 _LEAST_S: Final = 0.001
+_BELIEVED: Final = 8
+"""Media of a kind, before what they took is believed of other sizes: the first ones load and compile."""
+_EACH: Final = 1000
+"""A processor takes about as long as decoding a million pixels does, however few there are. Without it, what
+small ones took would let one fear hours of a large one."""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
@@ -45,6 +50,9 @@ log = logging.getLogger(__name__)
 
 class _Kind:
     """One modality's lane time is measured apart: a pixel of a video is not a pixel of a PNG."""
+
+    done = 0
+    """Media of it that were prepared."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -139,7 +147,8 @@ class Preparation:
             work=job,
             waits=[wait],
         )
-        if (no := self._admission.refusal(flight, self._batcher)) is not None:
+        no = self._admission.refusal(flight, self._batcher)
+        if no is not None and self._kinds[modality].done >= _BELIEVED:
             return no
         if (full := self._seats.enter(wait)) is not None:
             return Verdict(
@@ -188,6 +197,9 @@ class Preparation:
         end = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in self._threads):
+            for process in self._processes:
+                process.close()
         self._preprocessing.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
@@ -254,6 +266,8 @@ class Preparation:
         else:
             # What was refused or killed on its way tells nothing of what one that is not takes.
             self._admission.computed([flight], now - began)
+            if isinstance(flight.tower, _Kind):
+                flight.tower.done += 1
             job.future.set_result(done.result())
 
     def _leave(self, flight: Flight[_Job], wait: Wait) -> None:
@@ -275,5 +289,5 @@ class Preparation:
 
 
 def work_of(header: Header) -> int:
-    """What it costs: thousands of pixels or samples to decode."""
-    return 1 + round(header.work / 1000)
+    """What it costs: thousands of pixels or samples to decode, and what every medium costs."""
+    return _EACH + round(header.work / 1000)

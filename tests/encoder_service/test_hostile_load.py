@@ -48,9 +48,15 @@ Serve = Callable[..., Served]
 def serve(make_encoder: MakeEncoder, config: Config) -> Iterator[Serve]:
     running: list[Served] = []
 
-    def go(*, classes: dict[str, Any] | None = None, encoder: dict[str, Any] | None = None, **made: Any) -> Served:
+    def go(
+        *, classes: dict[str, Any] | None = None, encoder: dict[str, Any] | None = None, **made: Any
+    ) -> Served:
         limits = config.encoder.model_copy(update={"prepare_threads": 2, **(encoder or {})})
-        qos = Classes(load({"qos.classes": classes, "qos.default": "nightly"}, environ={}).qos) if classes else None
+        qos = (
+            Classes(load({"qos.classes": classes, "qos.default": "nightly"}, environ={}).qos)
+            if classes
+            else None
+        )
         one = Served(create_app(make_encoder(classes=qos, **made), limits, secret=SECRET))
         running.append(one)
         return one
@@ -109,10 +115,8 @@ def test_a_client_that_goes_takes_its_decoding_with_it(serve: Serve, llava: str,
     eventually(lambda: metric(served.url, name) == 1, 5)
 
 
-def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(
-    serve: Serve, llava: str, slow: bytes
-) -> None:
-    """All lanes hold seconds of nightly's work, and more of it waits."""
+def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(serve: Serve, llava: str) -> None:
+    """All lanes hold nightly's work, and more of it waits."""
     classes = {
         "premium": {"share": 0.5, "priority": 10, "api_keys": ["k"], "deadline_s": 20},
         "nightly": {"priority": -1},
@@ -120,21 +124,18 @@ def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(
     served = serve(classes=classes)
     key = {"authorization": "Bearer k"}
     assert ask(served.url, llava, png(picture(0)), headers=key).status_code == 200
-    with ThreadPoolExecutor(6) as nightly:
-        asked = [nightly.submit(ask, served.url, llava, slow, deadline_s=60) for _ in range(6)]
-        eventually(lambda: metric(served.url, "cornplug_encoder_preparing_requests") >= 3, 20)
-        for i in range(4):
+    heavy = many_scans(2000, 2000, 95)
+    with ThreadPoolExecutor(7) as nightly:
+        asked = [nightly.submit(ask, served.url, llava, heavy, deadline_s=60) for _ in range(7)]
+        eventually(lambda: metric(served.url, "cornplug_encoder_preparing_requests") >= 4, 20)
+        for i in range(2):
             answer = ask(served.url, llava, png(picture(i + 1)), headers=key)
             assert answer.status_code == 200, answer.text
-        # Six of nightly would have gone first.
-        assert sum(not each.done() for each in asked) >= 4
-        served.server.should_exit = True
-    assert {each.result().status_code for each in asked} <= {200, 503}
+        assert sum(not each.done() for each in asked) >= 2, "they went first"
+        assert {each.result().status_code for each in asked} == {200}
 
 
-def test_prepared_media_are_held_within_the_budget(
-    serve: Serve, qwen: Path, qwen_registry: Registry
-) -> None:
+def test_prepared_media_are_held_within_the_budget(serve: Serve, qwen: Path, qwen_registry: Registry) -> None:
     """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and nobody counted."""
     budget = 150 << 20
     served = serve(registry=qwen_registry, max_prepared_bytes=budget)

@@ -109,6 +109,11 @@ class DecoderProcess:
         if process is not None and process.poll() is None:
             process.kill()
 
+    def close(self) -> None:
+        """`stop`, once no thread uses it any more."""
+        self.stop()
+        self._discard()
+
     def kill(self, why: str) -> None:
         """End it in the middle of a job."""
         self._killed("stopping" if self._stopped else why)

@@ -1,0 +1,180 @@
+"""The queue before decoding: whose turn it is, who is refused, and what is never held up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cornplug.encoder_service import preparation
+from cornplug.encoder_service.admission import Verdict
+from cornplug.encoder_service.jail.decoders import Header
+from cornplug.encoder_service.preparation import Limits, Preparation, Turn, work_of
+from cornplug.encoder_service.prepared_budget import PreparedBudget
+from cornplug.encoder_service.readers.base import Bench
+from cornplug.errors import EncoderRefused
+from cornplug.qos import ServiceClass
+
+from .conftest import eventually
+
+PREMIUM = ServiceClass(name="premium", share=0.5, priority=10)
+STANDARD = ServiceClass(name="standard", share=0.3)
+NIGHTLY = ServiceClass(name="nightly", share=0.02, priority=-1)
+CLASSES = (PREMIUM, STANDARD, NIGHTLY)
+BUDGET = PreparedBudget(CLASSES, 1 << 30)
+LARGE, SMALL = work_of(Header(held_bytes=0, work=25e6)), work_of(Header(held_bytes=0, work=1e5))
+
+
+class Rig:
+    """Lanes whose work is to sleep, so that a second of work is a second."""
+
+    def __init__(self, lanes: int) -> None:
+        self.preparation = Preparation(CLASSES, lanes=lanes, limits=Limits(), max_waiting=64)
+        self.order: list[str] = []
+
+    def ask(self, name: str, qos: ServiceClass, run: Callable[[Bench], Any], **changes: Any) -> Any:
+        def noted(bench: Bench) -> Any:
+            self.order.append(name)
+            return run(bench)
+
+        fields: dict[str, Any] = {"cost": SMALL, "qos": qos, "app": "a", "deadline_s": 30.0, **changes}
+        return self.preparation.submit("image", noted, room=BUDGET.room(qos), **fields)
+
+    def sleep(self, name: str, qos: ServiceClass, seconds: float, **changes: Any) -> Turn[None] | Verdict:
+        made: Turn[None] | Verdict = self.ask(name, qos, lambda bench: time.sleep(seconds), **changes)
+        return made
+
+    def held(self, name: str, qos: ServiceClass, go: threading.Event) -> Turn[bool]:
+        """Work that ends when it is let go."""
+        made: Turn[bool] = self.ask(name, qos, lambda bench: go.wait(20))
+        return made
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    one = Rig(lanes=2)
+    yield one
+    one.preparation.close()
+
+
+def turn(made: Turn[Any] | Verdict) -> Turn[Any]:
+    assert isinstance(made, Turn), made
+    return made
+
+
+def test_turns_are_by_class_and_app_not_by_who_came_first(rig: Rig) -> None:
+    """Before: one line for all, in the order of arrival."""
+    go = threading.Event()
+    holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
+    eventually(lambda: rig.order == ["holds"] * 2)
+    made = [rig.sleep(f"n{i}", NIGHTLY, 0.0, cost=LARGE) for i in range(6)]
+    made += [rig.sleep("s0", STANDARD, 0.0, app="b"), rig.sleep("s1", STANDARD, 0.0, app="b")]
+    made += [rig.sleep("p0", PREMIUM, 0.0)]
+    assert rig.preparation.queue()["nightly"][0] == 6
+    go.set()
+    for each in [*holding, *map(turn, made)]:
+        each.future.result(10)
+    served = rig.order[2:]
+    assert served.index("p0") <= 2
+    assert max(served.index("s0"), served.index("s1")) <= 4
+
+
+def test_the_lane_more_is_for_who_is_better_than_all_that_run(rig: Rig) -> None:
+    """Lanes that are full of worse classes' work hold up nobody; those of one's own class do."""
+    go = threading.Event()
+    holding = [rig.held("holds", NIGHTLY, go) for _ in range(2)]
+    waiting = turn(rig.sleep("nightly", NIGHTLY, 0.0))
+    eventually(lambda: rig.order == ["holds"] * 2)
+    for i in range(3):
+        turn(rig.sleep(f"premium {i}", PREMIUM, 0.0)).future.result(5)
+    turn(rig.sleep("standard", STANDARD, 0.0)).future.result(5)
+    assert not waiting.future.done()
+    go.set()
+    for each in (*holding, waiting):
+        each.future.result(5)
+
+
+def test_premium_keeps_its_deadlines_while_decoding_is_the_bottleneck(rig: Rig) -> None:
+    """Nightly offers three times what the lanes can do. Before: p50 went from 10 ms to 4 s."""
+    for _ in range(10):  # so that it is known what media take
+        turn(rig.sleep("warm", PREMIUM, 0.004)).future.result(5)
+        turn(rig.sleep("warm", NIGHTLY, 0.1, cost=LARGE)).future.result(5)
+    late, refused, asked, ends = 0, 0, 40, []
+    flood: list[Turn[None]] = []
+    for i in range(asked):
+        for _ in range(3):
+            made = rig.sleep(f"n{i}", NIGHTLY, 0.1, cost=LARGE, deadline_s=3.0)
+            if isinstance(made, Verdict):
+                refused += 1
+                assert made.retry_after_s > 0
+            else:
+                flood.append(made)
+        began = time.monotonic()
+        mine = turn(rig.sleep(f"p{i}", PREMIUM, 0.004, deadline_s=0.5))
+        mine.future.add_done_callback(lambda f, began=began: ends.append(time.monotonic() - began))  # type: ignore[misc]
+        time.sleep(0.05)
+    eventually(lambda: len(ends) == asked)
+    late = sum(seconds > 0.5 for seconds in ends)
+    assert late <= 0.05 * asked, f"{late} of {asked} were late: {sorted(ends)[-5:]}"
+    assert refused > 0, "what cannot be in time is refused at once"
+    assert rig.preparation.predicted_s()["premium"] < rig.preparation.predicted_s()["nightly"]
+    for each in flood:
+        each.leave()
+
+
+def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig: Rig) -> None:
+    go = threading.Event()
+    holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
+    eventually(lambda: rig.order == ["holds"] * 2)
+    late = turn(rig.sleep("late", PREMIUM, 0.0, deadline_s=0.05))
+    gone = turn(rig.sleep("gone", PREMIUM, 0.0))
+    gone.leave()
+    time.sleep(0.1)
+    go.set()
+    with pytest.raises(EncoderRefused) as refused:
+        late.future.result(5)
+    assert refused.value.reason == "too_late"
+    for each in holding:
+        each.future.result(5)
+    assert rig.order == ["holds"] * 2
+    eventually(lambda: rig.preparation.queue() == {})
+
+
+def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
+    def fault(bench: Bench) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        turn(rig.ask("fault", NIGHTLY, fault)).future.result(5)
+    go = threading.Event()
+    made = [rig.ask("n", NIGHTLY, lambda bench: go.wait(20)) for _ in range(64)]
+    full = [each for each in made if isinstance(each, Verdict)]
+    assert full
+    assert full[0].reason == "over_share" or full[0].reason == "overloaded"
+    assert isinstance(rig.sleep("p", PREMIUM, 0.0), Turn)
+    go.set()
+
+
+def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
+    def reprice(bench: Bench) -> None:
+        bench.admit(Header(held_bytes=0, work=25e6), 0)
+
+    turn(rig.ask("one", NIGHTLY, reprice)).future.result(5)
+    assert rig.preparation._batcher._order._turns[NIGHTLY].apps["a"] == LARGE
+
+
+def test_it_says_when_nothing_is_finished(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "STUCK_S", 0.1)
+    go = threading.Event()
+    holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
+    assert rig.preparation.ready()
+    eventually(lambda: not rig.preparation.ready())
+    go.set()
+    for each in holding:
+        each.future.result(5)
+    assert rig.preparation.ready()
+    rig.preparation.close()
+    assert not rig.preparation.ready()
