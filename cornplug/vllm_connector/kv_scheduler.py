@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from cornplug.engine_side.adapters import LaterAdapters
 from cornplug.engine_side.page_header import read_page_header
 from cornplug.engine_side.page_roots import page_root
-from cornplug.engine_side.pays import LoadRule
 from cornplug.engine_side.runtime import Runtime, miss
 from cornplug.errors import CheckpointError, CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, Refusal
 from cornplug.vllm_connector import compat, weights
+from cornplug.vllm_connector.kv_costs import LoadCosts
 from cornplug.vllm_connector.kv_errands import WHAT, Errands, OpenSave
 from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
 from cornplug.vllm_connector.model import kv_identity
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _FIRST_READ_S = 2.0
-_LOAD_FLOOR_S = 1.0
-"""A load may take that, and three times what computing would, before the rest of it is computed."""
-_TIMED_TOKENS = 64
-_TIMED_STEPS = 16
-"""Steps of so many tokens are timed, and of the others each so-manieth."""
 
 
 @dataclass(slots=True)
@@ -62,9 +57,6 @@ class _Tracked:
     """Those of them for which the store was just making room: offered at the next step once more."""
     match: _Match | None = None
     loading: _Match | None = None
-    load_began: float = 0.0
-    moving_before: float | None = None
-    """Seconds that movers had worked when its load began; None where it was not alone."""
     barred: bool = False
     """A load of it failed once: it computes for itself from then on."""
     open_saves: set[int] = field(default_factory=set)
@@ -88,15 +80,7 @@ class KVScheduler:
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._identified = threading.Event()
         self._adapters = LaterAdapters()
-        self._rule = LoadRule(runtime.config.store.load_when)
-        self._queued_bytes = 0
-        """Of loads that are under way."""
-        self._moving_s = 0.0
-        """What movers have worked on loads so far."""
-        self._steps = 0
-        self._timed: dict[int, tuple[float, int]] = {}
-        """Step -> (when it was scheduled, its tokens)."""
-        self._step_ended = 0.0
+        self._costs = LoadCosts(runtime.config.store, geometry)
         threading.Thread(target=self._identify, name="cornplug-identify-lm", daemon=True).start()
         self._identified.wait(_FIRST_READ_S)
 
@@ -203,11 +187,7 @@ class KVScheduler:
         if not keys:
             return
         end = (wanted.start + len(keys)) * page.page_tokens
-        if not self._rule.pays(
-            tokens=end - match.computed,
-            size_bytes=len(keys) * page.page_bytes,
-            queued_bytes=self._queued_bytes,
-        ):
+        if not self._costs.pays(tokens=end - match.computed, pages=len(keys)):
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, "cheaper", by=len(keys))
             tracked.saved_pages = max(tracked.saved_pages, wanted.start + len(keys))
             return
@@ -242,17 +222,12 @@ class KVScheduler:
             self._drop_match(tracked)
             return
         match, tracked.match = tracked.match, None
-        tracked.loading, tracked.load_began = match, time.monotonic()
+        tracked.loading = match
         end = match.computed + external
         # The engine may take less than it was offered.
         match.reads = [read for read in match.reads if read.index * self._page.page_tokens < end]
         match.end = end
-        # Two that overlap tell nothing of how long one is in being noticed.
-        alone = not self._queued_bytes
-        for other in self._tracked.values() if not alone else ():
-            other.moving_before = None
-        tracked.moving_before = self._moving_s if alone else None
-        self._queued_bytes += len(match.reads) * self._page.page_bytes
+        self._costs.load_began(request.request_id, len(match.reads))
         self._loads.append(
             Load(
                 request.request_id,
@@ -260,16 +235,10 @@ class KVScheduler:
                 end,
                 tuple(match.reads),
                 tuple(blocks),
-                self._load_deadline_s(external),
+                self._costs.deadline_s(external),
             )
         )
         tracked.saved_pages = max(tracked.saved_pages, end // self._page.page_tokens)
-
-    def _load_deadline_s(self, tokens: int) -> float:
-        config, compute_s = self._run.config.store, self._rule.compute_s(tokens)
-        if compute_s is None or config.load_when == "always":
-            return config.lease_s
-        return min(config.lease_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def _drop_match(self, tracked: _Tracked) -> None:
         if tracked.match is not None and tracked.match.tokens:
@@ -283,12 +252,9 @@ class KVScheduler:
             return
         match, tracked.loading = tracked.loading, None
         self._errands.release(match.tokens)
-        self._queued_bytes -= len(match.reads) * self._page.page_bytes
-        app, waited = self._run.app, time.monotonic() - tracked.load_began
+        app, waited = self._run.app, self._costs.load_ended(request_id, whole=not tracked.barred)
         self._tally.observe("cornplug_wait_seconds", waited, app, WHAT)
         if not tracked.barred:
-            if tracked.moving_before is not None:
-                self._rule.noticed(waited - (self._moving_s - tracked.moving_before))
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=len(match.reads))
             self._tally.count("cornplug_saved_tokens_total", app, by=match.end - match.computed)
         self._forget_if_over(tracked)
@@ -304,11 +270,7 @@ class KVScheduler:
             self._give_up_saves(request_id)
         if self._errands:
             self._errands.run()
-        tokens = sum(output.num_scheduled_tokens.values())
-        self._steps += 1
-        if tokens and (tokens >= _TIMED_TOKENS or not self._steps % _TIMED_STEPS):
-            moves.timed = self._steps
-            self._timed[self._steps] = time.monotonic(), tokens
+        moves.timed = self._costs.time_step(output) if not self._off else 0
         wanted = self._new_pages(output)
         if wanted:
             with miss(self._tally, self._run.app, WHAT):
@@ -383,16 +345,7 @@ class KVScheduler:
 
     def acknowledged(self, acks: KVAcks) -> None:
         """Commit what every rank has written; give up what one could not."""
-        for number in acks.steps:
-            began, tokens = self._timed.pop(number, (0.0, 0))
-            # Steps may be scheduled while others run: one begins to run when the last has ended.
-            self._rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
-        if acks.loaded_bytes:
-            self._moving_s += acks.loading_s
-            self._rule.moved(acks.loaded_bytes, acks.loading_s)
-            news = self._rule.news(self._page.page_bytes / self._page.page_tokens)
-            if news:
-                compat.logger.info("cornplug: %s", news)
+        self._costs.acknowledged(acks)
         if acks.unusable and not self._off:
             self._off = acks.unusable
         for request_id, reason in acks.failed_loads.items():
@@ -418,7 +371,7 @@ class KVScheduler:
 
     def step_ended(self) -> None:
         """The engine has seen what a step has computed."""
-        self._step_ended = time.monotonic()
+        self._costs.step_ended()
 
     def _close(self, token: int) -> None:
         save = self._open.pop(token)

@@ -584,7 +584,7 @@ def test_two_steps_in_flight(engine: Make, store: MemoryStore) -> None:
 
 
 def rule_of(engine: Engine) -> Any:
-    return engine.connector._scheduler._rule  # type: ignore[union-attr]
+    return engine.connector._scheduler._costs.rule  # type: ignore[union-attr]
 
 
 def test_an_engine_measures_itself(engine: Make) -> None:
@@ -629,12 +629,13 @@ def test_a_load_behind_others_is_compared_with_its_wait(engine: Make) -> None:
             rule_of(second).moved(page_bytes, 0.01)  # 4 pages: 0.04 s
 
     measured()
-    second.connector._scheduler._queued_bytes = 20 * page_bytes  # type: ignore[union-attr]
+    costs: Any = second.connector._scheduler._costs  # type: ignore[union-attr]
+    costs.load_began("another", 20)
     assert second.run("b", PROMPT).external_tokens == 0
-    second.connector._scheduler._queued_bytes = 0  # type: ignore[union-attr]
+    costs.load_ended("another", whole=False)
     measured()
     assert second.run("c", PROMPT).external_tokens == 128
-    assert second.connector._scheduler._queued_bytes == 0  # type: ignore[union-attr]
+    assert costs.queued_bytes == 0
 
 
 def test_a_load_has_a_deadline_and_the_rest_is_computed(
@@ -642,9 +643,10 @@ def test_a_load_has_a_deadline_and_the_rest_is_computed(
 ) -> None:
     monkeypatch.setattr("cornplug.vllm_connector.kv_copies._DIRECT_TOKENS", 32)  # a page a slab
     engine().run("a", PROMPT)
-    second = engine()
+    second = engine(load_when="pays")
     slow_views(monkeypatch, second, 0.2)
-    monkeypatch.setattr(second.connector._scheduler, "_load_deadline_s", lambda tokens: 0.3)
+    monkeypatch.setattr(rule_of(second), "compute_s", lambda tokens: 0.1)
+    monkeypatch.setattr("cornplug.vllm_connector.kv_costs._LOAD_FLOOR_S", 0.3)
     request = second.run("b", PROMPT)
     assert request.failed
     assert second.counts["misses", "kv_page", "load_timeout"] == 1
@@ -654,14 +656,14 @@ def test_a_load_has_a_deadline_and_the_rest_is_computed(
 
 
 def test_a_loads_deadline_follows_from_what_computing_takes(engine: Make) -> None:
-    scheduler: Any = engine(load_when="pays").connector._scheduler
-    assert scheduler._load_deadline_s(1000) == 30
+    costs: Any = engine(load_when="pays").connector._scheduler._costs  # type: ignore[union-attr]
+    assert costs.deadline_s(1000) == 30
     for _ in range(50):
-        scheduler._rule.computed(1000, 1.0)
-    assert scheduler._load_deadline_s(1000) == pytest.approx(3.0, rel=0.01)
-    assert scheduler._load_deadline_s(10) == 1.0
-    assert scheduler._load_deadline_s(1_000_000) == 30
-    assert engine().connector._scheduler._load_deadline_s(10) == 30  # type: ignore[union-attr]
+        costs.rule.computed(1000, 1.0)
+    assert costs.deadline_s(1000) == pytest.approx(3.0, rel=0.01)
+    assert costs.deadline_s(10) == 1.0
+    assert costs.deadline_s(1_000_000) == 30
+    assert engine().connector._scheduler._costs.deadline_s(10) == 30  # type: ignore[union-attr]
 
 
 def test_open_saves_are_bounded(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""What loads and steps take in this engine, measured as they go by; what `LoadRule` decides by."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cornplug.config import StoreConfig
+from cornplug.engine_side.pays import LoadRule
+from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv_moves import KVAcks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_LOAD_FLOOR_S: Final = 1.0
+"""A load may take that, and three times what computing would, before the rest of it is computed."""
+_TIMED_TOKENS, _TIMED_STEPS = 64, 16
+"""Steps of so many tokens are timed, and of the others each so-manieth."""
+_TIMED_OPEN: Final = 256
+
+
+@dataclass(slots=True)
+class _Loading:
+    began: float
+    size_bytes: int
+    moving_before: float | None
+    """Seconds that movers had worked when it began; None where it was not alone."""
+
+
+class LoadCosts:
+    """One per scheduler half; used by the engine's thread."""
+
+    def __init__(self, config: StoreConfig, page: PageGeometry) -> None:
+        self.rule = LoadRule(config.load_when)
+        self._config = config
+        self._page = page
+        self._loading: dict[str, _Loading] = {}
+        self._moving_s = 0.0
+        """What movers have worked on loads so far."""
+        self._steps = 0
+        self._timed: dict[int, tuple[float, int]] = {}
+        """Step -> (when it was scheduled, its tokens)."""
+        self._step_ended = 0.0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of loads that are under way."""
+        return sum(one.size_bytes for one in self._loading.values())
+
+    def pays(self, *, tokens: int, pages: int) -> bool:
+        """Whether to load so many tokens from so many pages now."""
+        size_bytes = pages * self._page.page_bytes
+        return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
+
+    def deadline_s(self, tokens: int) -> float:
+        """How long a load may take before the rest of it is computed."""
+        lease_s, compute_s = self._config.lease_s, self.rule.compute_s(tokens)
+        if compute_s is None or self._config.load_when == "always":
+            return lease_s
+        return min(lease_s, max(_LOAD_FLOOR_S, 3 * compute_s))
+
+    def load_began(self, request_id: str, pages: int) -> None:
+        """The engine took an offer."""
+        alone = not self._loading
+        for other in self._loading.values():
+            # Two that overlap tell nothing of how long one is in being noticed.
+            other.moving_before = None
+        self._loading[request_id] = _Loading(
+            time.monotonic(), pages * self._page.page_bytes, self._moving_s if alone else None
+        )
+
+    def load_ended(self, request_id: str, *, whole: bool) -> float:
+        """Seconds that its request has waited."""
+        one = self._loading.pop(request_id)
+        waited = time.monotonic() - one.began
+        if whole and one.moving_before is not None:
+            self.rule.noticed(waited - (self._moving_s - one.moving_before))
+        return waited
+
+    def time_step(self, output: SchedulerOutput) -> int:
+        """Begin to time this step; its number, 0 where it is not timed."""
+        self._steps += 1
+        tokens = sum(output.num_scheduled_tokens.values())
+        wanted = tokens >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
+        # A step with the tower in it would tell nothing of tokens.
+        if not wanted or getattr(output, "scheduled_encoder_inputs", None):
+            return 0
+        if len(self._timed) >= _TIMED_OPEN:
+            self._timed.clear()  # Nobody answers.
+        self._timed[self._steps] = time.monotonic(), tokens
+        return self._steps
+
+    def acknowledged(self, acks: KVAcks) -> None:
+        """Learn from what the workers say."""
+        for number in acks.steps:
+            began, tokens = self._timed.pop(number, (0.0, 0))
+            # Steps may be scheduled while others run: one begins to run when the last has ended.
+            self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
+        if acks.loaded_bytes:
+            self._moving_s += acks.loading_s
+            self.rule.moved(acks.loaded_bytes, acks.loading_s)
+            news = self.rule.news(self._page.page_bytes / self._page.page_tokens)
+            if news:
+                compat.logger.info("cornplug: %s", news)
+
+    def step_ended(self) -> None:
+        """The engine has seen what a step has computed."""
+        self._step_ended = time.monotonic()
