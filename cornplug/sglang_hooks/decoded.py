@@ -189,6 +189,8 @@ HOOKS: tuple[Hook, ...] = (
         _build_artifacts,
     ),
     Hook(f"{_BASE}.qwen_vl.QwenVLImageProcessor.compose_image_artifacts", "after", _compose_artifacts),
+)
+LLAVA_HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _llava_task),
     Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_picture),
     Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _llava_request),

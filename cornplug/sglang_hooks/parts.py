@@ -1,7 +1,8 @@
 """Which of this room's hooks a server needs: a hook that is not there cannot break, or be in the way.
 
 Decided in the main process from SGLang's resolved settings, and told to its children
-(`active.need`). Each part names the modules whose `HOOKS` it takes.
+(`active.need`). Each part names the modules whose `HOOKS` it takes,
+or one such tuple of a module.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from cornplug.sglang_hooks.compat import Hook
 
 _ROOM: Final = "cornplug.sglang_hooks"
 
-# part -> modules
+# part -> modules, or one name of a module
 _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
     "resolution": ("hicache_settings",),
@@ -22,6 +23,7 @@ _MODULES: Final = {
     "kv": ("kv_names", "kv_late"),
     "lora": ("kv_roots",),
     "pictures": ("named", "media", "embeddings"),
+    "llava": ("decoded:LLAVA_HOOKS",),
     "encoder": ("epd", "epd_fallback"),
 }
 RESOLUTION: Final = frozenset({"resolution"})
@@ -42,8 +44,11 @@ def needed(server_args: Any) -> frozenset[str]:
         found.add("kv")
         # An adapter may come while the server runs, but only where LoRA was asked for at its start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
-    if model_config_of(server_args).is_multimodal:
+    model = model_config_of(server_args)
+    if model.is_multimodal:
         found.add("pictures")
+        # Its processor is one of its own.
+        found |= {"llava"} if "llava" in str(model.hf_config.model_type) else set()
         encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
         found |= {"encoder"} if encoder else set()
     return frozenset(found)
@@ -51,5 +56,8 @@ def needed(server_args: Any) -> frozenset[str]:
 
 def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
     """The hooks of these parts."""
-    modules = [name for part in sorted(parts) for name in _MODULES[part]]
-    return tuple(hook for name in modules for hook in importlib.import_module(f"{_ROOM}.{name}").HOOKS)
+    found: list[Hook] = []
+    for place in (place for part in sorted(parts) for place in _MODULES[part]):
+        module, _, name = place.partition(":")
+        found += getattr(importlib.import_module(f"{_ROOM}.{module}"), name or "HOOKS")
+    return tuple(found)

@@ -354,6 +354,7 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
             {"weights", "kv", "lora"},
         ),
         (["--enable-multimodal"], "qwen2_vl", {"weights", "kv", "pictures"}),
+        (["--enable-multimodal"], "llava_next", {"weights", "pictures", "llava"}),
         (
             ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
             "qwen2_vl",
