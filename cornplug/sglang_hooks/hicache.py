@@ -25,8 +25,10 @@ from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.sglang_hooks import active, kv_names, weights
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.hicache_settings import compile_hash
-from cornplug.sglang_hooks.kv_book import Book, Space
+from cornplug.sglang_hooks.kv_ahead import Ahead
+from cornplug.sglang_hooks.kv_book import Space
 from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pace import LoadPace
 from cornplug.sglang_hooks.kv_pages import RankPages
 from cornplug.sglang_hooks.kv_reader import WHAT, Reader
 from cornplug.sglang_hooks.kv_roots import Roots
@@ -49,7 +51,10 @@ class CornplugStorage(HiCacheStorage):
         self._off = "starting"
         self._reader: Reader | None = None
         self._writer: Writer | None = None
-        self._book: Book | None = None
+        self._ahead: Ahead | None = None
+        self._host_page_bytes = 0
+        self.pace: LoadPace | None = None
+        """What loading and computing take here; None before the pools are known."""
         self._extra_pools: set[str] = set()
         self._controller = kv_names.attaching()
         self._excluded = _excluded(storage_config)
@@ -97,14 +102,18 @@ class CornplugStorage(HiCacheStorage):
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)
         try:
-            book = self._book = kv_names.open_book(pages.page_size, tokens)
+            book = kv_names.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
         compile_hash()
         roots = Roots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
+        token_bytes = page.page_bytes / page.page_tokens * len(heads) / page.heads
+        self._host_page_bytes = int(token_bytes * pages.page_size)
+        self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         self._reader = Reader(self._run, roots, book, mine, pages, self._tally)
+        self._ahead = Ahead(book, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
         group = active.group() if ranks > 1 else b""
@@ -142,19 +151,23 @@ class CornplugStorage(HiCacheStorage):
 
     # -- reading ----------------------------------------------------------------------------
 
-    def begins(
-        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
-    ) -> bool:
-        """Whether it is worth asking for the pages of `tokens`, which follow `prefix` in a request.
+    def ahead(self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space) -> int:
+        """How many of `tokens`, which follow `prefix` in a request, are worth fetching; 0: none.
 
         From the scheduler's thread; never raises for want of the store.
         """
-        found = False
-        if self._book is not None and self._reader is not None and self._may_share():
+        found = 0
+        if self._ahead is not None and self._may_share():
             with miss(self._tally, self._run.app, WHAT):
-                first = kv_names.first_page(self._book, tokens, prefix, last_hash, space)
-                found = self._reader.begins(first, len(tokens))
+                found = self._ahead.worth(tokens, prefix, last_hash, space)
         return found
+
+    def queued(self, request: Any, tokens: int) -> None:
+        """SGLang fetches so many tokens for a request."""
+        if self.pace is not None:
+            self.pace.queued(request, tokens)
+            if said := self.pace.news():
+                logger.info("cornplug: %s", said)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many of these pages, from the first, the store has."""
@@ -175,7 +188,10 @@ class CornplugStorage(HiCacheStorage):
         if self._may_share() and self._reader is not None:
             began = time.monotonic()
             done = self._reader.load(keys, self._slots(host_indices))
-            self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, WHAT)
+            took_s = time.monotonic() - began
+            self._tally.observe("cornplug_wait_seconds", took_s, self._run.app, WHAT)
+            if self.pace is not None and done:
+                self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
 
     def _may_share(self) -> bool:

@@ -92,47 +92,23 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
         return original(*args, **kwargs)  # SGLang asks for nothing so short.
-    begins = storage.begins(
+    ahead = storage.ahead(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
         call["last_hash"],
         Space(call["extra_key"], call["cache_salt"]),
     )
+    fetches = ahead > 0
     if cache.tp_world_size > 1:
         # What is queued on one rank and not on another is waited for, in SGLang's own collectives.
-        vote = torch.tensor([begins], dtype=torch.int32)
+        vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
-        begins = bool(vote.item())
-    if begins:
+        fetches = bool(vote.item())
+    if fetches:
+        storage.queued(call["request"], ahead)
         return original(*args, **kwargs)
     # SGLang's own answer to a request that has nothing to fetch, with what it notes beside it.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
-
-
-def first_page(
-    book: Book, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
-) -> str | None:
-    """SGLang's hash of the first page of `tokens`, which follow `prefix`, entered in the book.
-
-    Where SGLang's pages are smaller than the store's, so are the others up to the end of the store's page.
-    """
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    def hashed(run: Sequence[int], prior: str | None) -> list[str]:
-        key = RadixKey(array("q", run), extra_key=space.extra_key, cache_salt=space.cache_salt)
-        found: list[str] = get_storage_hash_str(
-            key.page_aligned(book.page_size), prior, page_size=book.page_size
-        )
-        book.record(prior, found, run, space)
-        return found
-
-    if last_hash is not None and prefix and book.find([last_hash])[0] is None:
-        # Hashed anew and not taken on trust: `last_hash` gets a name only if it is of these tokens.
-        hashed(prefix, None)
-    whole = max(book.page_size, book.page_tokens - len(prefix) % book.page_tokens)
-    names = hashed(tokens[:whole], last_hash)
-    return names[0] if names else None
 
 
 def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,6 +62,18 @@ class Reader:
             self._missed("absent", tokens)
         return found
 
+    def count(self, hashes: Sequence[str]) -> int:
+        """How many of these pages, from the first, the store has. From the scheduler's thread, as `begins`.
+        Raises CornplugError."""
+        wanted = [[keys for _, keys in parts] for parts in self._plan(self._book.find(hashes))]
+        keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
+        if not keys:
+            return 0
+        mask = self._asking.contains(keys, deadline_s=self._run.deadline_s)
+        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+        whole = (all(there.intersection(part) for part in parts) for parts in wanted)
+        return next((i for i, found in enumerate(whole) if not found), len(wanted))
+
     def present(self, hashes: Sequence[str]) -> int:
         """How many pages, from the first, the store has whole; counts those that it lacks.
         Raises CornplugError."""

@@ -20,7 +20,7 @@ _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
     "resolution": ("hicache_settings",),
     "weights": ("weights",),
-    "kv": ("kv_names", "kv_late"),
+    "kv": ("kv_names", "kv_late", "kv_pace"),
     "lora": ("kv_roots",),
     "pictures": ("named", "media", "embeddings"),
     "llava": ("decoded:LLAVA_HOOKS",),

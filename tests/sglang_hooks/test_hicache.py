@@ -205,6 +205,24 @@ def test_a_store_that_is_gone_queues_nothing(store: FaultyStore, process: Tally,
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", reason), [1])]
 
 
+def test_what_is_computed_sooner_is_not_fetched(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, host = attach()
+    cache = Cache(backend)
+    backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
+    assert backend.pace is not None
+    backend.pace._rule.moved(1 << 20, 0.5)  # 2 MB/s
+    assert cache.request(TOKENS)  # what computing takes nobody knows yet
+    backend.pace.answered("request")
+    for tokens in (16, 512, 1024):
+        backend.pace._rule.computed(tokens, tokens * 1e-6)
+    process.drain()
+    assert not cache.request(TOKENS)
+    assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "cheaper"), [8])]
+    for tokens in (16, 512, 1024) * 20:
+        backend.pace._rule.computed(tokens, tokens * 1e-1)
+    assert cache.request(TOKENS)
+
+
 def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> None:
     backend, host = attach(page_size=16)
     cache = Cache(backend)

@@ -19,7 +19,7 @@ from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import kv_book, kv_names, lora, named
+from cornplug.sglang_hooks import kv_ahead, kv_book, kv_names, lora, named
 from cornplug.sglang_hooks.kv_book import Book, Space
 from cornplug.sglang_hooks.kv_roots import Roots
 
@@ -279,7 +279,7 @@ def test_pairs_of_a_draft_are_not(book: Book) -> None:
 def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
-    first = kv_names.first_page(book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN)
+    first = kv_ahead.first_page(book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN)
     assert first == hashes[8]
     # As far as the page of the store goes, which the next pages are a part of.
     assert [page is not None for page in book.find(hashes)] == [True] * 12 + [False] * 4
@@ -290,7 +290,7 @@ def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
 def test_a_hash_of_other_tokens_learns_nothing(book: Book) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
-    kv_names.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
+    kv_ahead.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
     looked_up(tokens[128:], hashes[7])
     assert set(book.find(hashes[8:])) == {None}
 

@@ -1,0 +1,88 @@
+"""What steps, copies and waits are taken for, on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cornplug.sglang_hooks import kv_pace
+from cornplug.sglang_hooks.hicache import CornplugStorage
+from cornplug.sglang_hooks.kv_pace import LoadPace
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    return Clock()  # type: ignore[return-value]
+
+
+def scene(clock: Clock) -> tuple[LoadPace, Any]:
+    """A pace, and SGLang's scheduler over a cache whose storage has it."""
+    pace = LoadPace("pays", 1000.0, clock)
+    storage = CornplugStorage.__new__(CornplugStorage)
+    storage.pace = pace
+    cache = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=storage))
+    return pace, SimpleNamespace(tree_cache=cache, busy=False)
+
+
+def step(scheduler: Any, tokens: int, launched_s: float, *, extend: bool = True) -> None:
+    """As `process_batch_result` of SGLang's, at the clock's time."""
+    mode = SimpleNamespace(is_extend=lambda: extend)
+    batch = SimpleNamespace(forward_mode=mode, extend_lens=[tokens], reqs=[1] * tokens, launch_ts=launched_s)
+    kv_pace._stepped(None, scheduler, batch, None)
+
+
+def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Clock) -> None:
+    """SGLang launches a batch while the one before runs."""
+    pace, scheduler = scene(clock)
+    for tokens in (1000, 2000, 1000, 2000, 1000, 2000):
+        launched = clock.now - (0.05 if scheduler.busy else 0.0)
+        scheduler.busy = True
+        clock.now += tokens * 1e-4
+        step(scheduler, tokens, launched)
+    assert pace._rule.compute_s(1000) == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_load_is_noticed_after_what_was_not_copying(clock: Clock) -> None:
+    pace, scheduler = scene(clock)
+
+    def progress(self: Any, request: Any) -> bool:
+        return clock.now >= 101.0
+
+    pace.queued("r", 64)
+    assert not kv_pace._progress(progress, scheduler.tree_cache, "r")
+    assert pace.waits("r")
+    pace.moved(64_000, 0.25)
+    clock.now = 101.0
+    assert kv_pace._progress(progress, scheduler.tree_cache, "r")
+    assert not pace.waits("r")
+    # 0.25 s a copy of this size, and 0.75 s until somebody looked.
+    assert pace._rule.load_s(64_000) == pytest.approx(1.0)
+
+
+def test_what_waited_beside_others_says_nothing_of_being_noticed(clock: Clock) -> None:
+    pace, _ = scene(clock)
+    pace.queued("a", 64)
+    pace.queued("b", 64)
+    clock.now += 5
+    pace.moved(64_000, 0.25)
+    pace.answered("a")
+    pace.answered("b")
+    assert pace._rule.load_s(64_000) == pytest.approx(0.25)
+
+
+def test_requests_that_nobody_asks_about_again_are_forgotten(clock: Clock) -> None:
+    pace, _ = scene(clock)
+    for i in range(kv_pace._MAX_QUEUED + 10):
+        pace.queued(i, 1)
+    assert len(pace._queued) == kv_pace._MAX_QUEUED
+    assert not pace.waits(0)
