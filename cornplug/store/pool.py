@@ -76,8 +76,10 @@ class PoolStore:
         self._said = ""
         self._settled = threading.Event()
         self._closing = threading.Event()
+        self._keeping = threading.Lock()
+        """Held for ever by whoever started the thread that keeps this process connected."""
         _open_stores.add(self)
-        threading.Thread(target=self._keep_connected, name="cornplug-store", daemon=True).start()
+        self._keep()
         if connect_timeout_s is None:
             connect_timeout_s = _START_WAIT_S if self._autostart else _HELLO_S
         self._settled.wait(connect_timeout_s)
@@ -85,6 +87,7 @@ class PoolStore:
     @property
     def connected(self) -> bool:
         """Whether the next call would be sent at all."""
+        self._keep()
         return self._connection is not None
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
@@ -181,6 +184,7 @@ class PoolStore:
     def _connected(self) -> Iterator[Connection]:
         connection = self._connection
         if connection is None:
+            self._keep()
             raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
         try:
             yield connection
@@ -208,6 +212,11 @@ class PoolStore:
             with contextlib.suppress(StoreUnavailable):
                 self.release(tokens, deadline_s=0.0)
             raise
+
+    def _keep(self) -> None:
+        """Start the thread that connects, once in each process."""
+        if not self._closing.is_set() and self._keeping.acquire(blocking=False):
+            threading.Thread(target=self._keep_connected, name="cornplug-store", daemon=True).start()
 
     def _keep_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -277,8 +286,14 @@ class PoolStore:
         self._why = self._said = why
 
     def abandon_in_child(self) -> None:
-        """In a child the socket is the parent's: two processes on it would mix their answers."""
-        self._why = f"this connection belongs to the parent of process {os.getpid()}"
+        """In a child the socket is the parent's: two processes on it would mix their answers. One of
+        its own is made when it first asks; many children never do."""
+        self._why = f"process {os.getpid()} was forked and has no connection of its own yet"
+        # Threads that are not here may have held the parent's locks.
+        closed, self._closing = self._closing.is_set(), threading.Event()
+        self._settled, self._keeping = threading.Event(), threading.Lock()
+        if closed:
+            self._closing.set()
         connection = self._connection
         self._connection = None
         if connection is not None:

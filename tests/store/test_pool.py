@@ -215,6 +215,39 @@ def test_a_forked_child_leaves_the_parents_connection_alone(
     assert present(store, "a") == b"\1"
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_forked_child_gets_a_connection_of_its_own(
+    connect: Connect, serve_in_thread: Callable[..., Server], closed: bool
+) -> None:
+    """Web servers fork their workers after the application was loaded."""
+    serve_in_thread()
+    store = connect()
+    fill(store, "a", b"of the parent")
+    if closed:
+        store.close()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if closed:
+                time.sleep(0.3)
+                status = int(store.connected)
+            else:
+                eventually(lambda: store.connected)
+                held = lease(store, "a")
+                assert held is not None
+                assert bytes(store.view(held.location)) == b"of the parent"
+                fill(store, "b", b"of the child")
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    if not closed:
+        held = lease(store, "b")
+        assert held is not None
+        assert bytes(store.view(held.location)) == b"of the child"
+
+
 def test_another_secret_is_refused_with_a_remedy(
     start_daemon: Start, store_config: StoreConfig, short_path: Path
 ) -> None:
