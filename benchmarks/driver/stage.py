@@ -49,9 +49,6 @@ def options(description: str | None) -> Options:
     )  # fmt: skip
     args = parser.parse_args()
     # More threads than cores would measure the kernel's scheduler.
-    # What sharing brings is measured, not when an engine declines it; export "pays" to measure that.
-    os.environ.setdefault("CORNPLUG_STORE_LOAD_WHEN", "always")
-    os.environ.setdefault("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     return Options(args.quick, args.out)
 
