@@ -105,6 +105,21 @@ class Checkpoint:
         """
         return {normal: (file, name) for normal, (file, name, _) in self._part(part).items()}
 
+    def changed_since(self, moment_ns: int) -> Path | None:
+        """A file of weights or settings that was written after a moment, by the clock of files.
+
+        Files of the hub's cache are named by their content: nobody writes into one. Raises
+        CheckpointError("unreadable").
+        """
+        files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
+        for file in sorted(files | set(self.path.glob("*.json"))):
+            try:
+                if file.stat().st_ctime_ns > moment_ns and file.resolve().parent.name != "blobs":
+                    return file
+            except OSError as e:
+                raise CheckpointError(f"cannot read {file}: {e.strerror}.", reason="unreadable") from e
+        return None
+
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
         """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
+
+_Signature = tuple[tuple[int, ...], ...]
+_WEIGHTS: Final = "adapter_model.safetensors"
+_noted: Final[dict[str, _Signature]] = {}
+"""Folder -> its files as they were when this process first heard of it."""
+
+
+def note(path: str) -> None:
+    """Remember which files lie there, before an engine loads them: what changes afterwards is refused,
+    for nobody can say which of the two it runs. Raises CheckpointError as `Adapters.digest`."""
+    if path not in _noted:
+        _noted[path] = _signature(path)
 
 
 class LaterAdapters:
@@ -20,6 +34,8 @@ class LaterAdapters:
     def digest(self, path: str) -> bytes:
         """As `Adapters.digest`. Raises CheckpointError("identifying") as well, while it is being read."""
         if path not in self._read:
+            with suppress(CheckpointError):  # said again by the thread
+                note(path)
             self._read[path] = self._thread.submit(self._adapters.digest, path)
         if not self._read[path].done():
             raise CheckpointError(f"adapter {path} is being read", reason="identifying")
@@ -32,29 +48,46 @@ class LaterAdapters:
 class Adapters:
     """Digests of LoRA adapters, read once for each path."""
 
-    _FILES = ("adapter_config.json", "adapter_model.safetensors")
-
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[tuple[int, ...], ...], bytes]] = {}
+        self._known: dict[str, bytes] = {}
 
     def digest(self, path: str) -> bytes:
         """Digest of an adapter's files.
 
-        Raises CheckpointError: "lora" when they cannot be read, "lora_changed" when they are
-        no longer those of the first time: which of the two the engine runs, nobody can say.
+        Raises CheckpointError: "lora" when they cannot be read, "lora_files" where engines disagree on
+        which of them count, "lora_changed" when they are no longer those of the first time.
         """
-        files = [Path(path) / name for name in self._FILES]
-        try:
-            stats = [file.stat() for file in files]
-            signature = tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats)
-            if path not in self._known:
-                parts = [digest("cornplug-adapter-file-v1", file.read_bytes()) for file in files]
-                self._known[path] = signature, digest("cornplug-adapter-v1", *parts)
-        except OSError as e:
-            raise CheckpointError(
-                f"adapter {path}: cannot read {e.filename}: {e.strerror}", reason="lora"
-            ) from e
-        known, found = self._known[path]
-        if known != signature:
+        note(path)
+        if path not in self._known:
+            try:
+                parts = [digest("cornplug-adapter-file-v1", f.read_bytes()) for f in _files(path)]
+            except OSError as e:
+                raise _unreadable(path, e) from e
+            self._known[path] = digest("cornplug-adapter-v1", *parts)
+        if _noted[path] != _signature(path):
             raise CheckpointError(f"adapter {path} was changed under the engine", reason="lora_changed")
-        return found
+        return self._known[path]
+
+
+def _files(path: str) -> list[Path]:
+    folder = Path(path)
+    others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != _WEIGHTS)
+    if others:
+        # SGLang loads every safetensors file of the folder, vLLM the one of this name.
+        raise CheckpointError(
+            f"adapter {path} has weights in {', '.join(others)} too; leave {_WEIGHTS} alone there",
+            reason="lora_files",
+        )
+    return [folder / "adapter_config.json", folder / _WEIGHTS]
+
+
+def _signature(path: str) -> _Signature:
+    try:
+        stats = [file.stat() for file in _files(path)]
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    return tuple((s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in stats)
+
+
+def _unreadable(path: str, e: OSError) -> CheckpointError:
+    return CheckpointError(f"adapter {path}: cannot read {e.filename}: {e.strerror}", reason="lora")

@@ -62,6 +62,9 @@ class EngineModel:
     """`engine_config.changes`: what this engine runs that the checkpoint's files do not say."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
     """What counts besides `max_model_len` where that counts."""
+    began_ns: int | None = None
+    """When the engine began, by the clock of files: what changed later may not be what it loaded.
+    None where nobody has noted it."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """`model_type` -> how often this engine's releases have changed what comes out; 0 where absent."""
 
@@ -83,6 +86,7 @@ class EngineModel:
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
+        self._refuse_later_files()
         overrides = self._overrides(name, engine_config.of_towers(self.config_changes))
         inputs = self.checkpoint.family.inputs.get("image", ())
         return TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
@@ -106,7 +110,19 @@ class EngineModel:
                 "settings": dict(self.length_settings),
                 "generation": self.checkpoint.generation,
             }
-        return self.checkpoint.fingerprint("language_model"), spec
+        fingerprint = self.checkpoint.fingerprint("language_model")
+        self._refuse_later_files()
+        return fingerprint, spec
+
+    def _refuse_later_files(self) -> None:
+        """After they were read: a change in between would show."""
+        changed = self.checkpoint.changed_since(self.began_ns) if self.began_ns is not None else None
+        if changed is not None:
+            raise CheckpointError(
+                f"{changed} changed after this engine began to load the model; what it computes with may be "
+                "the older. Restart the engine to share.",
+                reason="weights_changed",
+            )
 
     def _overrides(self, model_type: str, changed: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(self.overrides)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector import compat
+from cornplug.vllm_connector import compat, engine_state
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
@@ -31,6 +31,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     """
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
+    engine_state.begin()
     _refuse_offloading(args)
     # vLLM writes resolved values into the arguments, so a second try needs them as they were.
     given = copy.deepcopy(args)

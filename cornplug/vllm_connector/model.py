@@ -9,7 +9,7 @@ from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side import engine_config
 from cornplug.engine_side.model import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector import code_in_use
+from cornplug.vllm_connector import code_in_use, engine_state
 from cornplug.vllm_connector.compat import EPOCHS, PROVEN
 from cornplug.vllm_connector.verdicts import of_embeddings, of_everything, of_kv
 
@@ -76,6 +76,7 @@ def _engine_model(
         processor_kwargs=processor_kwargs or {},
         engine="vllm",
         proven=PROVEN,
+        began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=overrides,
         config_changes=changed,

@@ -130,6 +130,8 @@ class Vouchers:
         Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
         changed: the voucher's embedding was made without.
         """
+        if weights.replaced():
+            raise _refused("this server's weights were replaced after the embedding was read")
         found = _OURS.fullmatch(mm_hash)
         identity = self._identity()
         if found is None or identity is None:

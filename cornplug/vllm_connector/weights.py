@@ -2,16 +2,18 @@
 
 What a checkpoint on disk says about an engine holds until somebody replaces the weights in
 place (sleep level 2, reload, RL update). We cannot fingerprint what came over the wire, so
-sharing ends for this engine until it is restarted: reason "weights_updated".
+sharing ends for this engine, in all its processes, until it is restarted: reason "weights_updated".
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from cornplug.vllm_connector import compat
+from cornplug.engine_side import adapters
+from cornplug.errors import CheckpointError
+from cornplug.vllm_connector import compat, engine_state
 
 # Workers' methods that users call and that leave the weights alone. Any other name may be a
 # trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.
@@ -44,21 +46,21 @@ _HARMLESS = frozenset(
         "wake_up",
     }
 )
-_replaced = threading.Event()
 
 
 def replaced() -> bool:
-    """Whether this engine's weights may no longer be the checkpoint's."""
-    return _replaced.is_set()
+    """Whether this engine's weights may no longer be the checkpoint's, whichever process learned it."""
+    return engine_state.current().replaced()
 
 
 def note_replaced(how: str) -> None:
-    """Stop sharing in this process."""
-    if not _replaced.is_set():
+    """Stop sharing in every process of this engine."""
+    state = engine_state.current()
+    if not state.replaced():
         compat.logger.warning(
             "cornplug: weights replaced by %s; this engine shares nothing until restart", how
         )
-    _replaced.set()
+    state.note_replaced()
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,9 +84,17 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
     return original(llm, method, *args, **kwargs)
 
 
+def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
+    """Before its workers read an adapter's files."""
+    with suppress(CheckpointError):  # Said again, and counted, when a request asks for it.
+        adapters.note(lora_request.lora_path)
+    return original(core, lora_request)
+
+
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.engine.core", "EngineCore.collective_rpc", _collective_rpc),
     ("vllm.v1.engine.core", "EngineCore.sleep", _sleep),
+    ("vllm.v1.engine.core", "EngineCore.add_lora", _add_lora),
     ("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _rpc_of_api),
     ("vllm.v1.engine.async_llm", "AsyncLLM.sleep", _sleep),
 )

@@ -9,7 +9,7 @@ import pytest
 
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import weights
+from cornplug.vllm_connector import engine_state
 
 from .rig import Engine
 
@@ -40,9 +40,11 @@ def faulty(store: MemoryStore) -> FaultyStore:
 
 @pytest.fixture(autouse=True)
 def original_weights() -> Iterator[None]:
-    weights._replaced.clear()
+    engine_state.current().note_replaced(False)
+    # Tests write their checkpoints while the "engine" runs.
+    engine_state.current()._begin(2**63)
     yield
-    weights._replaced.clear()
+    engine_state.current().note_replaced(False)
 
 
 def open_in(store: MemoryStore) -> tuple[int, int]:

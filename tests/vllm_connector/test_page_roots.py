@@ -10,6 +10,7 @@ from unittest import mock
 import page_root_vectors as vectors
 import pytest
 
+from cornplug.errors import CheckpointError
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import kv_scheduler
@@ -27,4 +28,8 @@ def test_roots(name: str, tmp_path: Path, store: MemoryStore) -> None:
         made = KVScheduler(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
     lora = SimpleNamespace(lora_path=path) if case.lora else None
     request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
+    if lora is not None:
+        with pytest.raises(CheckpointError, match="is being read"):
+            made._root(request)
+        made._adapters._read[path].result(timeout=5)
     assert made._root(request).hex() == vectors.known()[name]

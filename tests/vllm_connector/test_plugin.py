@@ -24,7 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
-from cornplug.vllm_connector import compat, plugin, stats, weights
+from cornplug.vllm_connector import compat, engine_state, plugin, stats, weights
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 
@@ -206,7 +206,7 @@ def test_calls_of_the_start_do_not() -> None:
 def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
     Core().sleep(*args)
     assert weights.replaced() is ends
-    weights._replaced.clear()
+    engine_state.current().note_replaced(False)
     Core().sleep(level=args[0] if args else 1)
     assert weights.replaced() is ends
 

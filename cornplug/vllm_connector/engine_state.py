@@ -1,0 +1,98 @@
+"""What all processes of one engine must know at once: when it began, and whether its weights still hold.
+
+A page of anonymous memory, made by the process that resolves the engine's configuration and opened by
+its children through /proc: whoever learns that weights were replaced tells every API server and engine
+core in the same instant, and nothing is left behind when the engine dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+from typing import Final
+
+from cornplug.vllm_connector import compat
+
+_VARIABLE: Final = "_CORNPLUG_ENGINE"
+_TOKEN_BYTES: Final = 16
+_BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
+_FLAG: Final = _BEGAN.size
+_PAGE: Final = mmap.PAGESIZE
+
+
+class EngineState:
+    """One page that an engine's processes share."""
+
+    def __init__(self, page: mmap.mmap | None) -> None:
+        """`page` None: this process could not reach the others'."""
+        self._page = page
+
+    def began_ns(self) -> int:
+        """When the engine was about to be configured, by the clock of files; before any weight was read."""
+        return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
+
+    def replaced(self) -> bool:
+        """Whether its weights may no longer be the checkpoint's. True where nobody can say."""
+        return self._page is None or self._page[_FLAG] != 0
+
+    def note_replaced(self, value: bool = True) -> None:
+        if self._page is not None:
+            self._page[_FLAG] = int(value)
+
+    def _begin(self, began_ns: int) -> None:
+        if self._page is not None:
+            struct.pack_into("<Q", self._page, _TOKEN_BYTES, began_ns)
+
+
+_HERE_SINCE_NS: Final = time.time_ns()
+_lock: Final = threading.Lock()
+_state: EngineState | None = None
+
+
+def begin() -> None:
+    """Say that an engine is about to be configured here. In its children: nothing, they know already."""
+    now = time.time_ns()
+    found = current()
+    if os.environ[_VARIABLE].startswith(f"{os.getpid()}:"):
+        found._begin(now)
+
+
+def current() -> EngineState:
+    """The state of the engine that this process is part of; made where there is none."""
+    global _state
+    if _state is None:
+        with _lock:
+            if _state is None:
+                _state = EngineState(_attach() if _VARIABLE in os.environ else _create())
+    return _state
+
+
+def _create() -> mmap.mmap:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    fd = os.memfd_create("cornplug-engine")  # stays open: children come by it
+    os.ftruncate(fd, _PAGE)
+    page = mmap.mmap(fd, _PAGE)
+    _BEGAN.pack_into(page, 0, token, _HERE_SINCE_NS)
+    os.environ[_VARIABLE] = f"{os.getpid()}:{fd}:{token.hex()}"
+    return page
+
+
+def _attach() -> mmap.mmap | None:
+    pid, fd, token = os.environ[_VARIABLE].split(":")
+    try:
+        with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
+            page = mmap.mmap(file.fileno(), _PAGE)
+    except (OSError, ValueError) as e:
+        compat.logger.warning(
+            "cornplug: this process cannot see its engine's state and shares nothing: %s", e
+        )
+        return None
+    if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
+        # The engine that this environment is of has ended, and its process id is another's.
+        compat.logger.warning("cornplug: the engine's state is gone; this process shares nothing")
+        return None
+    return page

@@ -1,0 +1,147 @@
+"""One engine's processes learn together that its weights were replaced, and when it began."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.config import Config
+from cornplug.engine_side.model import EngineModel
+from cornplug.errors import CheckpointError
+from cornplug.testing import checkpoints
+from cornplug.vllm_connector import engine_state, weights
+from cornplug.vllm_connector.vouchers import Vouchers
+
+CHILD = """
+import sys
+from cornplug.vllm_connector import engine_state, weights
+print(engine_state.current().began_ns(), flush=True)
+for line in sys.stdin:
+    if line.strip() == "replace":
+        weights.note_replaced("a test")
+    print(int(weights.replaced()), flush=True)
+"""
+
+
+class Child:
+    """A process that an engine started."""
+
+    def __init__(self, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+        self.began_ns = int(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def tell(self, what: str) -> bool:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self._line().strip() == "1"
+
+    def close(self) -> None:
+        self.process.communicate(timeout=20)
+
+
+def test_every_process_of_the_engine_stops_at_once() -> None:
+    """As API servers 1 and 2: the one that takes the update tells the other, and the core."""
+    engine_state.begin()
+    one, two = Child(), Child()
+    try:
+        assert one.began_ns == two.began_ns == engine_state.current().began_ns()
+        assert [one.tell(""), two.tell(""), weights.replaced()] == [False] * 3
+        assert one.tell("replace")
+        assert two.tell("")
+        assert weights.replaced()
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_process_that_cannot_see_the_state_shares_nothing() -> None:
+    lost = Child(_CORNPLUG_ENGINE="1:999:" + "00" * 16)
+    try:
+        assert lost.tell("")
+    finally:
+        lost.close()
+
+
+def test_another_server_s_update_ends_vouchers_here(tmp_path: Path) -> None:
+    taken = Vouchers(Config(), bytes(32), lambda: bytes(32), dtype="float32")
+    name = "cpv1-" + "11" * 32 + "-" + "22" * 32
+    with pytest.raises(VLLMValidationError, match="another salt"):
+        taken.key(name, None)
+    weights.note_replaced("a trainer, by another API server")
+    with pytest.raises(VLLMValidationError, match="weights were replaced"):
+        taken.key(name, None)
+
+
+# -- files that change under the engine ---------------------------------------------------------
+
+
+def model(folder: Path, began_ns: int) -> EngineModel:
+    return EngineModel(
+        checkpoint=Checkpoint.open(str(folder)),
+        dtype="float32",
+        max_model_len=64,
+        engine="vllm",
+        proven=frozenset({"llava"}),
+        began_ns=began_ns,
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "preprocessor_config.json"])
+def test_files_that_changed_after_the_engine_began_are_refused(tmp_path: Path, file: str) -> None:
+    """A trainer that writes into the folder: what is loaded may be what was there before."""
+    folder = checkpoints.llava(tmp_path / "m")
+    began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
+    before = model(folder, began_ns)
+    before.kv_identity()
+    before.tower_identity()
+    while time.time_ns() < began_ns + 50_000_000:
+        time.sleep(0.01)
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content)
+    times = (folder / file).stat()
+    os.utime(folder / file, ns=(times.st_atime_ns, times.st_mtime_ns - 10**12))  # a copy with old times
+    for identify in (model(folder, began_ns).kv_identity, model(folder, began_ns).tower_identity):
+        with pytest.raises(CheckpointError, match=file) as caught:
+            identify()
+        assert caught.value.reason == "weights_changed"
+
+
+def test_the_hub_s_cache_may_be_filled_by_the_engine_itself(tmp_path: Path) -> None:
+    """Its files are named by their content: what is fetched at start is what is loaded."""
+    began_ns = time.time_ns() - 10**9
+    made = checkpoints.llava(tmp_path / "made")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.move(made, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    model(snapshot, began_ns).kv_identity()
+
+
+def test_children_of_the_configuring_process_do_not_begin_anew() -> None:
+    """vLLM resolves the configuration in each API server once more."""
+    engine_state.begin()
+    began_ns = engine_state.current().began_ns()
+    with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
+        engine_state.begin()
+    assert engine_state.current().began_ns() == began_ns
