@@ -111,6 +111,9 @@ class EncoderConfig(_Section):
     max_prepared_bytes: int | None = Field(default=None, gt=0)
     """Of decoded and preprocessed media that are held at a time; None: a quarter of the memory that the host
     has, or the control group allows."""
+    drain_s: float = Field(default=25.0, gt=0)
+    """Longest that a service which was told to stop works on what it has admitted: it ends within the 30 s
+    that are usual between SIGTERM and SIGKILL."""
     max_deadline_s: float = Field(default=120.0, gt=0)
     """Longest deadline that a client gets, whatever it asks for; a class may have its own."""
     max_pixels: int = Field(default=64_000_000, gt=0)

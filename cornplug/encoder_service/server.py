@@ -45,11 +45,8 @@ from cornplug.store.opening import open_store
 
 log = logging.getLogger(__name__)
 
-DRAIN_S: Final = 25.0
-"""Longest time that a stopping service works on what it has admitted: it ends within the 30 s that are
-usual between SIGTERM and SIGKILL."""
 _LAST_S: Final = 2.0
-"""Of what is cut off at the end of that time, to hear so."""
+"""What is cut off at the end of `encoder.drain_s` has so long to hear so."""
 
 CPU_BATCH_TOKENS: Final = 2048
 """A few pictures keep a core as busy as many do; more in one batch only make each other wait."""
@@ -110,7 +107,7 @@ class Listeners:
 
 async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secret: bytes) -> None:
     """Serve until SIGTERM or SIGINT, then drain: `/ready` says so while the streams finish."""
-    gate = Gate()
+    gate, drain_s = Gate(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(
         uvicorn.Config(
@@ -118,7 +115,7 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
             http=Impatient,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=int(DRAIN_S),
+            timeout_graceful_shutdown=math.ceil(drain_s),
         )
     )
     endpoint = Endpoint(encoder, listeners.unix, secret=secret)
@@ -140,11 +137,11 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    end = loop.time() + DRAIN_S
+    end = loop.time() + drain_s
     endpoint.stop_accepting()
     gate.close()
     # What HTTP clients have begun may still submit media, so the encoder closes after them.
-    await gate.idle(DRAIN_S)
+    await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
     # Whatever is still being decoded has had its time.
     await asyncio.to_thread(encoder.stop_decoding)

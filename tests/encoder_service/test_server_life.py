@@ -22,6 +22,7 @@ from cornplug.encoder_service import impatient
 from cornplug.testing.processes import EncoderProcess
 
 from .conftest import eventually, picture, png
+from .hostile_pictures import many_scans
 
 ITEMS = 24
 CALLERS = 3
@@ -71,6 +72,38 @@ def test_sigterm_under_load_ends_streams_then_the_process(
     for caller in callers:
         assert sorted(row["index"] for row in caller.rows) == list(range(ITEMS))
         assert all("error" not in row for row in caller.rows)
+
+
+@pytest.mark.integration
+def test_sigterm_ends_the_process_whatever_is_decoded(llava_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Before: "stopped" was logged, and the process lived on until the last picture was decoded."""
+    model = str(llava_pair[0])
+    slow = many_scans(7900, 7900, 95)
+    env = {"CORNPLUG_ENCODER_PREPARE_THREADS": "2", "CORNPLUG_ENCODER_DRAIN_S": "1"}
+    with EncoderProcess(
+        [model], "--no-store", "--threads", "1", socket=tmp_path / "e.sock", env=env
+    ) as process:
+
+        def attack(_: int) -> int:
+            with httpx.Client(timeout=60, trust_env=False) as http:
+                data = {"model": model, "deadline_s": "60"}
+                return http.post(f"{process.url}/v1/encode", data=data, files={"image": slow}).status_code
+
+        with ThreadPoolExecutor(6) as attackers:
+            answers = attackers.map(attack, range(6))
+            eventually(lambda: decoding(process.url) >= 4, 30)
+            began = time.monotonic()
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.stop(grace_s=30) == 0
+            assert time.monotonic() - began < 20
+            assert set(answers) <= {200, 422, 503, 504}
+
+
+def decoding(url: str) -> float:
+    """Media that wait to be decoded."""
+    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    name = "cornplug_encoder_preparing_requests"
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
