@@ -25,6 +25,8 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
   the writer has spoken (a release, or a commit that comes too late), or its connection has ended
   and the quarantine has passed, or `reclaim_s` has passed.
 * Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
+* One connection's leases keep at most three quarters of the store in place (and one entry always);
+  beyond that a present key is answered like an absent one.
 * Questions (`contains`, `stat`) change nothing; in particular they do not refresh LRU.
 * A full store evicts unleased entries; when that is not enough it refuses with `FULL`.
 """

@@ -26,6 +26,7 @@ from cornplug.store.base import OTHER_APPS, Lease, Location, Part, Refusal, Rese
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
 from cornplug.store.eviction import Looks, plan_eviction
 from cornplug.store.expiry import Expiries
+from cornplug.store.pins import Pins
 
 LEASE_BYTES: Final = 128
 """At least what a lease takes in an answer, without its meta."""
@@ -95,6 +96,7 @@ class Index:
             disown=self._disown,
         )
         self._reading: dict[int, _Reading] = {}
+        self._pins: Pins[Entry] = Pins(self.capacity_bytes * 3 // 4)
         self._owned: dict[int, set[int]] = {}
         self._expiries: Expiries[int] = Expiries()
         self._bytes_by_app: dict[str, int] = {}
@@ -120,13 +122,14 @@ class Index:
         now_s: float,
         reply_bytes: int | None = None,
     ) -> list[Lease | None]:
-        """A lease per present key, held by `owner` until `now_s + ttl_s`; of the first keys only,
-        and at least of one, where the leases take more than `reply_bytes`."""
+        """A lease per present key, held by `owner` until `now_s + ttl_s`, within what one owner may
+        keep in place; of the first keys only, and at least of one, where the leases take more than
+        `reply_bytes`."""
         self.sweep(now_s)
         out: list[Lease | None] = []
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or not self._pins.may(owner, entry):
                 self._misses += 1
                 out.append(None)
                 continue
@@ -137,6 +140,7 @@ class Index:
             self._hits += 1
             token = self._new_token(owner)
             entry.readers += 1
+            self._pins.add(owner, entry)
             self._lru.pop(key, None)
             self._reading[token] = _Reading(owner, entry, self._expiries.add(token, now_s + ttl_s))
             out.append(Lease(token, key, entry.meta, entry.location))
@@ -350,6 +354,7 @@ class Index:
         self._expiries.discard(token, reading.expires)
         entry = reading.entry
         entry.readers -= 1
+        self._pins.drop(reading.owner, entry)
         if entry.readers:
             return
         if entry.visible:

@@ -199,6 +199,18 @@ class StoreContract:
         store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
         assert isinstance(reserve(other, "big", self.quarter * 2), Reservation)
 
+    def test_one_client_keeps_three_quarters_in_place_and_no_more(self, store: Store, other: Store) -> None:
+        for name in range(4):
+            fill(store, name, b"x" * self.quarter)
+        held = [lease(store, name) for name in range(3)]
+        assert None not in held
+        assert lease(store, 3) is None
+        assert lease(store, 0) is not None, "what it has it may have twice"
+        assert isinstance(reserve(store, "new", self.quarter), Reservation), "writers have the rest"
+        assert lease(other, 0) is not None
+        store.release([each.token for each in held[1:] if each], deadline_s=DEADLINE_S)
+        assert isinstance(reserve(store, "newer", self.quarter), Reservation)
+
     def test_two_leases_need_two_releases(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         first, second = lease(store, "a"), lease(other, "a")

@@ -106,11 +106,17 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @rule(owner=OWNERS, name=NAMES, ttl_s=st.sampled_from([1.0, 10.0]))
     def lease(self, owner: int, name: int, ttl_s: float) -> None:
         (lease,) = self.index.lease(owner, [key(name)], ttl_s=ttl_s, now_s=self.now_s)
-        assert (lease is not None) == (key(name) in self.visible)
+        there = self.visible.get(key(name))
+        assert (lease is not None) == (there is not None and self.may_lease(owner, *there[1:]))
         if lease is not None:
             place = lease.location
             assert (lease.meta, place.offset, place.size) == self.visible[lease.key]
             self.leases[lease.token] = (owner, place.offset, place.size, self.now_s + ttl_s)
+
+    def may_lease(self, owner: int, offset: int, size: int) -> bool:
+        """Three quarters of the store each, and one entry always."""
+        mine = {at: align_up(length) for by, at, length, _ in self.leases.values() if by == owner}
+        return not mine or offset in mine or sum(mine.values()) + align_up(size) <= CAPACITY * 3 // 4
 
     @rule(owner=OWNERS, which=st.integers(0, 5))
     def release(self, owner: int, which: int) -> None:
