@@ -85,6 +85,12 @@ class StoreConfig(_Section):
     """32 bytes that key every digest; made on first use. Same file on all hosts that share."""
 
 
+_PICTURE_FORMATS = (
+    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
+)  # fmt: skip
+"""As `encoder_service.media.FORMATS`, which may not be imported here; a test compares them."""
+
+
 class EncoderConfig(_Section):
     """The shared encoder service."""
 
@@ -131,6 +137,24 @@ class EncoderConfig(_Section):
     """Longest that a body may take to arrive."""
     admin_key: SecretStr = SecretStr("")
     """Who has it may reload weights by HTTP. Empty: who asks from this host may."""
+    require_key: bool = False
+    """Answer only who has a key: a class's (`qos.classes.NAME.api_keys`, `.tenants`) or `admin_key`.
+    `/health` and `/ready` are for everybody."""
+    allow_anonymous: bool = False
+    """Listen beyond this host (`host`) though nobody needs a key."""
+    trust_salts: bool = False
+    """Take a `salt` from callers without a tenant's key: where only a gateway that names tenants, or one
+    tenant, reaches the service. Otherwise they are refused."""
+    names: str = ""
+    """Names ("encoder, encoder.example.org") by which HTTP clients reach the service, beside localhost, this
+    host's own name and its addresses. Who has no key and asks for another one is refused."""
+    max_connections: int | None = Field(default=None, gt=0)
+    """HTTP connections at a time; then the longest idle one ends for each that comes. None: what the
+    process's descriptors allow, at most 4096."""
+    picture_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
+    """Formats of still pictures that are decoded, by Pillow's names."""
+    tenant_part: float = Field(default=0.5, gt=0, le=1)
+    """Part of the store that one tenant's HTTP requests may fill, and all those without a tenant together."""
     max_items: int = Field(default=64, gt=0)
     """Media in one HTTP request."""
     max_waiting: int = Field(default=256, gt=0)
@@ -157,6 +181,19 @@ class EncoderConfig(_Section):
             else value
         )
 
+    @field_validator("picture_formats")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        known = {name.upper() for name in _PICTURE_FORMATS}
+        wrong = [name for name in _words(value) if name.upper() not in known]
+        if wrong or not _words(value):
+            raise ValueError(f"{', '.join(wrong) or 'none'}: known are {', '.join(_PICTURE_FORMATS)}")
+        return value
+
+    def formats(self) -> tuple[str, ...]:
+        """`picture_formats`, read."""
+        return tuple(name.upper() for name in _words(self.picture_formats))
+
     @field_validator("receivers")
     @classmethod
     def _readable(cls, value: str) -> str:
@@ -169,7 +206,11 @@ class EncoderConfig(_Section):
 
 
 def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
+    return tuple(map(ip_network, _words(text)))
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class EngineConfig(_Section):
@@ -201,12 +242,27 @@ class ClassConfig(_Section):
     api_keys: tuple[str, ...] = ()
     """Who has one of them is of this class. As they are, or as "sha256:" and 64 hex digits; kept as
     the latter."""
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
+        default_factory=dict
+    )
+    """Tenant -> keys, each as in `api_keys`. Who has one is of this class, and what is made for him has
+    this salt: nobody else's requests share it."""
     apps: tuple[str, ...] = ()
 
     @field_validator("api_keys")
     @classmethod
     def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_digest_of_key(key) for key in keys)
+
+    @field_validator("tenants")
+    @classmethod
+    def _digested_too(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        return {tenant: tuple(_digest_of_key(key) for key in keys) for tenant, keys in tenants.items()}
+
+    def bound_keys(self) -> tuple[tuple[str, str | None], ...]:
+        """(digest, tenant) of every key of this class."""
+        bound = ((key, tenant) for tenant, keys in self.tenants.items() for key in keys)
+        return (*((key, None) for key in self.api_keys), *bound)
 
 
 class QosConfig(_Section):
@@ -224,12 +280,14 @@ class QosConfig(_Section):
             raise ValueError(f"the shares of all classes add up to {total:g}: make that 1 or less")
         if self.default != "default" and self.default not in self.classes:
             raise ValueError(f"default: no class {self.default!r}: add [qos.classes.{self.default}]")
-        if self.default in self.classes and self.classes[self.default].api_keys:
+        if self.default in self.classes and self.classes[self.default].bound_keys():
             raise ValueError("api_keys: the default class is for those who have none: take them out")
-        for what in ("apps", "api_keys"):
-            named = [one for c in self.classes.values() for one in set(getattr(c, what))]
+        apps = [app for c in self.classes.values() for app in set(c.apps)]
+        keys = [key for c in self.classes.values() for key in {*c.api_keys}]
+        keys += [key for c in self.classes.values() for each in c.tenants.values() for key in set(each)]
+        for what, named in (("apps", apps), ("api_keys", keys)):
             if len(named) != len(set(named)):
-                raise ValueError(f"{what}: one of them is in two classes: leave it in one")
+                raise ValueError(f"{what}: one of them is in two places: leave it in one")
         return self
 
 

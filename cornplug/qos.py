@@ -8,6 +8,7 @@
     priority = 10                        # of what is left over, the highest first
     deadline_s = 2                       # of requests that name none
     api_keys = ["sha256:9f86d081884c..."]  # Authorization: Bearer KEY
+    tenants = { acme = ["sha256:60303ae22b99..."] }  # keys whose holders' entries nobody else shares
     apps = ["checkout"]                  # engines, by their app
 
     [qos.classes.standard]
@@ -60,10 +61,17 @@ ONE_CLASS: Final = ServiceClass(name="default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: the class it is served in, and the app it says it is, where that app is known."""
+    """Who asks: the class it is served in, the app it says it is, where that app is known, and the
+    tenant whose key it has."""
 
     qos: ServiceClass
     app: str | None = None
+    tenant: str | None = None
+
+    @property
+    def account(self) -> str:
+        """Whose part of the store is filled: the tenant's, or that of all without one in the class."""
+        return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
 class Classes:
@@ -76,7 +84,7 @@ class Classes:
         share = _guaranteed(asked)
         self._by_name: dict[str, ServiceClass] = {}
         self._by_app: dict[str, ServiceClass] = {}
-        self._by_key: list[tuple[bytes, ServiceClass]] = []
+        self._by_key: list[tuple[bytes, ServiceClass, str | None]] = []
         self._keyless = {config.default}
         for name in asked:
             made = ServiceClass(name=name, share=share[name])
@@ -90,8 +98,8 @@ class Classes:
                     max_deadline_s=one.max_deadline_s,
                 )
                 self._by_app |= dict.fromkeys(one.apps, made)
-                self._by_key += [(key.encode(), made) for key in one.api_keys]
-                if not one.api_keys:
+                self._by_key += [(key.encode(), made, tenant) for key, tenant in one.bound_keys()]
+                if not one.bound_keys():
                     self._keyless.add(name)
             self._by_name[name] = made
         self.default = self._by_name[config.default]
@@ -115,7 +123,7 @@ class Classes:
         A class that has keys is given to their holders only. Who asks for it without one, or names
         a class that does not exist, is served as if it had asked for none.
         """
-        mine = self._of_key(headers.get("authorization", ""))
+        mine, tenant = self._of_key(headers.get("authorization", ""))
         app = headers.get(APP_HEADER)
         named = self._by_name.get(headers.get(CLASS_HEADER, ""))
         of_app = self._by_app.get(app) if app is not None else None
@@ -124,18 +132,27 @@ class Classes:
                 break
         else:
             qos = self.default
-        return Caller(qos=qos, app=app if of_app is qos else None)
+        return Caller(qos=qos, app=app if of_app is qos else None, tenant=tenant)
 
-    def _of_key(self, authorization: str) -> ServiceClass | None:
+    @property
+    def have_keys(self) -> bool:
+        """Whether any class has a key."""
+        return bool(self._by_key)
+
+    def knows(self, authorization: str) -> bool:
+        """Whether this header holds a key of any class."""
+        return self._of_key(authorization)[0] is not None
+
+    def _of_key(self, authorization: str) -> tuple[ServiceClass | None, str | None]:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
-            return None
+            return None, None
         given = b"sha256:" + hashlib.sha256(key.strip().encode()).hexdigest().encode()
-        found = None
+        found: tuple[ServiceClass | None, str | None] = (None, None)
         # Every key is compared, in full: the time taken tells nothing of which one matched.
-        for known, qos in self._by_key:
+        for known, qos, tenant in self._by_key:
             if hmac.compare_digest(known, given):
-                found = qos
+                found = qos, tenant
         return found
 
 

@@ -35,6 +35,8 @@ class Wait:
     qos: ServiceClass = ONE_CLASS
     inline: bool = False
     """The caller wants the tensor itself, stored or not."""
+    account: str | None = None
+    """Whose part of the store it fills (`quota`)."""
     future: Future[Answer] = field(default_factory=Future)
     span: Span = INVALID_SPAN
     queued_s: float | None = None

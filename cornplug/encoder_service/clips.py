@@ -74,6 +74,8 @@ class ClipLimits:
     """Sampled."""
     max_pixels: int = 64_000_000
     """Of one frame; all sampled frames together may have four times as many."""
+    picture_formats: tuple[str, ...] = media.COMMON
+    """Of a video that is given as its frames."""
 
 
 def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits) -> Clip:
@@ -125,7 +127,9 @@ def of_pictures(
 
     for picture in pictures:
         hears: media.Before = media.no_objection if taken else first
-        image = media.as_received(media.decode(picture, limits.max_pixels, before=hears))
+        image = media.as_received(
+            media.decode(picture, limits.max_pixels, before=hears, formats=limits.picture_formats)
+        )
         if taken and image.size != (taken[0].shape[1], taken[0].shape[0]):
             raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
         taken.append(np.asarray(image))

@@ -25,6 +25,7 @@ from cornplug.encoder_service.batcher import Batcher, Flight, Wait
 from cornplug.encoder_service.compute import Executor, Made, Task
 from cornplug.encoder_service.observer import Observer
 from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.refusals import A_FAULT
 from cornplug.encoder_service.registry import Loaded
 from cornplug.encoder_service.shelf import Shelf
 from cornplug.encoder_service.towers.base import Item
@@ -209,13 +210,22 @@ class Dispatcher:
             self._shelf.keep(flight.feature_key, features)
             if not flight.work.model.checkpoint.family.shares_features:
                 continue  # larger than the embeddings, and of no use to any other service
-            app = flight.waits[0].request.app
-            self._publishing.submit(self._shelf.publish, Kind.FEATURE, flight.feature_key, features, app)
+            first_wait = flight.waits[0]
+            self._publishing.submit(
+                self._shelf.publish,
+                Kind.FEATURE,
+                flight.feature_key,
+                features,
+                first_wait.request.app,
+                account=first_wait.account,
+            )
 
     def _publish(self, flight: Flight[Work], embedding: torch.Tensor, origin: Origin) -> None:
-        app = flight.waits[0].request.app
-        with self._observer.stage("publish", flight.waits[0]):
-            stored = self._shelf.publish(Kind.EMBEDDING, flight.key[0], embedding, app)
+        first = flight.waits[0]
+        with self._observer.stage("publish", first):
+            stored = self._shelf.publish(
+                Kind.EMBEDDING, flight.key[0], embedding, first.request.app, account=first.account
+            )
         # Landed after publishing: who asks in between joins, who asks later finds it in the store.
         waits = self._batcher.land(flight)
         tensor = None if stored and not any(w.inline for w in waits) else to_wire(embedding)
@@ -233,8 +243,8 @@ class Dispatcher:
     def _fail(self, batch: Sequence[Flight[Work]], error: BaseException) -> None:
         """Whatever a thread failed with, those who wait for it are told so."""
         log.error("encoding failed", exc_info=error)
-        retry_after_s = 1.0 if isinstance(error, ReplicaLost) else None
-        self._refuse(batch, f"{type(error).__name__}: {error}", retry_after_s)
+        lost = isinstance(error, ReplicaLost)
+        self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)
 
     def _refuse(self, batch: Sequence[Flight[Work]], message: str, retry_after_s: float | None) -> None:
         for flight in batch:

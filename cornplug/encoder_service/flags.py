@@ -34,6 +34,9 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
         "encoder.port": args.port,
         "encoder.sglang": args.sglang,
         "encoder.receivers": args.receivers,
+        "encoder.require_key": args.require_key,
+        "encoder.allow_anonymous": args.allow_anonymous,
+        "encoder.names": args.names,
         "store.socket": args.store_socket,
     }
     return {field: value for field, value in given.items() if value is not None}
@@ -83,6 +86,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
     )
+    out.add_argument(
+        "--require-key",
+        action="store_true",
+        default=None,
+        help="answer by HTTP only who has a key of a class ([qos.classes.NAME]) or the operator's",
+    )
+    out.add_argument(
+        "--allow-anonymous",
+        action="store_true",
+        default=None,
+        help="let --host be reached from beyond this host though nobody needs a key",
+    )
+    out.add_argument("--names", help="names by which HTTP clients reach this service, with commas between")
     out.add_argument("--store-socket", type=Path, help="the host's store")
     out.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
     out.add_argument(

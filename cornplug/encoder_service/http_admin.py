@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import openapi
+from cornplug.encoder_service.audit import Audit
 from cornplug.encoder_service.http_models import ModelList, Models
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import CheckpointError, EncoderRefused
@@ -30,7 +31,7 @@ class ReloadBody(pydantic.BaseModel):
     model: str | None = pydantic.Field(default=None, max_length=1024)
 
 
-def router(encoder: Encoder, models: Models, config: EncoderConfig) -> APIRouter:
+def router(encoder: Encoder, models: Models, config: EncoderConfig, audit: Audit) -> APIRouter:
     """The operator's routes."""
     routes = APIRouter()
     key = config.admin_key.get_secret_value()
@@ -44,7 +45,9 @@ def router(encoder: Encoder, models: Models, config: EncoderConfig) -> APIRouter
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
+            audit.did("reload", request, model=name, failed=str(e))
             raise EncoderRefused(f"{e} Everything is served as before.", reason="not_reloaded") from e
+        audit.did("reload", request, model=name, changed=[model.name for model in changed])
         return await asyncio.to_thread(models.of, changed)
 
     return routes

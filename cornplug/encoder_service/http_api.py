@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,8 +25,10 @@ from starlette.requests import ClientDisconnect
 from cornplug import __version__
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import http_admin, openapi, sglang_epd, status
+from cornplug.encoder_service.audit import Audit
 from cornplug.encoder_service.body_guard import BodyGuard
 from cornplug.encoder_service.door import Door
+from cornplug.encoder_service.doorman import Doorman, json_only
 from cornplug.encoder_service.gate import CLOSED, Gate, Gated
 from cornplug.encoder_service.history import History
 from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
@@ -34,6 +36,7 @@ from cornplug.encoder_service.http_encode import Encodes
 from cornplug.encoder_service.http_models import ModelList, Models, Status
 from cornplug.encoder_service.preparing import Preparer
 from cornplug.encoder_service.readers.base import Limits
+from cornplug.encoder_service.refusals import A_FAULT
 from cornplug.encoder_service.status import StatusReport
 from cornplug.encoder_service.tracing import TraceRequests
 from cornplug.encoder_service.worker import Encoder
@@ -52,6 +55,7 @@ def create_app(
     served = Models(encoder.registry, preparer)
     encodes = Encodes(encoder, preparer, threads, config, door, secret=secret)
     history = History(encoder.meters)
+    audit = Audit()
 
     parts = sglang_epd.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
@@ -62,11 +66,19 @@ def create_app(
         async with parts.running() if config.sglang else contextlib.nullcontext(), history.running():
             yield
 
-    app = FastAPI(title="cornplug encoder", version=__version__, lifespan=lifespan)
+    # FastAPI's own pages load scripts from elsewhere, onto the origin that may reload.
+    app = FastAPI(
+        title="cornplug encoder",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(json_only)],
+    )
     if config.sglang:
-        app.include_router(sglang_epd.router(parts, encoder))
+        app.include_router(sglang_epd.router(parts, encoder, audit))
     app.include_router(status.router(StatusReport(encoder, history, gate, served)))
-    app.include_router(http_admin.router(encoder, served, config))
+    app.include_router(http_admin.router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
         max_bytes=config.max_body_bytes,
@@ -77,7 +89,11 @@ def create_app(
     # A part that is being encoded waits to hear there where it is to be sent.
     app.add_middleware(Gated, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused)
     app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
-    _answer_errors(app, encoder)
+    # The last one is the first to see a request.
+    app.add_middleware(
+        Doorman, config=config, classes=encoder.classes, audit=audit, count=encoder.meters.refused
+    )
+    _answer_errors(app, encoder, audit)
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
@@ -116,13 +132,14 @@ def create_app(
     return app
 
 
-def _answer_errors(app: FastAPI, encoder: Encoder) -> None:
+def _answer_errors(app: FastAPI, encoder: Encoder, audit: Audit) -> None:
     """Whatever goes wrong, the answer is an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)
     async def refusal(request: Request, e: EncoderRefused | MediaError) -> Response:
         encoder.meters.refused(e.reason, encoder.classes.of_headers(request.headers).qos.name)
+        audit.refused(request, e.reason)
         return refused(Failed.of(e))
 
     @app.exception_handler(ClientDisconnect)
@@ -140,4 +157,4 @@ def _answer_errors(app: FastAPI, encoder: Encoder) -> None:
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:
         # Starlette raises it again after this answer, so that the server's log has it.
-        return refused(Failed(reason="internal", message=type(e).__name__))
+        return refused(Failed(reason="internal", message=A_FAULT))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -11,8 +12,8 @@ from typing import Any, Final, Self
 import pydantic
 from fastapi import Request
 from pydantic import JsonValue
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cornplug.encoder_service.preparing import medium_bytes
 from cornplug.encoder_service.readers.base import Sampling
@@ -28,6 +29,20 @@ _PICTURE: Final = "data:image/jpeg;base64,"
 _MAX_PICTURES: Final = 4096
 _SHOWN: Final = 200
 """Characters of a client's own words that a message repeats."""
+
+
+class _InMemory(MultiPartParser):
+    """Customers' media are not written to /tmp: `body_guard` bounds what is held."""
+
+    spool_max_size = 1 << 62
+
+
+@contextlib.asynccontextmanager
+async def _closing(form: FormData) -> AsyncIterator[FormData]:
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
 class Medium(pydantic.BaseModel):
@@ -162,9 +177,14 @@ async def _read_form(request: Request, max_items: int) -> Asked:
     sources: list[Source] = []
     fields: dict[str, str] = {}
     try:
-        async with request.form(
-            max_files=max_items + 1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
-        ) as form:
+        parser = _InMemory(
+            request.headers,
+            request.stream(),
+            max_files=max_items + 1,
+            max_fields=_MAX_FIELDS,
+            max_part_size=_MAX_FIELD_BYTES,
+        )
+        async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
                     sources.append(Source(modality=name, field=name, content=await value.read()))
@@ -174,10 +194,10 @@ async def _read_form(request: Request, max_items: int) -> Asked:
                     raise _bad(f"{name[:_SHOWN]}: given twice")
                 else:
                     fields[name] = value
-    except HTTPException as e:  # Starlette's form for a body that is no multipart
-        if e.detail.startswith("Too many files"):
+    except MultiPartException as e:
+        if e.message.startswith("Too many files"):
             raise _too_many(max_items) from e
-        raise _bad(f"form: {e.detail[:_SHOWN]}") from e
+        raise _bad(f"form: {e.message[:_SHOWN]}") from e
     if not sources:
         raise _bad("image: send the medium as a file named image, video or audio")
     # Only the fields are validated here: the files stand for the body's media.

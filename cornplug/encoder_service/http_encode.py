@@ -23,12 +23,14 @@ from starlette.requests import ClientDisconnect
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import http_answers, http_bodies
 from cornplug.encoder_service.door import Door, Parts
+from cornplug.encoder_service.doorman import salt_of
 from cornplug.encoder_service.http_answers import Done, Failed, Outcome
 from cornplug.encoder_service.http_bodies import Asked, Source
 from cornplug.encoder_service.prepared_budget import Room
-from cornplug.encoder_service.preparing import APP, Prepared, Preparer
+from cornplug.encoder_service.preparing import APP, Prepared, Preparer, unknown_model
 from cornplug.encoder_service.protocol import Refused
 from cornplug.encoder_service.readers.base import Bench
+from cornplug.encoder_service.refusals import A_FAULT
 from cornplug.encoder_service.remote import Fetcher
 from cornplug.encoder_service.voucher import LIFETIME_S, Voucher
 from cornplug.encoder_service.worker import Encoder
@@ -50,6 +52,7 @@ class _Job:
 
     asked: Asked
     caller: Caller
+    salt: str | None
     end: float
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
@@ -80,14 +83,12 @@ class Encodes:
         ClientDisconnect."""
         asked = await http_bodies.read(request, self._threads, max_items=self._config.max_items)
         if self._encoder.registry.by_name(asked.model) is None:
-            served = ", ".join(model.name for model in self._encoder.registry.served())
-            raise EncoderRefused(
-                f"model: {asked.model!r} is not served; served: {served}", reason="unknown_model"
-            )
+            raise unknown_model(asked.model)
         caller = self._encoder.classes.of_headers(request.headers)
+        salt = salt_of(caller, asked.salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
-        job = _Job(asked=asked, caller=caller, end=time.monotonic() + deadline_s)
+        job = _Job(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
         accept = request.headers.get("accept", "")
         if not (asked.many or http_answers.wants_many(accept)):
             outcome = await _unless_gone(request, self._outcome(job, asked.sources[0]))
@@ -184,7 +185,7 @@ class Encodes:
             return source.pictures() if as_pictures else [source.data()]
 
         def prepare(parts: Parts, bench: Bench) -> Prepared:
-            common: dict[str, Any] = {"salt": asked.salt, "deadline_s": left, "bench": bench}
+            common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "bench": bench}
             if source.modality == "video":
                 common["sampling"] = asked.sampling
             if as_pictures:
@@ -237,7 +238,7 @@ def _result(task: asyncio.Task[Outcome]) -> Outcome:
     if error is None:
         return task.result()
     log.error("preparing failed", exc_info=error)
-    return Failed(reason="internal", message=f"{type(error).__name__}: {error}")
+    return Failed(reason="internal", message=A_FAULT)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:

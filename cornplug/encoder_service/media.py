@@ -19,7 +19,7 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -30,7 +30,9 @@ from cornplug.identity import pixels_digest
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Still pictures that Pillow decodes in this process. EPS starts Ghostscript: never."""
+"""Still pictures that Pillow can be let decode. EPS starts Ghostscript: never."""
+COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Those that are decoded where nothing else is configured: each other one is one more decoder to attack."""
 
 MAX_SCANS: Final = 100
 """Of a JPEG. A progressive one has some ten; each costs a pass over all pixels, however few its bytes."""
@@ -67,7 +69,12 @@ def no_objection(width: int, height: int) -> None:
 
 
 def decode(
-    data: bytes, max_pixels: int, *, upright: bool = True, before: Before = no_objection
+    data: bytes,
+    max_pixels: int,
+    *,
+    upright: bool = True,
+    before: Before = no_objection,
+    formats: Sequence[str] = COMMON,
 ) -> Image.Image:
     """Decode one still picture, whole, with its EXIF orientation applied unless `upright` is False.
 
@@ -81,10 +88,11 @@ def decode(
         raise MediaError("the picture has no bytes", reason="empty")
     check_scans(data)
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=list(formats))
     except UnidentifiedImageError as e:
         raise MediaError(
-            f"{len(data)} bytes are no picture that we know; send one of {', '.join(FORMATS)}",
+            f"{len(data)} bytes are no picture that is taken; send one of {', '.join(formats)}, or allow "
+            "more by encoder.picture_formats",
             reason="unknown_format",
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
@@ -146,13 +154,15 @@ def as_received(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def as_sglang_receives(data: bytes, max_pixels: int, *, before: Before = no_objection) -> Image.Image:
+def as_sglang_receives(
+    data: bytes, max_pixels: int, *, before: Before = no_objection, formats: Sequence[str] = COMMON
+) -> Image.Image:
     """The RGB picture that SGLang 0.5.23 hands to its processor: another one than the rule's.
 
     It applies no EXIF orientation, and drops transparency instead of laying the picture on white.
     For a picture that has neither, both are the same. Raises MediaError as `decode`.
     """
-    image = decode(data, max_pixels, upright=False, before=before)
+    image = decode(data, max_pixels, upright=False, before=before, formats=formats)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cornplug.encoder_service.doorman import OPEN
 from cornplug.encoder_service.http_answers import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
 from cornplug.encoder_service.http_bodies import MODALITIES, EncodeBody
 
@@ -39,6 +40,7 @@ ENCODE: Final[Responses] = {
             PARTS: {"schema": _BINARY},
         },
     },
+    403: _error("A salt from who has no tenant's key, or a page of another site."),
     404: _error("The model is not served."),
     408: _error("The body did not arrive in time."),
     413: _error("Too many bytes, pixels or items."),
@@ -52,7 +54,7 @@ ENCODE: Final[Responses] = {
 }
 NOT_READY: Final[Responses] = {503: _error("Stopping, or no tower can run.", retry=True)}
 RELOAD: Final[Responses] = {
-    403: _error("Neither from this host nor with the operator's key."),
+    403: _error("Neither from this host nor with the operator's key, or a page of another site."),
     404: _error("The model is not served."),
     409: _error("What is on disk cannot be loaded: everything is served as before."),
     415: _error("Not application/json."),
@@ -60,6 +62,17 @@ RELOAD: Final[Responses] = {
     503: _error("Another reload is going on, or the service is stopping.", retry=True),
 }
 METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+_AT_THE_DOOR: Final = {
+    status: {
+        "description": why,
+        "content": {"application/json": {"schema": {"$ref": f"{_REF}ErrorAnswer"}}},
+    }
+    for status, why in {
+        "401": "A key is required (encoder.require_key).",
+        "421": "The Host is no name of this service, and nobody's key came with it.",
+    }.items()
+}
 
 _FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
 _FORM_FIELDS: Final = ("model", "salt", "inline", "deadline_s", "fps", "num_frames")
@@ -106,6 +119,9 @@ def complete(app: FastAPI) -> None:
                 [(EncodeBody, "validation"), (EncodeLine, "serialization")], ref_template=_REF + "{model}"
             )
             made["components"]["schemas"] |= extra["$defs"]
+            for path, methods in made["paths"].items():
+                for operation in methods.values() if path not in OPEN else ():
+                    operation["responses"] |= _AT_THE_DOOR
             app.openapi_schema = made
         return dict(app.openapi_schema)
 

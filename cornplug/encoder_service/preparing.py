@@ -153,9 +153,15 @@ class Preparer:
     def _loaded(self, model: str) -> Loaded:
         loaded = self._registry.by_name(model)
         if loaded is None:
-            served = ", ".join(each.name for each in self._registry.served())
-            raise EncoderRefused(f"model: {model!r} is not served; served: {served}", reason="unknown_model")
+            raise unknown_model(model)
         return loaded
+
+
+def unknown_model(model: str) -> EncoderRefused:
+    """Names of others are folders as often as not: they are for who may list them."""
+    return EncoderRefused(
+        f"model: {model[:200]!r} is not served; GET /v1/models lists what is", reason="unknown_model"
+    )
 
 
 def medium_bytes(field: str, text: str) -> bytes:

@@ -26,13 +26,20 @@ _STATUS: Final[Mapping[str, int]] = {
     "remote_url": 422,
     "remote_failed": 424,
     "remote_timeout": 424,
+    "unauthorized": 401,
     "forbidden": 403,
+    "forbidden_salt": 403,
+    "forbidden_origin": 403,
+    "forbidden_host": 421,
     "not_reloaded": 409,
     "forbidden_receiver": 403,
     "undeliverable": 502,
     "no_receiver": 504,
     "transfer": 501,
 }
+
+A_FAULT: Final = "a fault of the service; its log says which"
+"""What callers hear of an exception: its text may hold paths, addresses and others' data."""
 
 
 def status_of(reason: str) -> int:

@@ -36,6 +36,8 @@ _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _LOCAL_NAT64: Final = IPv6Network("64:ff9b:1::/48")
 _COMPATIBLE: Final = IPv6Network("::/96")
+_RELAYS: Final = IPv4Network("192.88.99.0/24")
+"""6to4's anycast: whoever announces it gets what is sent there."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
@@ -232,4 +234,8 @@ def _public(address: Address) -> bool:
         # Tunnels and forms of old, which lead to IPv4 addresses that nobody checked.
         if address.sixtofour or address.teredo or address in _COMPATIBLE or address in _LOCAL_NAT64:
             return False
+        if address.is_site_local:
+            return False
+    elif address in _RELAYS:
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved

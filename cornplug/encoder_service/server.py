@@ -22,14 +22,17 @@ from typing import Final
 import torch
 import uvicorn
 from rich.console import Console
+from starlette.types import ASGIApp
 
-from cornplug.config import Config, load, read_secret
+from cornplug.config import Config, EncoderConfig, load, read_secret
+from cornplug.encoder_service.audit import Audit
 from cornplug.encoder_service.configured import url_name
+from cornplug.encoder_service.doorman import check_exposure
 from cornplug.encoder_service.endpoint import Endpoint, claim
 from cornplug.encoder_service.flags import check, overrides, parser
 from cornplug.encoder_service.gate import Gate
 from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.impatient import Impatient
+from cornplug.encoder_service.impatient import BACKLOG, connections_allowed, limited, raise_descriptors
 from cornplug.encoder_service.registry import Registry, Report
 from cornplug.encoder_service.remote import Rules
 from cornplug.encoder_service.replica import Replica, Settings
@@ -82,7 +85,7 @@ class Listeners:
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         try:
             http.bind((encoder.host, encoder.port))
-            http.listen(128)
+            http.listen(BACKLOG)
         except OSError as e:
             http.close()
             raise ConfigError(
@@ -105,19 +108,29 @@ class Listeners:
         os.close(self.lock)
 
 
+def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
+    """How HTTP is served."""
+    most = config.max_connections or connections_allowed()
+    return uvicorn.Config(
+        app,
+        http=limited(most),
+        ws="none",
+        # Who asks is who has connected: what a header says of it is not believed, from this host either.
+        proxy_headers=False,
+        server_header=False,
+        # Connections that are taken in one turn of the loop, before any is closed for them.
+        backlog=BACKLOG,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=math.ceil(config.drain_s),
+    )
+
+
 async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secret: bytes) -> None:
     """Serve until SIGTERM or SIGINT, then drain: `/ready` says so while the streams finish."""
     gate, drain_s = Gate(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
-    web = _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=Impatient,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=math.ceil(drain_s),
-        )
-    )
+    web = _Uvicorn(web_settings(app, config.encoder))
     endpoint = Endpoint(encoder, listeners.unix, secret=secret)
     await endpoint.start()
     stopping = asyncio.Event()
@@ -155,8 +168,10 @@ def _reload(encoder: Encoder) -> None:
     try:
         changed = encoder.reload()
     except (CheckpointError, EncoderRefused) as e:
+        Audit().did_here("reload", failed=str(e))
         log.error("reload: %s. Everything is served as before.", e)
     else:
+        Audit().did_here("reload", changed=[model.name for model in changed])
         names = ", ".join(f"{model.name} (epoch {model.epoch})" for model in changed)
         log.info("reload: %s", f"now served anew: {names}" if names else "no weights have changed")
 
@@ -168,8 +183,11 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     config = load(overrides(args))
     check(args)
+    raise_descriptors()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    Rules.of(config.encoder)  # refused before minutes of loading, as what is listened to
+    # Refused before minutes of loading, as what is listened to.
+    Rules.of(config.encoder)
+    check_exposure(config.encoder, config.qos)
     listeners = Listeners.open(config)
     try:
         with console.status("loading") as status:
@@ -182,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
-        shelf = Shelf(store, deadline_s=config.store.patience_s)
+        shelf = Shelf(store, deadline_s=config.store.patience_s, account_part=config.encoder.tenant_part)
         tracing = open_tracing()
         encoder = Encoder(
             registry,

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,29 +25,30 @@ from cornplug.errors import EncoderRefused
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_MAX_WAITING: Final = 8192
+_MAX_WAITING: Final = 4096
+"""Of one group."""
+_MAX_GROUPS: Final = 256
+_OURS: Final = ("here", "deployment")
+_RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
 """How long libzmq goes on with a message that it has taken, after the socket was closed."""
 
 
-@dataclass(frozen=True, slots=True)
 class Guard:
-    """Decides who may be sent to."""
+    """Decides who may be sent to. For one event loop."""
 
-    networks: Sequence[IPNetwork] = ()
+    def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
+        self._networks = networks
+        # Of its own: a stranger's name whose server does not answer holds up other strangers' names only.
+        self._names = ThreadPoolExecutor(2, "cornplug-names")
 
     async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
         """The ZMQ endpoint of a receiver, by the address that was checked, not by its name.
 
         Raises EncoderRefused("forbidden_receiver").
         """
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            found = []
-        for *_, address in found:
-            ip = _normal(str(address[0]))
+        for address in await self._addresses(host):
+            ip = _normal(address)
             if ip is not None and self._may_send(ip, _normal(asked_by)):
                 shown = f"[{ip}]" if ip.version == 6 else str(ip)
                 return f"tcp://{shown}:{port}"
@@ -55,12 +57,40 @@ class Guard:
             reason="forbidden_receiver",
         )
 
+    def group(self, asked_by: str | None) -> str:
+        """Whose requests and receivers may meet: those of one host, or of the deployment's networks."""
+        ip = _normal(asked_by)
+        if ip is None:
+            return ""
+        if any(ip in network for network in self._networks):
+            return _OURS[1]
+        return _OURS[0] if _is_here(ip) else str(ip)
+
+    def close(self) -> None:
+        """Look up nothing more."""
+        self._names.shutdown(wait=False, cancel_futures=True)
+
+    async def _addresses(self, host: str) -> Sequence[str]:
+        if _normal(host) is not None:
+            return [host]
+        loop = asyncio.get_running_loop()
+        looked_up = loop.run_in_executor(self._names, _resolved, host)
+        try:
+            return await asyncio.wait_for(looked_up, _RESOLVE_S)
+        except (OSError, UnicodeError, TimeoutError):
+            return []
+
     def _may_send(self, ip: IPAddress, asker: IPAddress | None) -> bool:
         if ip.is_unspecified or ip.is_multicast:
             return False
-        if any(ip in network for network in self.networks):
+        if any(ip in network for network in self._networks):
             return True
         return asker is not None and (ip == asker or (_is_here(asker) and _is_here(ip)))
+
+
+def _resolved(host: str) -> list[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(row[4][0]) for row in found]
 
 
 @dataclass(slots=True)
@@ -72,18 +102,20 @@ class _Waiting:
 
 
 class Rendezvous:
-    """Receivers and parts find each other, whichever comes first. For one event loop.
+    """Receivers and parts of one group (`Guard.group`) find each other, whichever comes first. For one
+    event loop.
 
-    What finds nobody is forgotten after `forget_s`.
+    A stranger who knows a request's id meets nobody with it. What finds nobody is forgotten after
+    `forget_s`.
     """
 
     def __init__(self, *, forget_s: float) -> None:
         self._forget_s = forget_s
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._groups: OrderedDict[str, OrderedDict[str, _Waiting]] = OrderedDict()
 
-    def register(self, req_id: str, count: int, endpoint: str) -> None:
+    def register(self, req_id: str, group: str, count: int, endpoint: str) -> None:
         """One of `count` receivers of a part. Raises EncoderRefused where they disagree on `count`."""
-        waiting = self._entry(req_id)
+        waiting = self._entry(req_id, group)
         if waiting.count not in (None, count):
             raise EncoderRefused(
                 f"receive_count: {count}, another receiver said {waiting.count}", reason="bad_input"
@@ -94,9 +126,9 @@ class Rendezvous:
         if len(waiting.endpoints) >= count:
             waiting.complete.set()
 
-    async def receivers(self, req_id: str, *, deadline_s: float) -> Sequence[str]:
+    async def receivers(self, req_id: str, group: str, *, deadline_s: float) -> Sequence[str]:
         """All receivers of a part. Raises EncoderRefused("no_receiver") after the deadline."""
-        waiting = self._entry(req_id)
+        waiting = self._entry(req_id, group)
         try:
             await asyncio.wait_for(waiting.complete.wait(), deadline_s)
         except TimeoutError:
@@ -105,17 +137,29 @@ class Rendezvous:
                 reason="no_receiver",
             ) from None
         finally:
-            self._waiting.pop(req_id, None)
+            self._forget(req_id, group)
         return waiting.endpoints
 
-    def _entry(self, req_id: str) -> _Waiting:
+    def _entry(self, req_id: str, group: str) -> _Waiting:
+        """Each group has room of its own: a flood from one address makes nobody else be forgotten."""
         now = time.monotonic()
-        while self._waiting:
-            oldest = next(iter(self._waiting.values()))
-            if len(self._waiting) < _MAX_WAITING and now - oldest.since_s < self._forget_s:
+        if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
+            del self._groups[next(g for g in self._groups if g not in _OURS)]
+        waiting = self._groups.setdefault(group, OrderedDict())
+        self._groups.move_to_end(group)
+        while waiting:
+            oldest = next(iter(waiting.values()))
+            if len(waiting) < _MAX_WAITING and now - oldest.since_s < self._forget_s:
                 break
-            self._waiting.popitem(last=False)
-        return self._waiting.setdefault(req_id, _Waiting(now))
+            waiting.popitem(last=False)
+        return waiting.setdefault(req_id, _Waiting(now))
+
+    def _forget(self, req_id: str, group: str) -> None:
+        waiting = self._groups.get(group)
+        if waiting is not None:
+            waiting.pop(req_id, None)
+            if not waiting:
+                del self._groups[group]
 
 
 class Sender:

@@ -16,14 +16,15 @@ refusal is a status with {"message"}, which SGLang hands to its client. But the 
 stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
 plugin, which keeps it alive and encodes there what is refused here, take `zmq_to_tokenizer`.
 
-SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt; a stock
-server's embeddings are kept in the deployment's shared domain.
+SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt, and the proof
+that it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
@@ -36,15 +37,17 @@ from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_wire as wire
+from cornplug.encoder_service.audit import Audit
 from cornplug.encoder_service.configured import url_name
 from cornplug.encoder_service.door import Door, Parts
+from cornplug.encoder_service.doorman import salt_of
 from cornplug.encoder_service.preparing import SGLANG, Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
 from cornplug.encoder_service.readers.base import Bench
 from cornplug.encoder_service.refusals import status_of
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.statement import Statement, salt_proof
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, Caller
@@ -82,6 +85,7 @@ class SglangParts:
         self._door = door
         self._preparer = preparer
         self._threads = threads
+        self._config = config
         self._patience_s = config.patience_s
         self._secret = secret
         self._guard = Guard(config.networks())
@@ -96,6 +100,22 @@ class SglangParts:
             yield
         finally:
             await asyncio.to_thread(self._sender.close)
+            self._guard.close()
+
+    def believed(self, part: wire.EncodePart, caller: Caller) -> wire.EncodePart:
+        """The part with the salts that its pictures are kept under.
+
+        Raises EncoderRefused("forbidden_salt") for one without proof, as `doorman.salt_of`.
+        """
+
+        def of(item: wire.MediaItem) -> wire.MediaItem:
+            salt = item.cornplug_salt
+            proof = "" if salt is None else salt_proof(self._secret, salt)
+            if salt is None or not hmac.compare_digest(item.cornplug_salt_proof or "", proof):
+                salt = salt_of(caller, salt, self._config)
+            return msgspec.structs.replace(item, cornplug_salt=salt)
+
+        return msgspec.structs.replace(part, mm_items=[of(item) for item in wire.items_of(part)])
 
     async def encode(
         self, model: Loaded, part: wire.EncodePart, *, caller: Caller, asked_by: str | None
@@ -111,7 +131,9 @@ class SglangParts:
         frames = await self._frames(model, part, caller, end)
         left = max(end - time.monotonic(), 0.0)
         endpoints = (
-            [known] if known is not None else await self._rendezvous.receivers(part.req_id, deadline_s=left)
+            [known]
+            if known is not None
+            else await self._rendezvous.receivers(part.req_id, self._guard.group(asked_by), deadline_s=left)
         )
         left = max(end - time.monotonic(), 0.1)
         if self._sender is None:
@@ -123,7 +145,8 @@ class SglangParts:
     ) -> None:
         """Send a part to this address too, once it is there. Raises EncoderRefused."""
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
-        self._rendezvous.register(receiver.req_id, receiver.receive_count, endpoint)
+        group = self._guard.group(asked_by)
+        self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
 
     async def _frames(self, model: Loaded, part: wire.EncodePart, caller: Caller, end: float) -> list[bytes]:
         turn = asyncio.Semaphore(_AT_ONCE)
@@ -197,18 +220,19 @@ class SglangParts:
         return [head, payload]
 
 
-def router(parts: SglangParts, encoder: Encoder) -> APIRouter:
+def router(parts: SglangParts, encoder: Encoder, audit: Audit) -> APIRouter:
     """The routes, at the root and below /sglang/NAME. Left out of the OpenAPI page: they are SGLang's."""
     routes = APIRouter(include_in_schema=False)
 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
-            part = wire.read_part(await request.body())
-            named = model_named(encoder.registry, model)
             # SGLang's servers send no header that says who they are: an app of this name is theirs.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
+            part = parts.believed(wire.read_part(await request.body()), caller)
+            named = model_named(encoder.registry, model)
             await parts.encode(named, part, caller=caller, asked_by=_peer(request))
         except (EncoderRefused, MediaError) as e:
+            audit.refused(request, e.reason)
             return _refusal(encoder, e)
         return JSONResponse(None)
 
@@ -217,6 +241,7 @@ def router(parts: SglangParts, encoder: Encoder) -> APIRouter:
             receiver, address = wire.read_receiver(await request.body())
             await parts.receive_at(receiver, address, asked_by=_peer(request))
         except EncoderRefused as e:
+            audit.refused(request, e.reason)
             return _refusal(encoder, e)
         return JSONResponse(None)
 

@@ -43,6 +43,8 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A client's word on the content; ours is a digest of the pixels."""
     cornplug_salt: str | None = None
     """The request's tenant, where the server has our plugin (`sglang_hooks/epd.py`)."""
+    cornplug_salt_proof: str | None = None
+    """`statement.salt_proof` of it: no stranger names a tenant."""
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from cornplug.codec import Kind
+from cornplug.encoder_service.quota import Quota
 from cornplug.encoder_service.towers.tensors import from_bytes
 from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import CodecError, StoreError
@@ -26,11 +27,20 @@ _ROOM: Final = ("growing", "full", "too_large", "pending")
 class Shelf:
     """Thread-safe. `store` None: nothing is published, features are kept in this process only."""
 
-    def __init__(self, store: Store | None, *, deadline_s: float, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        *,
+        deadline_s: float,
+        kept_bytes: int = KEPT_BYTES,
+        account_part: float = 1.0,
+    ) -> None:
+        """`account_part` of the store is what one account's entries may fill."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
         self._kept_bytes = kept_bytes
+        self._quota = None if store is None else Quota(store, account_part, deadline_s=deadline_s)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
@@ -70,11 +80,17 @@ class Shelf:
             self.on_failure("wrong_size")
         return None
 
-    def publish(self, kind: Kind, key: bytes, tensor: torch.Tensor, app: str) -> bool:
-        """Put a CPU tensor into the store in the app's name. Whether it is there now."""
-        if self._store is None:
+    def publish(
+        self, kind: Kind, key: bytes, tensor: torch.Tensor, app: str, *, account: str | None = None
+    ) -> bool:
+        """Put a CPU tensor into the store in the app's name, on the account (`quota`). Whether it is
+        there now."""
+        if self._store is None or self._quota is None:
             return False
         try:
+            if account is not None and not self._quota.make_room(account, tensor.nbytes):
+                self.on_failure("over_quota")
+                return False
             outcome = entry.put(
                 self._store,
                 kind=kind,
@@ -88,6 +104,8 @@ class Shelf:
         except (StoreError, CodecError) as e:
             self.on_failure(e.reason)
             return False
+        if outcome == "stored" and account is not None:
+            self._quota.published(account, key, tensor.nbytes)
         if outcome in _ROOM:
             self.on_failure(outcome)
         return outcome in ("stored", "present")

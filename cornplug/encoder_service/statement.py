@@ -86,6 +86,11 @@ class Statement:
         return cls(identity=digests[0], media=digests[1:-1], proof=digests[-1])
 
 
+def salt_proof(secret: bytes, salt: str) -> str:
+    """Hex that shows that an engine with the secret named this salt, to a service that asks nobody else."""
+    return keyed(secret, "cornplug-sglang-salt-v1", salt.encode()).hex()
+
+
 def _proof(
     secret: bytes,
     identity: bytes,

@@ -29,6 +29,7 @@ from cornplug.encoder_service.observer import Observer
 from cornplug.encoder_service.preparation import Limits, Preparation
 from cornplug.encoder_service.prepared_budget import PreparedBudget, Room
 from cornplug.encoder_service.protocol import Encode, Encoded, Refused, ServedModel, Tensor
+from cornplug.encoder_service.refusals import A_FAULT
 from cornplug.encoder_service.registry import Loaded, Registry
 from cornplug.encoder_service.reloading import Reloader
 from cornplug.encoder_service.shelf import Shelf
@@ -149,7 +150,8 @@ class Encoder:
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
         if caller is not None and caller.app is not None:
             request = msgspec.structs.replace(request, app=caller.app)
-        wait = Wait(request=request, received_s=self._clock(), qos=qos, inline=inline)
+        account = None if caller is None else caller.account
+        wait = Wait(request=request, received_s=self._clock(), qos=qos, inline=inline, account=account)
         model = self.registry.by_identity(request.identity)
         self.observer.received(wait, model)
         if model is None:
@@ -326,7 +328,7 @@ class Encoder:
         """Whatever a thread failed with, who waits for it is told so."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
-            self._refuse(wait, "internal", f"{type(error).__name__}: {error}")
+            self._refuse(wait, "internal", A_FAULT)
 
     def _forget(self, wait: Wait) -> None:
         self.observer.gone(wait)

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.statement import Statement, salt_proof
 from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
@@ -192,6 +192,7 @@ def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
         for entry in entries:
             if entry["modality"].name == "IMAGE":
                 entry["cornplug_salt"] = salt
+                entry["cornplug_salt_proof"] = salt_proof(active.runtime().secret, salt)
 
 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:

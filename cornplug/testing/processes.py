@@ -233,7 +233,8 @@ class EncoderProcess(ManagedProcess):
         super().__init__(
             [*command, *args],
             log=log or socket.with_suffix(".log"),
-            env={"HF_HUB_OFFLINE": "1", **(env or {})},
+            # Tests name tenants as a gateway would.
+            env={"HF_HUB_OFFLINE": "1", "CORNPLUG_ENCODER_TRUST_SALTS": "true", **(env or {})},
             ready_s=ready_s,
         )
 

@@ -132,7 +132,9 @@ def memory_store() -> MemoryStore:
 
 @pytest.fixture
 def config(short_path: Path) -> Config:
-    return load({"encoder.socket": str(short_path / "e.sock"), "encoder.port": 0}, environ={})
+    """As where a gateway asks that may name tenants: so tests may."""
+    said = {"socket": str(short_path / "e.sock"), "port": 0, "names": "e", "trust_salts": True}
+    return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -28,7 +28,9 @@ SETTINGS = {
 
 @pytest.fixture
 def service(make_encoder: MakeEncoder, config: Config) -> Service:
-    small = config.encoder.model_copy(update={"max_body_bytes": 200_000, "deadline_s": 5.0})
+    small = config.encoder.model_copy(
+        update={"max_body_bytes": 200_000, "deadline_s": 5.0, "names": "e, testserver"}
+    )
     return Service(make_encoder(), config.model_copy(update={"encoder": small}))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -18,7 +21,9 @@ import pytest
 import uvicorn
 from PIL import Image
 
+from cornplug.config import Config
 from cornplug.encoder_service import impatient
+from cornplug.encoder_service import server as service
 from cornplug.testing.processes import EncoderProcess
 
 from .conftest import eventually, picture, png
@@ -144,3 +149,106 @@ def test_a_connection_that_is_used_stays(port: int) -> None:
             s.sendall(REQUEST)
             assert s.recv(4096).startswith(b"HTTP/1.1 204")
             time.sleep(0.07)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nhost: e\r\ncontent-length: 9\r\n\r\nab"]
+)
+def test_connections_that_ask_nothing_give_way(sent: bytes, config: Config) -> None:
+    """To each that comes, one that asks nothing or has not finished asking; never one that is waiting."""
+    slow = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            if scope["path"] == "/slow":
+                while (await receive()).get("more_body"):
+                    pass
+                await slow.wait()
+            elif scope["method"] == "POST":
+                while (await receive()).get("more_body"):
+                    pass
+            await _app(scope, receive, send)
+
+    limited = config.encoder.model_copy(update={"max_connections": 20})
+    listener = socket.create_server(("127.0.0.1", 0))
+    web = uvicorn.Server(service.web_settings(app, limited))
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        await web.serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    with contextlib.ExitStack() as stack:
+
+        def connect(first: bytes) -> socket.socket:
+            one = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
+            one.sendall(first)
+            return one
+
+        waiting = connect(b"GET /slow HTTP/1.1\r\nhost: e\r\n\r\n")
+        time.sleep(0.2)
+        for _ in range(3):
+            for _ in range(60):
+                with contextlib.suppress(OSError):
+                    connect(sent)
+            probe = connect(REQUEST)
+            assert probe.recv(4096).startswith(b"HTTP/1.1 204")
+        loops[0].call_soon_threadsafe(slow.set)
+        assert waiting.recv(4096).startswith(b"HTTP/1.1 204")
+    web.should_exit = True
+    thread.join()
+    listener.close()
+
+
+def test_what_a_header_says_of_who_asks_is_not_believed(config: Config) -> None:
+    """uvicorn would take X-Forwarded-For from this host for the asker."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+        await _app(scope, receive, send)
+
+    settings = service.web_settings(app, config.encoder)
+    settings.load()
+    headers = {"x-forwarded-for": "198.51.100.7", "forwarded": "for=198.51.100.7"}
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(settings.loaded_app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
+            await client.get("/", headers=headers)
+
+    asyncio.run(ask())
+    assert seen == ["127.0.0.1"]
+
+
+FLOOD = 1400
+
+
+@pytest.mark.integration
+def test_idle_connections_of_a_flood_leave_room_for_health(
+    short_path: Path, llava_pair: tuple[Path, Path]
+) -> None:
+    """Of 1,400 with 1,024 descriptors; /health was silent for 17 s, for good where the flood went on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    process = EncoderProcess(
+        [str(llava_pair[0])], "--no-store", "--threads", "1", socket=short_path / "e.sock"
+    )
+    process.command[:0] = ["prlimit", "--nofile=1024:1024"]
+    took: list[float] = []
+    try:
+        with process, contextlib.ExitStack() as stack:
+            for _ in range(FLOOD):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    one.connect(("127.0.0.1", process.port))
+            for _ in range(5):
+                began = time.monotonic()
+                assert httpx.get(f"{process.url}/health", timeout=10, trust_env=False).status_code == 200
+                took.append(time.monotonic() - began)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert max(took) < 5, took

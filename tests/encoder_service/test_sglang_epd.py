@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickletools
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,12 +25,14 @@ from cornplug.config import Config, load
 from cornplug.encoder_service import media
 from cornplug.encoder_service.http_api import create_app
 from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.statement import Statement, salt_proof
 from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
 from .conftest import SECRET, MakeEncoder, picture, png
+
+RECEIVERS = {"encoder.receivers": "10.1.0.0/16"}
 
 
 class Service:
@@ -37,7 +42,7 @@ class Service:
         self.encoder = encoder
         self.app = create_app(encoder, config.encoder, secret=SECRET)
         transport = httpx.ASGITransport(self.app, client=(address, 1))
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://e", timeout=60)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
         self.context = zmq.asyncio.Context()
         self.pull = self.context.socket(zmq.PULL)
         self.port = self.pull.bind_to_random_port("tcp://127.0.0.1")
@@ -45,9 +50,11 @@ class Service:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Service]:
         async with self.app.router.lifespan_context(self.app), self.client:
-            yield self
-            self.pull.close(linger=0)
-            self.context.term()
+            try:
+                yield self
+            finally:
+                # Also those that a failed test has left: a context with an open one never ends.
+                self.context.destroy(linger=0)
 
     async def encode(self, images: list[Any], path: str = "/encode", **changes: Any) -> httpx.Response:
         ask = {
@@ -159,7 +166,8 @@ def test_schedulers_register_before_or_after(run: Run, registers_first: bool) ->
 def test_what_the_store_has_costs_no_tower_pass(run: Run) -> None:
     async def scenario(service: Service) -> None:
         same = {"url": url(picture(3)), "detail": "low"}
-        salted = {"url": url(picture(3)), "cornplug_salt": "tenant"}
+        proof = salt_proof(SECRET, "tenant")
+        salted = {"url": url(picture(3)), "cornplug_salt": "tenant", "cornplug_salt_proof": proof}
         answers = [await service.encode([item]) for item in (url(picture(3)), same, salted)]
         assert [answer.status_code for answer in answers] == [200, 200, 200]
         sent = [await service.received() for _ in range(3)]
@@ -193,7 +201,8 @@ def test_refusals_have_a_status_and_send_nothing(run: Run) -> None:
             assert reason is None or answer.json()["reason"] == reason
         huge = await service.encode(["A" * 300_000])
         assert huge.status_code == 413
-        pickled = await service.client.post("/encode", content=b"\x80\x04N.")
+        json = {"content-type": "application/json"}
+        pickled = await service.client.post("/encode", content=b"\x80\x04N.", headers=json)
         assert pickled.status_code == 422
         for path in ("/send", "/scheduler_receive_meta_data"):
             assert (await service.client.post(path, json={"req_id": "r"})).status_code == 501
@@ -275,19 +284,80 @@ def test_pixels_are_those_that_sglang_sees(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "proof", [None, "", "00" * 32, salt_proof(SECRET, "other"), salt_proof(b"o" * 32, "t")]
+)
+def test_a_stranger_names_no_tenant(run: Run, proof: str | None) -> None:
+    async def scenario(service: Service) -> None:
+        item = {"url": url(picture(3)), "cornplug_salt": "t", "cornplug_salt_proof": proof}
+        answer = await service.encode([item])
+        assert (answer.status_code, answer.json()["reason"]) == (403, "forbidden_salt")
+        await service.silence()
+
+    run(scenario, trust_salts=False)
+
+
 def test_rendezvous_forgets_and_insists_on_one_count() -> None:
     async def scenario() -> None:
         meeting = Rendezvous(forget_s=0.05)
-        meeting.register("a", 2, "tcp://h:1")
+        meeting.register("a", "here", 2, "tcp://h:1")
         with pytest.raises(EncoderRefused, match="receive_count"):
-            meeting.register("a", 3, "tcp://h:2")
+            meeting.register("a", "here", 3, "tcp://h:2")
         await asyncio.sleep(0.1)
-        meeting.register("b", 1, "tcp://h:3")
+        meeting.register("b", "here", 1, "tcp://h:3")
         with pytest.raises(EncoderRefused, match="0 of unknown") as caught:
-            await meeting.receivers("a", deadline_s=0.01)
+            await meeting.receivers("a", "here", deadline_s=0.01)
         assert caught.value.reason == "no_receiver"
-        assert await meeting.receivers("b", deadline_s=0.01) == ["tcp://h:3"]
+        assert await meeting.receivers("b", "here", deadline_s=0.01) == ["tcp://h:3"]
 
+    asyncio.run(scenario())
+
+
+def test_a_stranger_who_knows_a_request_s_id_gets_none_of_its_rows() -> None:
+    async def scenario() -> None:
+        meeting, guard = Rendezvous(forget_s=60), Guard(load(RECEIVERS, environ={}).encoder.networks())
+        stranger, mine = guard.group("203.0.113.9"), guard.group("127.0.0.1")
+        meeting.register("r", stranger, 7, "tcp://203.0.113.9:1")
+        meeting.register("r", mine, 1, "tcp://127.0.0.1:2")
+        assert await meeting.receivers("r", guard.group("::ffff:127.0.0.1"), deadline_s=1) == [
+            "tcp://127.0.0.1:2"
+        ]
+        # Ranks of one server on several hosts of the deployment still meet.
+        meeting.register("r", guard.group("10.1.0.2"), 1, "tcp://10.1.0.2:2")
+        assert await meeting.receivers("r", guard.group("10.1.0.1"), deadline_s=1) == ["tcp://10.1.0.2:2"]
+        # Nor does a flood of one, or of many, make anybody else be forgotten.
+        meeting.register("r", mine, 1, "tcp://127.0.0.1:2")
+        for n in range(5000):
+            meeting.register(f"{n}", stranger, 2, "tcp://203.0.113.9:1")
+            meeting.register("r", f"stranger {n}", 2, "tcp://203.0.113.9:1")
+        assert await meeting.receivers("r", mine, deadline_s=1) == ["tcp://127.0.0.1:2"]
+        guard.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_nobody_answers_for_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+
+    def slow(*_: object, **__: object) -> Any:
+        let_go.wait(20)
+        raise OSError
+
+    async def scenario() -> None:
+        guard = Guard()
+        asks = [guard.endpoint(f"h{n}.example", 5, asked_by="127.0.0.1") for n in range(40)]
+        began = time.monotonic()
+        waiting = asyncio.gather(*asks, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        # Addresses are looked up nowhere, and asyncio's own threads are free.
+        assert await guard.endpoint("127.0.0.1", 5, asked_by="127.0.0.1") == "tcp://127.0.0.1:5"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 1) == 1
+        assert all(isinstance(e, EncoderRefused) for e in await waiting)
+        assert time.monotonic() - began < 6
+        guard.close()
+        let_go.set()
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     asyncio.run(scenario())
 
 

@@ -16,6 +16,7 @@ from cornplug import identity
 from cornplug.codec import Kind
 from cornplug.encoder_service.batcher import Answer
 from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
+from cornplug.encoder_service.refusals import A_FAULT
 from cornplug.encoder_service.registry import Registry
 from cornplug.encoder_service.towers.base import Item, Tower
 from cornplug.encoder_service.towers.tiles import TileTower
@@ -312,7 +313,7 @@ def test_a_failing_batch_is_retried_one_by_one(
     answers = sorted((two.result(20), three.result(20)), key=lambda a: isinstance(a, Encoded))
     assert isinstance(answers[0], Refused)
     assert answers[0].reason == "internal"
-    assert "no memory" in answers[0].message
+    assert answers[0].message == A_FAULT
     assert isinstance(answers[1], Encoded)
     assert encoder.healthy()
     assert gate.batches == [1, 2, 1, 1]

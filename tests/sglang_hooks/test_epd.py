@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.statement import Statement, salt_proof
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.identity import embedding_key, placeholder_tokens
 from cornplug.metrics import Tally
@@ -187,6 +187,7 @@ def test_the_tokenizer_names_last(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [{"modality": Modality.IMAGE, "url": "x"}, {"modality": Modality.AUDIO, "url": "y"}]
     epd._tell_salt(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
     assert [entry.get("cornplug_salt") for entry in entries] == ["t", None]
+    assert [entry.get("cornplug_salt_proof") for entry in entries] == [salt_proof(SECRET, "t"), None]
 
 
 class Manager:

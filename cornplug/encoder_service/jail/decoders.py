@@ -10,6 +10,7 @@ from PIL import Image
 
 from cornplug.encoder_service import clips, media, sounds
 from cornplug.encoder_service.clips import Clip, ClipLimits, Source
+from cornplug.encoder_service.media import COMMON
 from cornplug.encoder_service.sounds import Sound
 
 _RGB_BYTES: Final = 3 + 4
@@ -58,10 +59,14 @@ Heard = Callable[[Header], None]
 class Decoder(Protocol):
     """Raises MediaError as `media`, `sounds` and `clips` do, and what `heard` raises."""
 
-    def picture(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+    def picture(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
         """RGB, as the rule of `media` has it."""
 
-    def picture_for_sglang(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+    def picture_for_sglang(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
         """RGB, as SGLang receives it."""
 
     def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound: ...
@@ -77,12 +82,16 @@ class Decoder(Protocol):
 class InProcess:
     """Decodes right here: for media that are no stranger's."""
 
-    def picture(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
+    def picture(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
         before = _picture(heard)
-        return media.as_received(media.decode(data, max_pixels, before=before))
+        return media.as_received(media.decode(data, max_pixels, before=before, formats=formats))
 
-    def picture_for_sglang(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
-        return media.as_sglang_receives(data, max_pixels, before=_picture(heard))
+    def picture_for_sglang(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
+        return media.as_sglang_receives(data, max_pixels, before=_picture(heard), formats=formats)
 
     def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound:
         return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(Header.of_sound(s, rate)))

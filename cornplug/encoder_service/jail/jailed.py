@@ -15,6 +15,7 @@ from cornplug.encoder_service.clips import Clip, ClipLimits, Source
 from cornplug.encoder_service.jail import wire
 from cornplug.encoder_service.jail.decoder_process import Asked, DecoderProcess
 from cornplug.encoder_service.jail.decoders import Header, Heard, chosen
+from cornplug.encoder_service.media import COMMON
 from cornplug.encoder_service.sounds import MAX_SAMPLES, Sound
 from cornplug.errors import MediaError
 
@@ -31,14 +32,22 @@ class Jailed:
         self._end_s = end_s
         self._wanted = wanted
 
-    def picture(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
-        return self._picture(data, max_pixels, heard, for_sglang=False)
+    def picture(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
+        return self._picture(data, max_pixels, heard, formats, for_sglang=False)
 
-    def picture_for_sglang(self, data: bytes, max_pixels: int, heard: Heard) -> Image.Image:
-        return self._picture(data, max_pixels, heard, for_sglang=True)
+    def picture_for_sglang(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    ) -> Image.Image:
+        return self._picture(data, max_pixels, heard, formats, for_sglang=True)
 
-    def _picture(self, data: bytes, max_pixels: int, heard: Heard, *, for_sglang: bool) -> Image.Image:
-        job = wire.PictureJob(max_pixels=max_pixels, for_sglang=for_sglang, limit_s=self._limit())
+    def _picture(
+        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str], *, for_sglang: bool
+    ) -> Image.Image:
+        job = wire.PictureJob(
+            max_pixels=max_pixels, formats=tuple(formats), for_sglang=for_sglang, limit_s=self._limit()
+        )
         asked = self._begin(job, [data])
         opened = _opened(asked)
         if not 0 < opened.width * opened.height <= max_pixels:
@@ -76,6 +85,7 @@ class Jailed:
             fps=fps,
             max_frames=limits.max_frames,
             max_pixels=limits.max_pixels,
+            formats=limits.picture_formats,
             limit_s=self._limit(),
         )
         return self._clip(job, pictures, lambda source: range(source.total), limits, heard)

@@ -86,8 +86,8 @@ class Decoder:
             self._go(wire.Opened(width=width, height=height))
 
         if job.for_sglang:
-            return media.as_sglang_receives(data, job.max_pixels, before=before)
-        return media.as_received(media.decode(data, job.max_pixels, before=before))
+            return media.as_sglang_receives(data, job.max_pixels, before=before, formats=job.formats)
+        return media.as_received(media.decode(data, job.max_pixels, before=before, formats=job.formats))
 
     def _sound(self, job: wire.SoundJob, data: bytes) -> sounds.Samples:
         def before(seconds: float, rate: int) -> None:
@@ -101,7 +101,7 @@ class Decoder:
 
         ends = np.cumsum(job.sizes).tolist()
         pictures = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
-        limits = ClipLimits(max_frames=job.max_frames, max_pixels=job.max_pixels)
+        limits = ClipLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, picture_formats=job.formats)
         return clips.of_pictures(pictures, job.fps, limits, before=before)
 
     def _go(self, opened: wire.Opened) -> tuple[int, ...]:

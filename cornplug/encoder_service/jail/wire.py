@@ -25,6 +25,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | f
 
 class PictureJob(msgspec.Struct, frozen=True, tag="picture"):
     max_pixels: int
+    formats: tuple[str, ...]
     for_sglang: bool
     limit_s: float
 
@@ -48,6 +49,7 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
     fps: float
     max_frames: int
     max_pixels: int
+    formats: tuple[str, ...]
     limit_s: float
 
 

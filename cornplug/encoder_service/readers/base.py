@@ -12,6 +12,7 @@ import torch
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.clips import ClipLimits
 from cornplug.encoder_service.jail.decoders import Decoder, Header, Heard, InProcess
+from cornplug.encoder_service.media import COMMON
 from cornplug.errors import EncoderRefused
 
 
@@ -23,6 +24,7 @@ class Limits:
     max_audio_s: float = 600.0
     max_video_s: float = 600.0
     max_frames: int = 768
+    picture_formats: tuple[str, ...] = COMMON
 
     @classmethod
     def of(cls, config: EncoderConfig) -> Limits:
@@ -31,10 +33,16 @@ class Limits:
             max_audio_s=config.max_audio_s,
             max_video_s=config.max_video_s,
             max_frames=config.max_frames,
+            picture_formats=config.formats(),
         )
 
     def clips(self) -> ClipLimits:
-        return ClipLimits(max_s=self.max_video_s, max_frames=self.max_frames, max_pixels=self.max_pixels)
+        return ClipLimits(
+            max_s=self.max_video_s,
+            max_frames=self.max_frames,
+            max_pixels=self.max_pixels,
+            picture_formats=self.picture_formats,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class Pictures:
         path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
         self._probes: tuple[int, int] | None = None
+        self._formats = limits.picture_formats
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(
@@ -38,12 +39,12 @@ class Pictures:
 
     def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
         heard = bench.heard(self._prepared_bytes)
-        return self._reading(bench.decoder.picture(data, self._max_pixels, heard))
+        return self._reading(bench.decoder.picture(data, self._max_pixels, heard, self._formats))
 
     def read_for_sglang(self, data: bytes, bench: Bench = IN_PROCESS) -> Reading:
         """The same as an SGLang server would make it."""
         heard = bench.heard(self._prepared_bytes)
-        return self._reading(bench.decoder.picture_for_sglang(data, self._max_pixels, heard))
+        return self._reading(bench.decoder.picture_for_sglang(data, self._max_pixels, heard, self._formats))
 
     def _prepared_bytes(self, header: Header) -> int:
         small, large = self._probed()

@@ -208,6 +208,8 @@ def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool, sgla
     for model in site.group.encoder_models or [site.group.model]:
         argv += ["--model", model]
     argv += ["--device", "cpu" if cpu else "cuda", "--host", bind(plan, site.host), "--port", str(site.port)]
+    # Engines of other hosts ask without keys: the plan's network is the operator's.
+    argv += ["--allow-anonymous", "--names", site.host]
     argv += ["--socket", encoder_socket(site)]
     argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
     argv += ["--threads", "1"] if cpu else []

@@ -1,0 +1,177 @@
+"""ASGI middleware before everything else: who may ask here at all, by key, Host, Origin and content type.
+
+key      with `encoder.require_key`, all but /health and /ready
+Host     a name that is not this service's comes from a page whose name was pointed here (DNS rebinding)
+Origin   what changes or computes something is asked by programs, or by this service's own page
+content  JSON; /v1/encode takes forms too. A page of elsewhere can send neither JSON without leave
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cornplug.config import EncoderConfig, QosConfig
+from cornplug.encoder_service.audit import Audit
+from cornplug.encoder_service.http_answers import Failed, refused
+from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.qos import Caller, Classes
+
+OPEN: Final = ("/health", "/ready")
+_READING: Final = ("GET", "HEAD", "OPTIONS")
+_FORMS: Final = "/v1/encode"
+
+
+def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
+    """Return where nobody is let in whom the operator did not mean to. Raises ConfigError."""
+    have_keys = any(one.bound_keys() for one in qos.classes.values())
+    if config.require_key and not (have_keys or config.admin_key.get_secret_value()):
+        raise ConfigError(
+            "encoder.require_key",
+            "there is no key",
+            "Give a class api_keys or tenants, in [qos.classes.NAME].",
+        )
+    if not (_is_loopback(config.host) or config.require_key or config.allow_anonymous):
+        raise ConfigError(
+            "encoder.host",
+            f"{config.host} is reached from beyond this host, and nobody needs a key",
+            "Set encoder.require_key (--require-key) and keys of classes; or, on a network that only yours "
+            "reach, encoder.allow_anonymous (--allow-anonymous).",
+        )
+
+
+def salt_of(caller: Caller, said: str | None, config: EncoderConfig) -> str | None:
+    """Whose a request's entries are: the tenant of its key, and within that what its body says.
+
+    Raises EncoderRefused("forbidden_salt") for a salt of who has no tenant's key.
+    """
+    if caller.tenant is not None:
+        # No tenant's name has a slash: nobody can spell another's.
+        return caller.tenant if said is None else f"{caller.tenant}/{said}"
+    if said is not None and not config.trust_salts:
+        raise EncoderRefused(
+            "salt: comes with a tenant's key ([qos.classes.NAME] tenants); leave it out, or set "
+            "encoder.trust_salts where only a gateway of yours asks",
+            reason="forbidden_salt",
+        )
+    return said
+
+
+async def json_only(request: Request) -> None:
+    """For every route that is posted to: a page of elsewhere can send other types without leave.
+
+    Raises EncoderRefused("media_type").
+    """
+    if request.method in _READING:
+        return
+    forms = request.url.path == _FORMS
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (forms and kind == "multipart/form-data"):
+        also = "multipart/form-data or " if forms else ""
+        raise EncoderRefused(f"content-type {kind[:200]!r}: send {also}application/json", reason="media_type")
+
+
+class Doorman:
+    """Refuses in one JSON form, counts, and tells the audit."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: EncoderConfig,
+        classes: Classes,
+        audit: Audit,
+        count: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._app = app
+        self._classes = classes
+        self._audit = audit
+        self._count = count
+        self._admin_key = config.admin_key.get_secret_value()
+        self._require_key = config.require_key
+        said = (name.strip() for name in config.names.split(","))
+        self._names = {"localhost", socket.gethostname(), config.host, *said} - {""}
+        self._names = {name.lower().strip("[]").rstrip(".") for name in self._names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        request = HTTPConnection(scope)
+        no = self._objection(scope["method"], request.headers)
+        if no is None:
+            await self._app(scope, receive, send)
+            return
+        self._count(no.reason)
+        self._audit.refused(request, no.reason)
+        answer = refused(Failed.of(no))
+        if no.reason == "unauthorized":
+            answer.headers["www-authenticate"] = "Bearer"
+        await answer(scope, receive, send)
+
+    def _objection(self, method: str, headers: Headers) -> EncoderRefused | None:
+        if not self._has_key(headers):
+            if self._require_key:
+                return EncoderRefused("authorization: want Bearer and a key", reason="unauthorized")
+            if (host := self._foreign(headers)) is not None:
+                return EncoderRefused(
+                    f"host: {host[:200]!r} is no name of this service; add it to encoder.names (--names), "
+                    "or ask with a key",
+                    reason="forbidden_host",
+                )
+        if method in _READING:
+            return None
+        if _of_elsewhere(headers):
+            return EncoderRefused("origin: pages of other sites may not ask here", reason="forbidden_origin")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        said = headers.get("authorization", "")
+        admin = bool(self._admin_key) and hmac.compare_digest(
+            said.encode(), f"Bearer {self._admin_key}".encode()
+        )
+        return self._classes.knows(said) or admin
+
+    def _foreign(self, headers: Headers) -> str | None:
+        """The first Host that is no name of ours. Without one no browser asks."""
+        for said in headers.getlist("host"):
+            name = _name(said)
+            if name not in self._names and not _is_address(name):
+                return said
+        return None
+
+
+def _of_elsewhere(headers: Headers) -> bool:
+    """Whether a browser sent this for a page that is not ours."""
+    if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return True
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+
+
+def _name(host: str) -> str:
+    """A Host header's name: lower case, no port, no brackets, no dot at the end."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)

@@ -1,0 +1,106 @@
+"""One account's flood takes out its own entries, and nobody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cornplug.codec import Kind
+from cornplug.encoder_service.quota import Quota
+from cornplug.encoder_service.shelf import Shelf
+from cornplug.qos import ONE_CLASS, Caller
+from cornplug.store.base import Store
+from cornplug.store.memory import MemoryStore
+
+from .conftest import MakeEncoder, Requests
+
+ROWS = torch.ones(64, 256)
+"""64 KiB."""
+
+
+@pytest.fixture
+def store() -> Store:
+    return MemoryStore(capacity_bytes=4 << 20).connect()
+
+
+def key(account: str, n: int) -> bytes:
+    return account.encode().ljust(28, b".") + n.to_bytes(4, "big")
+
+
+def there(store: Store, account: str, numbers: range) -> int:
+    return sum(store.contains([key(account, n) for n in numbers], deadline_s=1))
+
+
+def publish(shelf: Shelf, account: str | None, numbers: range, name: str = "") -> None:
+    for n in numbers:
+        assert shelf.publish(Kind.EMBEDDING, key(name or str(account), n), ROWS, "http", account=account)
+
+
+@pytest.mark.parametrize("part", [0.25, 1.0])
+def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
+    shelf = Shelf(store, deadline_s=1.0, account_part=part)
+    publish(shelf, None, range(10), "engine")
+    publish(shelf, "acme", range(10))
+    publish(shelf, "flood", range(200))
+    # With the whole store for each, as before there were accounts, all that was there is gone.
+    kept = 10 if part < 1 else 0
+    assert there(store, "engine", range(10)) == there(store, "acme", range(10)) == kept
+    newest = there(store, "flood", range(200 - 15, 200))
+    assert newest == 15
+    if part < 1:
+        assert store.stat(deadline_s=1).evictions == 0
+        assert 14 <= there(store, "flood", range(200)) <= 16
+
+
+def test_what_alone_is_over_the_ceiling_is_not_published(store: Store) -> None:
+    shelf = Shelf(store, deadline_s=1.0, account_part=0.01)
+    failed: list[str] = []
+    shelf.on_failure = failed.append
+    assert not shelf.publish(Kind.EMBEDDING, key("a", 1), ROWS, "http", account="a")
+    assert failed == ["over_quota"]
+    assert shelf.publish(Kind.EMBEDDING, key("e", 1), ROWS, "engine")
+
+
+def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
+    now, deleted = [0.0], []
+
+    class Measured:
+        capacity_bytes = 1000
+
+        def stat(self, deadline_s: float) -> Any:
+            return self
+
+        def delete(self, keys: list[bytes], deadline_s: float) -> int:
+            deleted.extend(keys)
+            return len(keys)
+
+    measured = Measured()
+    quota = Quota(measured, 0.5, deadline_s=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
+    for _ in range(10):
+        assert quota.make_room("a", 100)
+        quota.published("a", b"same", 100)
+    quota.published("a", b"next", 300)
+    assert quota.make_room("a", 100)
+    assert deleted == []
+    assert quota.make_room("a", 101)
+    assert deleted == [b"same"]
+    assert not quota.make_room("a", 501)
+    measured.capacity_bytes = 2000
+    assert not quota.make_room("a", 501)
+    now[0] = 60
+    assert quota.make_room("a", 501)
+
+
+def test_requests_by_http_have_an_account_and_engines_none(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], store: Store
+) -> None:
+    encoder = make_encoder(store)
+    seen: list[str | None] = []
+    real = encoder._shelf.publish
+    encoder._shelf.publish = lambda *a, account=None: seen.append(account) or real(*a, account=account)  # type: ignore[method-assign]
+    for n, caller in enumerate((None, Caller(qos=ONE_CLASS), Caller(qos=ONE_CLASS, tenant="acme"))):
+        encoder.submit(request_for(llava_pair[0], n), caller=caller).result(10)
+    assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]
