@@ -29,6 +29,9 @@ _FIRST_BACKOFF_S: Final = 0.1
 _LAST_BACKOFF_S: Final = 1.0
 _HELLO_S: Final = 1.0
 _START_WAIT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 1.0
+_LAST_PAUSE_S: Final = 60.0
+"""Between starts of a daemon that does not come up: each is an interpreter, on the engine's cores."""
 
 _log = logging.getLogger("cornplug.store")
 _open_stores: weakref.WeakSet[PoolStore] = weakref.WeakSet()
@@ -74,6 +77,7 @@ class PoolStore:
         self._refused = False
         self._why = "no store has answered yet"
         self._said = ""
+        self._next_start_s, self._pause_s = 0.0, _FIRST_PAUSE_S
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._keeping = threading.Lock()
@@ -226,7 +230,7 @@ class PoolStore:
                 self._closing.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
                 continue
-            backoff_s = _FIRST_BACKOFF_S
+            backoff_s, self._pause_s = _FIRST_BACKOFF_S, _FIRST_PAUSE_S
             self._arena = connection.arena
             self._connection = connection
             self._refused = False
@@ -246,7 +250,7 @@ class PoolStore:
         return connection
 
     def _start(self) -> Connection | None:
-        if self._closing.is_set():
+        if self._closing.is_set() or time.monotonic() < self._next_start_s:
             return None
         try:
             with starter.start_lock(self._config.socket) as ours:
@@ -255,7 +259,11 @@ class PoolStore:
                 if not ours or connection is not None:
                     return connection
                 starter.spawn(self._config, idle_exit_s=self._idle_exit_s)
-                return self._await_start()
+                connection = self._await_start()
+                if connection is None:
+                    self._next_start_s = time.monotonic() + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+                return connection
         except (OSError, ConfigError) as e:
             self._say_why(f"cannot start a store: {e}")
             return None

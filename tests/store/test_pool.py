@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,22 @@ def test_a_forked_child_gets_a_connection_of_its_own(
         held = lease(store, "b")
         assert held is not None
         assert bytes(store.view(held.location)) == b"of the child"
+
+
+def test_a_daemon_that_does_not_come_up_is_started_less_and_less_often(
+    store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[float] = []
+    monkeypatch.setattr(autostart, "spawn", lambda *a, **k: starts.append(time.monotonic()))
+    monkeypatch.setattr("cornplug.store.pool._START_WAIT_S", 0.01)
+    monkeypatch.setattr("cornplug.store.pool._LAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("cornplug.store.pool._FIRST_PAUSE_S", 0.2)
+    store = PoolStore(store_config, autostart=True, connect_timeout_s=0)
+    time.sleep(2.5)
+    store.close()
+    pauses = [after - before for before, after in pairwise(starts)]
+    assert 2 <= len(pauses) <= 4
+    assert all(pause >= 0.19 * 2**i for i, pause in enumerate(pauses))
 
 
 def test_another_secret_is_refused_with_a_remedy(
