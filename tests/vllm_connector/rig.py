@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu import kv_connector as second_runner
 
 from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
@@ -134,6 +135,7 @@ class Rank:
     caches: dict[str, torch.Tensor]
     slots: int
     """Of one block of the caches: the engine's block size, or a part of it."""
+    active: second_runner.ActiveKVConnector | None = None
 
     def place(self, request: Request, block_size: int, position: int) -> tuple[int, int]:
         """(block of the caches, slot in it)"""
@@ -176,10 +178,13 @@ class Engine:
         extra_layers: int = 0,
         kernel_block: int = 0,
         accelerator: bool = False,
+        second_runner: bool = False,
         **fields: Any,
     ) -> None:
         """`kernel_block`: the caches are in smaller blocks than the engine counts. `accelerator`: the
-        workers copy as on one, with copies that arrive late."""
+        workers copy as on one, with copies that arrive late. `second_runner`: vLLM's V2 model runner
+        calls the workers, the default on a GPU."""
+        self.second_runner = second_runner
         self.block_size, self.tp, self.pp = block_size, tp, pp
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = list(range(blocks))
@@ -266,7 +271,15 @@ class Engine:
             worker._copies = BlockCopies(
                 mapped._caches, mapped._layouts, mapped._shape, direct=False, side=LateDevice()
             )
-        return Rank(connector, heads, layers, caches, self.kernel_block)
+        rank = Rank(connector, heads, layers, caches, self.kernel_block)
+        if self.second_runner:
+            with (
+                mock.patch.object(second_runner, "get_kv_transfer_group", return_value=connector),
+                # It registers the caches once more.
+                mock.patch.object(connector, "register_kv_caches"),
+            ):
+                rank.active = second_runner.ActiveKVConnector(config, caches)
+        return rank
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -352,14 +365,13 @@ class Engine:
         """One `execute_model` on every rank, and vLLM's own aggregation of what they say."""
         outputs = []
         for rank in self.ranks:
+            if rank.active is not None:
+                outputs.append(SimpleNamespace(kv_connector_output=self._execute_second(rank, step)))
+                continue
             connector = rank.connector
             connector.bind_connector_metadata(step.meta)
             connector.handle_preemptions(step.meta)
-            for name, tokens in step.scheduled.items():
-                request = self.requests.get(name)
-                if request is not None and request.blocks:
-                    start = step.starts[name]
-                    rank.compute(request, self.block_size, start, start + tokens)
+            self._forward(rank, step)
             connector.start_load_kv(None)
             connector.wait_for_save()
             results = connector.get_transfer_results(set())
@@ -375,6 +387,30 @@ class Engine:
         aggregated = self.aggregator.aggregate(outputs)  # type: ignore[arg-type]
         assert aggregated is not None
         return aggregated.kv_connector_output
+
+    def _forward(self, rank: Rank, step: Any) -> None:
+        for name, tokens in step.scheduled.items():
+            request = self.requests.get(name)
+            if request is not None and request.blocks:
+                start = step.starts[name]
+                rank.compute(request, self.block_size, start, start + tokens)
+
+    def _execute_second(self, rank: Rank, step: Any) -> Any:
+        """As `gpu/model_runner.py`: blocks that were given away are overwritten before `pre_forward`
+        (`preempt` has done that), and loads begin after the forward."""
+        assert rank.active is not None
+        seen = SimpleNamespace(kv_connector_metadata=step.meta, has_sync_kv_loads=False)
+        with (
+            mock.patch.object(second_runner, "is_forward_context_available", return_value=True),
+            mock.patch.object(second_runner, "get_forward_context", return_value=None),
+        ):
+            rank.active.pre_forward(seen)  # type: ignore[arg-type]
+            self._forward(rank, step)
+            rank.active.finish_forward()
+            output = rank.active.post_forward(set())
+        assert output is not None
+        output.invalid_block_ids = output.invalid_block_ids or set()
+        return output
 
     def update(self, output: KVConnectorOutput) -> None:
         """`update_from_output`: failures first, then who is done."""

@@ -46,6 +46,7 @@ Make = Callable[..., Engine]
         ({"accelerator": True}, {"tp": 2}),
         ({"tp": 2}, {"accelerator": True}),
         ({"accelerator": True, "tp": 2, "block_size": 64}, {"accelerator": True, "pp": 2}),
+        ({"second_runner": True, "accelerator": True}, {"second_runner": True, "tp": 2}),
         ({"kernel_block": 8}, {"block_size": 64, "kernel_block": 16}),
         (
             {"kernel_block": 8, "accelerator": True},

@@ -42,10 +42,10 @@ STEPS = st.lists(
 class Lives:
     """One engine, a writer before it, and a store that may fail."""
 
-    def __init__(self, tp: int, lag: bool) -> None:
+    def __init__(self, tp: int, lag: bool, **how: Any) -> None:
         self.store = MemoryStore(capacity_bytes=1 << 20)
         self.faulty = FaultyStore(self.store.connect())
-        self.engine = Engine(lambda: self.faulty, tp=tp, blocks=BLOCKS)
+        self.engine = Engine(lambda: self.faulty, tp=tp, blocks=BLOCKS, **how)
         self.lag = lag
         self.pending: list[Any] = []
         self.count = 0
@@ -103,6 +103,17 @@ class Lives:
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_any_order_of_lives(steps: list[tuple[str, Any, Any]], tp: int, lag: bool) -> None:
     lives = Lives(tp, lag)
+    for what, x, y in steps:
+        lives.do(what, x, y)
+    lives.end()
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
+def test_any_order_of_lives_under_vllms_second_runner_on_an_accelerator(
+    steps: list[tuple[str, Any, Any]], tp: int, lag: bool
+) -> None:
+    lives = Lives(tp, lag, second_runner=True, accelerator=True, kernel_block=8)
     for what, x, y in steps:
         lives.do(what, x, y)
     lives.end()
