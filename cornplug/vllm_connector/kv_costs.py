@@ -57,10 +57,11 @@ class LoadCosts:
 
     def deadline_s(self, tokens: int) -> float:
         """How long a load may take before the rest of it is computed."""
-        lease_s, compute_s = self._config.lease_s, self.rule.compute_s(tokens)
+        # The lease is a third of its time old when the engine takes the offer, at the most.
+        leased_s, compute_s = self._config.lease_s * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
-            return lease_s
-        return min(lease_s, max(_LOAD_FLOOR_S, 3 * compute_s))
+            return leased_s
+        return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def load_began(self, request_id: str, pages: int) -> None:
         """The engine took an offer."""

@@ -658,13 +658,13 @@ def test_a_load_has_a_deadline_and_the_rest_is_computed(
 
 def test_a_loads_deadline_follows_from_what_computing_takes(engine: Make) -> None:
     costs: Any = engine(load_when="pays").connector._scheduler._costs  # type: ignore[union-attr]
-    assert costs.deadline_s(1000) == 30
+    assert costs.deadline_s(1000) == 20
     for _ in range(50):
         costs.rule.computed(1000, 1.0)
     assert costs.deadline_s(1000) == pytest.approx(3.0, rel=0.01)
     assert costs.deadline_s(10) == 1.0
-    assert costs.deadline_s(1_000_000) == 30
-    assert engine().connector._scheduler._costs.deadline_s(10) == 30  # type: ignore[union-attr]
+    assert costs.deadline_s(1_000_000) == 20
+    assert engine().connector._scheduler._costs.deadline_s(10) == 20  # type: ignore[union-attr]
 
 
 def test_open_saves_are_bounded(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
