@@ -16,12 +16,13 @@ from cornplug.errors import CheckpointError, CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, Refusal
-from cornplug.vllm_connector import compat, weights
+from cornplug.vllm_connector import compat, provenance, weights
 from cornplug.vllm_connector.kv_costs import LoadCosts
 from cornplug.vllm_connector.kv_errands import WHAT, Errands, OpenSave
 from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
 from cornplug.vllm_connector.model import kv_identity
 from cornplug.vllm_connector.page_keys import PageKeys
+from cornplug.vllm_connector.provenance import OwnTokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,8 @@ class _Tracked:
     barred: bool = False
     """A load of it failed once: it computes for itself from then on."""
     open_saves: set[int] = field(default_factory=set)
+    own: OwnTokens | None = None
+    """Where other connectors load too: what may be saved as computed here."""
 
 
 class KVScheduler:
@@ -77,6 +80,7 @@ class KVScheduler:
         self._finishing: list[str] = []
         self._errands = Errands(runtime, geometry, tally)
         self._off = ""
+        self._others_load = provenance.others_load()
         self._identity: tuple[bytes, dict[str, Any]] | None = None
         self._identified = threading.Event()
         self._adapters = LaterAdapters()
@@ -126,7 +130,8 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(request, None)
+            own = OwnTokens() if self._others_load else None
+            tracked = self._tracked[request.request_id] = _Tracked(request, None, own=own)
             reason = self._name(tracked)
             if reason:
                 self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
@@ -257,6 +262,8 @@ class KVScheduler:
         if not tracked.barred:
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=len(match.reads))
             self._tally.count("cornplug_saved_tokens_total", app, by=match.end - match.computed)
+            if tracked.own is not None:
+                tracked.own.extend(match.computed, match.end)
         self._forget_if_over(tracked)
 
     # -- saving -----------------------------------------------------------------------------
@@ -302,6 +309,8 @@ class KVScheduler:
             request = tracked.request
             # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
             end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
+            if tracked.own is not None:
+                end = tracked.own.extend(request.num_computed_tokens, end)
             if end // self._page.page_tokens <= tracked.saved_pages and not tracked.again:
                 continue
             keys = tracked.keys.upto(request.all_token_ids, end)

@@ -1,0 +1,116 @@
+"""Beside other connectors only what was computed here is saved as computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from cornplug.vllm_connector import compat, provenance
+from cornplug.vllm_connector.provenance import OwnTokens
+
+from .rig import Engine
+
+Make = Callable[..., Engine]
+PROMPT = [7 * i for i in range(150)]
+
+
+def multi(children: int) -> Any:
+    extra = {"connectors": [{"kv_connector": f"C{i}"} for i in range(children)]}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+
+
+@pytest.fixture
+def beside(engine: Make) -> Make:
+    """An engine whose connector vLLM's MultiConnector makes, with another beside it."""
+
+    def make(**options: Any) -> Engine:
+        made: list[Engine] = []
+        provenance._make_several(lambda *_: made.append(engine(**options)), None, multi(2))
+        return made[0]
+
+    return make
+
+
+def saved(engine: Engine) -> float:
+    return engine.counts.get(("saves", "kv_page", "stored"), 0)
+
+
+def test_the_wrapper_stands_around_vllm_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    [(module, name, wrapper)] = provenance.WRAPS
+    monkeypatch.setattr(MultiConnector, "__init__", MultiConnector.__init__)
+    compat.wrap(module, name, wrapper)
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        MultiConnector,
+        "_get_connector_classes_and_configs",
+        classmethod(lambda *_: seen.append(provenance.others_load()) or []),
+    )
+    monkeypatch.setattr(MultiConnector, "all_children_support_hma", classmethod(lambda *_: True))
+    for children in (1, 2):
+        MultiConnector(multi(children), SimpleNamespace(), None)  # type: ignore[arg-type]
+    assert seen == [False, True]
+    assert not provenance.others_load()
+
+
+def test_what_was_computed_here_is_saved(beside: Make, engine: Make) -> None:
+    first = beside()
+    first.run("a", PROMPT)
+    assert saved(first) == 4
+    second = engine()
+    assert second.run("b", PROMPT).external_tokens == 128
+
+
+@pytest.mark.parametrize("given", [32, 64, 128])
+def test_what_another_connector_brought_is_not_saved_nor_what_follows_it(beside: Make, given: int) -> None:
+    """As NIXL's pages, under whatever name: they come as tokens that are computed already."""
+    first = beside()
+    request = first.add("a", PROMPT, local_tokens=given)
+    while request.num_computed_tokens < len(PROMPT):
+        first.step(chunk=40)
+    first.settle()
+    assert saved(first) == 0
+
+
+def test_alone_the_engine_s_own_prefix_cache_is_its_own(engine: Make) -> None:
+    first = engine()
+    request = first.add("a", PROMPT, local_tokens=64)
+    while request.num_computed_tokens < len(PROMPT):
+        first.step(chunk=40)
+    first.settle()
+    assert saved(first) == 4
+
+
+def test_what_we_loaded_ourselves_may_be_gone_on_from(beside: Make) -> None:
+    beside().run("a", PROMPT[:100])
+    second = beside()
+    request = second.run("b", PROMPT)
+    assert request.external_tokens == 96
+    assert saved(second) == 1
+
+
+def test_after_a_preemption_tokens_are_judged_anew(beside: Make) -> None:
+    first = beside()
+    request = first.add("a", PROMPT)
+    first.step(chunk=40)
+    first.preempt(request)
+    request.local_tokens = 96  # more than was computed here: another connector had it
+    while request.num_computed_tokens < len(PROMPT):
+        first.step(chunk=40)
+    first.settle()
+    assert saved(first) <= 1  # the page before, where the preemption did not end its saving
+
+
+def test_own_tokens() -> None:
+    own = OwnTokens()
+    assert own.extend(0, 40) == 40
+    assert own.extend(40, 80) == 80
+    assert own.extend(0, 16) == 16  # again, after a preemption
+    assert own.extend(96, 128) == 80  # a gap: somebody else's
+    assert own.extend(128, 160) == 80
