@@ -36,7 +36,9 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[Memory]:
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _walk(cgroups, path, "memory.max", "memory.current", "inactive_file")
+            # Beyond "high" nobody is killed, but all that allocate there are slowed down.
+            for limit in ("memory.max", "memory.high"):
+                yield from _walk(cgroups, path, limit, "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             yield from _walk(cgroups / "memory", path, *names)

@@ -82,6 +82,12 @@ def test_the_narrowest_group_around_us_counts(host: Path) -> None:
     assert "pod" in _memory(host).of
 
 
+def test_where_a_group_is_slowed_down_counts_as_its_end(host: Path) -> None:
+    _group(host / "cg", str(4 << 30), 1 << 30)
+    (host / "cg" / "memory.high").write_text(f"{2 << 30}\n")
+    assert _memory(host)[:2] == (2 << 30, 1 << 30)
+
+
 @pytest.mark.parametrize("path", ["/", "/docker/0123"], ids=["own", "the host's, which is not to be seen"])
 def test_version_1(host: Path, path: str) -> None:
     (host / "proc" / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:memory:{path}\n0::/\n")
