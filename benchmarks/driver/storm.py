@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -44,10 +45,11 @@ class Asked:
 
 
 class Pictures:
-    """Pictures that nobody has asked about: coarse random patches, as PNG."""
+    """Pictures that nobody has asked about: coarse random patches."""
 
-    def __init__(self, edge: int) -> None:
+    def __init__(self, edge: int, kind: str = "PNG") -> None:
         self._edge = edge
+        self._kind = kind
         self._count = 0
 
     def __iter__(self) -> Iterator[bytes]:
@@ -61,14 +63,24 @@ class Pictures:
         self._count += 1
         patches = np.random.default_rng(self._count).integers(0, 256, (12, 12, 3), dtype=np.uint8)
         out = io.BytesIO()
-        Image.fromarray(patches).resize((self._edge, self._edge), Image.Resampling.NEAREST).save(out, "PNG")
+        Image.fromarray(patches).resize((self._edge, self._edge), Image.Resampling.NEAREST).save(
+            out, self._kind
+        )
         return out.getvalue()
 
 
 class Client:
     """Sends pictures to the service at `url`."""
 
-    def __init__(self, url: str, model: str, pictures: Iterator[bytes]) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        pictures: Iterator[bytes],
+        by_app: Mapping[str, Iterator[bytes]] = MappingProxyType({}),
+    ) -> None:
+        """`by_app`: what apps send instead of `pictures`, by their names."""
+        self._by_app = by_app
         self._url = url
         self._model = model
         self._pictures = pictures
@@ -105,7 +117,7 @@ class Client:
             while (at := at + draw.expovariate(app.load * capacity)) < seconds:
                 come.append((at, app))
         come.sort(key=lambda one: one[0])
-        pictures = [next(self._pictures) for _ in come]
+        pictures = [next(self._by_app.get(app.name, self._pictures)) for _, app in come]
         async with self._http() as http:
             self.begun_s = time.monotonic()
             tasks = []

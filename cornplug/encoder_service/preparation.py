@@ -184,9 +184,11 @@ class Preparation:
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def warm(self) -> None:
-        """Start every process but the one more, so that nobody waits for it. Raises EncoderRefused."""
-        with ThreadPoolExecutor(self._lanes, "cornplug-start") as starting:
-            list(starting.map(DecoderProcess.start, self._processes[: self._lanes]))
+        """Start every process, so that nobody waits for it. Raises EncoderRefused."""
+        # With one class there is nobody for the lane more.
+        wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
+        with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
+            list(starting.map(DecoderProcess.start, wanted))
 
     def close(self) -> None:
         """End whatever is being decoded, and everything else."""
