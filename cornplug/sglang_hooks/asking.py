@@ -87,6 +87,8 @@ class Asker:
             raise EncoderUnavailable("no service is known to serve this model", reason="not_served")
         if self._backoff.spares(began):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
+        if (refusal := self._encoder.refusal) is not None:
+            raise refusal  # before a large picture's tensors are packed for nobody
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
         deadline_s = self._run.config.encoder.deadline_s - (time.monotonic() - began)
         request = Encode(

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig
 from cornplug.encoder_service.protocol import Encode, Encoded
+from cornplug.errors import EncoderError
 from cornplug.store.base import Store
 
 SECRET = bytes(range(32))
@@ -48,6 +49,9 @@ def item(
 
 class Service:
     """Stands in for SocketEncoder: `answer(request)` gives an answer or an error; without it all wait."""
+
+    refusal: EncoderError | None = None
+    """As of a service that is there."""
 
     def __init__(self) -> None:
         self.asked: list[Encode] = []

@@ -137,6 +137,17 @@ def test_a_service_that_is_not_there_costs_a_counted_miss_and_no_wait(here: Stag
     assert here.prepare(KEYS[2]) == ["service_ran"]
 
 
+def test_nothing_is_packed_for_a_service_that_is_not_there(
+    here: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[Any] = []
+    monkeypatch.setattr(asking, "_inputs", lambda *args: packed.append(args))
+    monkeypatch.setattr(here.service, "refusal", EncoderUnavailable("gone", reason="encoder_down"))
+    assert here.prepare(KEYS[0]) == [None]
+    assert here.missed() == {"encoder_down": 1}
+    assert packed == []
+
+
 def test_after_a_failure_of_its_own_it_is_spared_for_a_while(here: Stage) -> None:
     here.service.answer = lambda request: EncoderRefused("full", reason="overloaded")
     assert here.prepare(KEYS[0]) == [None]

@@ -1,0 +1,91 @@
+"""Tensor-parallel SGLang on one store: pages that two ranks write are whole for everybody, a flush in
+the middle of a save ends nothing, and where KV cannot be shared the server is stock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from integration.stack import forget_prefixes
+
+from cornplug.testing import checkpoints
+from cornplug.testing.processes import StoreProcess
+from cornplug.testing.sglang_engine import SglangServer, sglang_python
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
+]
+
+TOKENS = [(7 * i + 300) % 600 for i in range(700)]
+SHAREABLE = 640
+"""Of them, in whole pages of 64; the last token is always computed."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return checkpoints.qwen2_text(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Iterator[StoreProcess]:
+    with StoreProcess(
+        folder / "store.sock", env={"CORNPLUG_STORE_SECRET_FILE": str(folder / "secret")}
+    ) as store:
+        yield store
+
+
+def start(store: StoreProcess, model: Path, name: str, *args: str) -> SglangServer:
+    folder = store.socket.parent
+    env = {
+        "CORNPLUG_STORE_SECRET_FILE": str(folder / "secret"),
+        "CORNPLUG_STORE_AUTOSTART": "false",
+        # Each rank its own core, and not the same one twice.
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in args else {}),
+    }
+    return SglangServer(
+        model, "--cornplug-app", name, "--cornplug-store", str(store.socket), *args,
+        log=folder / f"{name}.log", env=env,
+    )  # fmt: skip
+
+
+def test_two_ranks_write_what_one_reads(store: StoreProcess, model: Path) -> None:
+    with ExitStack() as servers:
+        two = servers.enter_context(start(store, model, "two", "--tp-size", "2"))
+        wrote = two.generate(TOKENS, max_tokens=8)
+        assert wrote.cached["storage"] == 0
+        # SGLang stops the ranks' threads one after the other, whatever they are writing.
+        for i in range(1, 6):
+            two.generate([i, *TOKENS], max_tokens=1)
+            forget_prefixes(two)
+        store.settle()
+        again = two.generate(TOKENS, max_tokens=8)
+        assert again.cached["storage"] == SHAREABLE
+        assert again.output_ids == wrote.output_ids
+
+        one = servers.enter_context(start(store, model, "one"))
+        read = one.generate(TOKENS, max_tokens=8)
+        assert read.cached["storage"] == SHAREABLE
+        assert read.output_ids == wrote.output_ids
+        # Nothing of this is there, and nothing is waited for.
+        assert one.generate([9, *TOKENS], max_tokens=1).cached["storage"] == 0
+        assert two.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
+
+
+def test_what_cannot_be_shared_runs_as_stock(store: StoreProcess, model: Path) -> None:
+    entries = store.stat().entries
+    with start(store, model, "fp8", "--kv-cache-dtype", "fp8_e4m3") as server:
+        first = server.generate(TOKENS, max_tokens=4)
+        assert server.generate(TOKENS, max_tokens=4).output_ids == first.output_ids
+        said = server.log.read_text()
+    assert "KV is not shared, only embeddings: --kv-cache-dtype fp8_e4m3" in said
+    assert "enable_hierarchical_cache=True" not in said
+    assert store.stat().entries == entries
