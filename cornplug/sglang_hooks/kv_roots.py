@@ -13,7 +13,7 @@ from cornplug.engine_side.page_roots import page_root
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import lora
-from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv_book import Space
 from cornplug.sglang_hooks.salts import salt_of
 
@@ -86,6 +86,3 @@ class RootsOfCall:
         if space not in self._made:
             self._made[space] = self._roots.root(space)
         return self._made[space]
-
-
-HOOKS: tuple[Hook, ...] = lora.HOOKS

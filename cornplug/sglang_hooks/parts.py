@@ -21,7 +21,7 @@ _MODULES: Final = {
     "resolution": ("hicache_settings",),
     "weights": ("weights",),
     "kv": ("kv_names", "kv_late", "kv_pace"),
-    "lora": ("kv_roots",),
+    "lora": ("lora",),
     "pictures": ("named", "media", "embeddings"),
     "llava": ("decoded:LLAVA_HOOKS",),
     "encoder": ("epd", "epd_fallback"),

@@ -10,24 +10,27 @@ import page_root_vectors as vectors
 import pytest
 
 from cornplug.engine_side.adapters import Adapters
-from cornplug.sglang_hooks import kv_roots
+from cornplug.sglang_hooks import lora
 from cornplug.sglang_hooks.kv_book import Space
 from cornplug.sglang_hooks.kv_roots import Roots
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_roots, "_adapter_paths", {})
-    monkeypatch.setattr(kv_roots, "_disputed", set())
-    monkeypatch.setattr(kv_roots, "_adapters", Adapters())
-    monkeypatch.setattr(kv_roots.active, "is_on", lambda: True)
+    for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
+        monkeypatch.setattr(lora, name, empty)
+    monkeypatch.setattr(lora, "_files", Adapters())
+    monkeypatch.setattr(lora.active, "is_on", lambda: True)
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
 def test_roots(name: str, tmp_path: Path) -> None:
     case = vectors.CASES[name]
     path = vectors.adapter(tmp_path / "lora")
-    kv_roots._adapter_loads(None, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
+    # SGLang's LoRAManager, which applies all of the adapter, as vLLM does.
+    applied = SimpleNamespace(layers=[SimpleNamespace(weights={"q_proj": None})], embedding_layers={})
+    manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
+    lora._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
     made = Roots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
     assert made.wait(5)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.
