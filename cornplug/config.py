@@ -32,7 +32,7 @@ from pydantic import (
 from cornplug.errors import ConfigError
 from cornplug.private_paths import secret_problem
 
-STORE_PROTOCOL: Final = 2
+STORE_PROTOCOL: Final = 3
 """What clients and store speak. It is in the socket's default name: during a rolling upgrade each
 release has a store of its own, and shares."""
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import Location
+from cornplug.store.fences import MappedFences
 from cornplug.store.host_memory import Memory, host_memory
 
 STEP_BYTES: Final = 8 << 20
@@ -127,17 +128,24 @@ def _memfd() -> int:
 class MappedArena:
     """A client's side: the whole arena mapped; pages appear as the daemon sets them aside."""
 
-    def __init__(self, fd: int, arena_id: bytes, capacity_bytes: int) -> None:
+    def __init__(self, fd: int, arena_id: bytes, capacity_bytes: int, fences: MappedFences) -> None:
         self.id = arena_id
         self.capacity_bytes = capacity_bytes
         self._map = mmap.mmap(fd, capacity_bytes)
+        self._fences = fences
 
     def view(self, location: Location, *, writable: bool) -> memoryview:
         """The bytes of a location. The mapping lives as long as any view of it.
 
-        Raises StoreUnavailable("stale_location") when the location is not of this arena."""
+        Raises StoreUnavailable("stale_location") as `Store.view`."""
         end = location.offset + location.size
         if location.arena_id != self.id or location.offset < 0 or end > self.capacity_bytes:
             raise StoreUnavailable("location of another arena", reason="stale_location")
-        view = memoryview(self._map)[location.offset : end]
+        if writable and not self._fences.holds(location):
+            raise StoreUnavailable("this reservation has ended", reason="stale_location")
+        return self.raw(location, writable=writable)
+
+    def raw(self, location: Location, *, writable: bool) -> memoryview:
+        """`view` without its checks."""
+        view = memoryview(self._map)[location.offset : location.offset + location.size]
         return view if writable else view.toreadonly()

@@ -22,8 +22,9 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
   connection that took it ends.
 * A reservation ends when it is given up, when its connection ends, or after `reservation_s`: its
   key is free for others at once. Its room is not, as its writer may be writing still: not before
-  the writer has spoken (a release, or a commit that comes too late), or its connection has ended
-  and the quarantine has passed, or `reclaim_s` has passed.
+  the writer has spoken (a commit that comes too late: it writes no more) or, after a release or
+  the end of its connection, the quarantine has passed, or `reclaim_s` has passed. From its end on
+  nobody, in any process, gets a writable view of it.
 * Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
 * One connection's leases keep at most three quarters of the store in place (and one entry always);
   beyond that a present key is answered like an absent one.
@@ -54,6 +55,8 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
     """Payload size in bytes."""
     generation: int
     """Changes whenever this room is given to another entry."""
+    fence: int = -1
+    """Where the store says whether `generation` may be written still, see `fences.py`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -158,8 +161,9 @@ class Store(Protocol):
     def view(self, location: Location, *, writable: bool = False) -> memoryview:
         """The bytes of a location, without a copy and without asking the daemon.
 
-        Raises StoreUnavailable("stale_location") when the location is of another arena.
-        The caller holds the lease or the reservation; this call does not check that."""
+        Raises StoreUnavailable("stale_location") when the location is of another arena, or, if
+        `writable`, its reservation has ended: get the view right before writing, and do not keep
+        it. The reader holds a lease; this call does not check that."""
 
     def close(self) -> None:
         """End the connection: every lease and reservation of it ends."""

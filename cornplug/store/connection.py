@@ -30,6 +30,7 @@ from cornplug.store import wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.breaker import Breaker
+from cornplug.store.fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
 _log = logging.getLogger("cornplug.store")
@@ -261,7 +262,7 @@ class Connection:
 
     def _hello(self, secret: bytes, end_s: float) -> MappedArena:
         self._sock.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, wire.secret_tag(secret))))
-        data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, 2)
         try:
             if not data:
                 raise ConnectionResetError("the store closed the connection")
@@ -273,9 +274,10 @@ class Connection:
             if isinstance(reply, wire.Rejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
-            if not isinstance(reply, wire.Welcome) or not fds:
+            if not isinstance(reply, wire.Welcome) or len(fds) != 2:
                 raise ConnectionResetError("no store answers there")
-            return MappedArena(fds[0], reply.arena_id, reply.capacity_bytes)
+            fences = MappedFences(fds[1])
+            return MappedArena(fds[0], reply.arena_id, reply.capacity_bytes, fences)
         finally:
             for fd in fds:
                 os.close(fd)

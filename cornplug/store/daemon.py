@@ -23,6 +23,7 @@ from cornplug.store.arena import Arena, fitting_size
 from cornplug.store.claim import Claim, Taken
 from cornplug.store.server import Server
 
+_ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
 _DESCRIPTORS: Final = 65536
@@ -85,6 +86,8 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 def _serve(options: argparse.Namespace) -> int:
     path: Path = options.socket.absolute()
     secret = config.read_secret(options.secret_file)
+    # Who sees the socket may end us: not before we can do so in good order.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         claim = Claim(path)
     except Taken:
@@ -115,8 +118,9 @@ def _serve_claimed(claim: Claim, options: argparse.Namespace, secret: bytes) -> 
 
     # Nothing here makes cycles to speak of; a collection in the middle of a request costs milliseconds.
     gc.disable()
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    for number in _ENDS:
+        signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     _log.info("serving %s: up to %d MiB", options.socket, arena.capacity_bytes >> 20)
     try:
         server.serve()

@@ -5,8 +5,9 @@
                            └─given up, expired, a writer's end──> ended ──nobody writes there──> free
 
 Nobody can take a mapping back from a writer. So an ended draft keeps its room until each of its
-writers has said that it is done (`release`, or a `commit` that comes too late), or its connection
-has ended and `quarantine_s` passed, or `reclaim_s` passed. Its key is free for others at once.
+writers has committed, if too late, or has given up or gone and `quarantine_s` passed, or until
+`reclaim_s` passed. Its key is free for others at once, and nobody begins to write there
+(`fences.py`).
 """
 
 from __future__ import annotations
@@ -153,13 +154,9 @@ class Drafts:
         for token in draft.tokens.values():
             self._pop(token)
 
-    def give_up(self, token: int) -> None:
-        """A writer writes no more, and will not commit."""
-        self.end(self._writers[token].draft)
-        self._forget(token)
-
     def lose(self, token: int, *, now_s: float) -> None:
-        """A writer's connection has ended: it may be writing for a moment yet."""
+        """A writer's connection has ended, or gives up what another process of the writer's may
+        be writing for a moment yet."""
         writer = self._writers[token]
         draft = writer.draft
         if writer.part not in draft.metas:

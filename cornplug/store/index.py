@@ -26,6 +26,7 @@ from cornplug.store.base import OTHER_APPS, Lease, Location, Part, Refusal, Rese
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
 from cornplug.store.eviction import Looks, plan_eviction
 from cornplug.store.expiry import Expiries
+from cornplug.store.fences import NO_SLOT, Fences
 from cornplug.store.pins import Pins
 
 LEASE_BYTES: Final = 128
@@ -75,6 +76,7 @@ class Index:
         grow: Grow,
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
+        fences: Fences | None = None,
     ) -> None:
         self.arena_id = arena_id
         self.capacity_bytes = capacity_bytes // 64 * 64
@@ -83,6 +85,7 @@ class Index:
         """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
         self._growing_bytes = 0
         self._grow = grow
+        self._fences = fences or Fences()
         self._entries: dict[bytes, Entry] = {}
         self._lru: OrderedDict[bytes, Entry] = OrderedDict()
         self._placed: dict[int, Entry] = {}
@@ -91,7 +94,7 @@ class Index:
             quarantine_s=quarantine_s,
             reservation_s=reservation_s,
             reclaim_s=reclaim_s,
-            on_end=lambda draft: self._charge(draft.app, -draft.room),
+            on_end=self._end_draft,
             free=self._free_draft,
             disown=self._disown,
         )
@@ -189,6 +192,7 @@ class Index:
             return False
         self._drafts.publish(draft)
         location = draft.location
+        self._fences.shut(location.fence)
         entry = Entry(draft.key, meta, draft.app, location, draft.room)
         self._entries[entry.key] = self._lru[entry.key] = entry
         self._placed[location.offset] = entry
@@ -196,14 +200,14 @@ class Index:
         self._refused_bytes = None
         return True
 
-    def release(self, owner: int, tokens: Sequence[int]) -> None:
-        """End this owner's leases and reservations; room is free once no other part's writer needs it."""
+    def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
+        """End this owner's leases, and its reservations, whose rooms go to quarantine."""
         for token in tokens:
             reading = self._reading.get(token)
             if reading is not None and reading.owner == owner:
                 self._end_lease(token)
             elif self._drafts.owns(owner, token):
-                self._drafts.give_up(token)
+                self._drafts.lose(token, now_s=now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once nobody leases it. The number dropped."""
@@ -278,9 +282,15 @@ class Index:
         if isinstance(offset, Refusal):
             self._refusals += offset is Refusal.FULL
             return offset
-        self._charge(app, room)
         # The token of its first writer, which is given next.
-        location = Location(self.arena_id, offset, size, self._last_token + 1)
+        generation = self._last_token + 1
+        fence = self._fences.open(generation)
+        if fence == NO_SLOT:
+            self.room.free(offset, room)
+            self._refusals += 1
+            return Refusal.FULL
+        self._charge(app, room)
+        location = Location(self.arena_id, offset, size, generation, fence)
         return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
     def _make_room(self, room: int) -> int | Refusal:
@@ -362,6 +372,10 @@ class Index:
             self._refused_bytes = None
         else:
             self._unplace(entry)
+
+    def _end_draft(self, draft: Draft) -> None:
+        self._fences.shut(draft.location.fence)
+        self._charge(draft.app, -draft.room)
 
     def _free_draft(self, draft: Draft) -> None:
         self.room.free(draft.location.offset, draft.room)

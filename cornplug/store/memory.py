@@ -17,6 +17,7 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
 from cornplug.store.checks import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
+from cornplug.store.fences import Fences
 from cornplug.store.index import Index
 
 
@@ -36,9 +37,10 @@ class MemoryStore:
         self.lock = threading.Lock()
         # Anonymous memory costs nothing before it is written; a bytearray would be zeroed at once.
         self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
+        self.fences = Fences()
         self.index = Index(
             secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing,
-            reservation_s=reservation_s, reclaim_s=reclaim_s,
+            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self.fences,
         )  # fmt: skip
         self._owners = itertools.count(1)
 
@@ -90,7 +92,7 @@ class MemoryConnection:
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         with self._store.lock:
-            self._index().release(self._owner, tokens)
+            self._index().release(self._owner, tokens, now_s=self._store.clock())
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
@@ -106,8 +108,14 @@ class MemoryConnection:
         end = location.offset + location.size
         if location.arena_id != index.arena_id or location.offset < 0 or end > index.capacity_bytes:
             raise StoreUnavailable("location of another arena", reason="stale_location")
-        view = memoryview(self._store.arena)[location.offset : end]
+        if writable and not self._store.fences.holds(location):
+            raise StoreUnavailable("this reservation has ended", reason="stale_location")
+        view = self.raw(location)
         return view if writable else view.toreadonly()
+
+    def raw(self, location: Location) -> memoryview:
+        """The bytes of a location, writable, without the checks of `view`: for tests of damage."""
+        return memoryview(self._store.arena)[location.offset : location.offset + location.size]
 
     def close(self) -> None:
         with self._store.lock:

@@ -25,6 +25,7 @@ from cornplug.store.arena import Arena
 from cornplug.store.base import Refusal
 from cornplug.store.checks import check_app, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
+from cornplug.store.fences import Fences
 from cornplug.store.growth import Growth
 from cornplug.store.index import Index
 from cornplug.store.session import ClientFault, Session
@@ -67,9 +68,10 @@ class Server:
         self._arena = arena
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
+        self._fences = Fences(shared=True)
         self._index = Index(
             arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
-            reservation_s=reservation_s, reclaim_s=reclaim_s,
+            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences,
         )  # fmt: skip
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._growth = Growth(arena)
@@ -189,7 +191,9 @@ class Server:
             session.send(wire.Rejected("secret", message))
             raise ClientFault(message)
         session.welcomed = True
-        session.send(wire.Welcome(self._arena.id, self._arena.capacity_bytes), fd=self._arena.fd)
+        session.send(
+            wire.Welcome(self._arena.id, self._arena.capacity_bytes), fds=[self._arena.fd, self._fences.fd]
+        )
 
     def _reply(self, owner: int, request: wire.Request) -> wire.Reply | None:
         """Raises one of _REQUEST_FAULTS, before anything has changed."""
@@ -219,7 +223,7 @@ class Server:
                 return wire.Committed([index.commit(owner, token, meta) for token, meta in pairs])
             case wire.Release(tokens):
                 wire.check_count(len(tokens))
-                index.release(owner, tokens)
+                index.release(owner, tokens, now_s=now_s)
                 return None
             case wire.Delete(keys):
                 return wire.Deleted(index.delete(wire.split_keys(keys)))
@@ -286,4 +290,5 @@ class Server:
         for session in list(self._sessions.values()):
             self._end(session, ClientFault("closed"))
         self._growth.close()
+        self._fences.close()
         self._selector.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from cornplug.store import wire
@@ -66,14 +67,14 @@ class Session:
         except ValueError as e:
             raise ClientFault(f"no frames: {e}") from e
 
-    def send(self, reply: wire.Reply, *, number: int | None = None, fd: int | None = None) -> None:
+    def send(self, reply: wire.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send, or keep for `flush` what the socket does not take. Raises ClientFault when it is gone."""
         try:
             data = wire.frame(reply, number)
         except ValueError as e:
             data = wire.frame(wire.Fault(str(e)), number)
         try:
-            sent = self.sock.send(data) if fd is None else socket.send_fds(self.sock, [data], [fd])
+            sent = self.sock.send(data) if not fds else socket.send_fds(self.sock, [data], fds)
         except BlockingIOError:
             sent = 0
         except OSError as e:

@@ -38,6 +38,8 @@ class StoreStage:
     """When a reservation ends by itself."""
     reclaim_s: float
     """When its room is given to others although its writer, alive, has said nothing."""
+    raw: Callable[[Store, Location], memoryview]
+    """The bytes of a location, writable, past all checks of `view`: what a stray write would reach."""
 
 
 def key(name: object) -> bytes:
@@ -153,12 +155,48 @@ class StoreContract:
         assert other.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
         assert store.commit([(room, b""), (room, b"")], deadline_s=DEADLINE_S) == [True, False]
 
-    def test_a_released_reservation_is_gone(self, store: Store) -> None:
+    def test_a_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
+        """Its room a little later: another process of its owner's may be in the middle of writing."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
         assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
+        assert reserve(store, "b", self.capacity_bytes) is Refusal.FULL
+        stage.advance(stage.quarantine_s + 0.1)
         assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
+
+    @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
+    def test_a_late_writer_damages_nobody(self, stage: StoreStage, store: Store, how: str) -> None:
+        """A worker process that writes where the scheduler's process has reserved, and is late."""
+        size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
+        room = reserve(scheduler, "a", size)
+        assert isinstance(room, Reservation)
+        worker.view(room.location, writable=True)[:8] = b"in time!"
+        if how == "committed":
+            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+            assert store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+        elif how == "released":
+            scheduler.release([room.token], deadline_s=DEADLINE_S)
+            assert scheduler.stat(deadline_s=DEADLINE_S).reservations == 0
+            stage.advance(stage.quarantine_s + 0.1)
+        elif how == "expired":
+            stage.advance(stage.reservation_s + 0.1)
+            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [False]
+        else:
+            scheduler.close()
+            stage.advance(0.1)
+            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            stage.advance(stage.quarantine_s + 0.1)
+        fill(store, "b", b"x" * size)
+        with pytest.raises(StoreUnavailable) as e:
+            worker.view(room.location, writable=True)
+        assert e.value.reason == "stale_location"
+        held = lease(store, "b")
+        assert held is not None
+        with pytest.raises(StoreUnavailable):
+            worker.view(held.location, writable=True)
+        assert bytes(store.view(held.location)) == b"x" * size
 
     def test_unknown_tokens_are_ignored(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
@@ -312,15 +350,18 @@ class StoreContract:
         stat = store.stat(deadline_s=DEADLINE_S)
         assert (stat.used_bytes, stat.reservations) == (0, 0)
 
-    def test_a_part_that_is_given_up_ends_all(self, store: Store, other: Store) -> None:
+    def test_a_part_that_is_given_up_ends_all(self, stage: StoreStage, store: Store, other: Store) -> None:
         size = self.capacity_bytes
         first, second = reserve_part(store, "a", size, 0), reserve_part(other, "a", size, 1)
         assert isinstance(first, Reservation)
         assert isinstance(second, Reservation)
         store.release([first.token], deadline_s=DEADLINE_S)
-        store.stat(deadline_s=DEADLINE_S)
+        assert store.stat(deadline_s=DEADLINE_S).reservations == 0
+        with pytest.raises(StoreUnavailable):
+            write_part(other, second, b"x" * size, 4, range(2, 4))
+        stage.advance(stage.quarantine_s + 0.1)
         assert reserve(other, "b", 64) is Refusal.FULL, "the other part's writer may be writing"
-        assert not write_part(other, second, b"x" * size, 4, range(2, 4))
+        assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(other, "b", size), Reservation)
 
     def test_a_part_whose_connection_ends_ends_all(self, stage: StoreStage, store: Store) -> None:
@@ -332,7 +373,9 @@ class StoreContract:
         assert write_part(gone, theirs, b"x" * size, 2, range(1, 2))
         gone.close()
         stage.advance(0.05)
-        assert not write_part(store, mine, b"x" * size, 2, range(1))
+        with pytest.raises(StoreUnavailable):
+            write_part(store, mine, b"x" * size, 2, range(1))
+        assert store.commit([(mine, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(store, "a", size), Reservation)
 
     def test_a_part_that_nobody_joins_expires(self, stage: StoreStage, store: Store) -> None:
@@ -429,12 +472,14 @@ class StoreContract:
         assert entry.get(other, key("none"), deadline_s=DEADLINE_S) is None
         assert store.stat(deadline_s=DEADLINE_S).leases == 0
 
-    def test_a_corrupt_byte_is_found_and_the_entry_dropped(self, store: Store, other: Store) -> None:
+    def test_a_corrupt_byte_is_found_and_the_entry_dropped(
+        self, stage: StoreStage, store: Store, other: Store
+    ) -> None:
         for read in (_read, _read_into):
             assert put(store, b"abcd" * 16384, 2) == "stored"
             held = lease(store, "e")
             assert held is not None
-            store.view(held.location, writable=True)[40000] ^= 4
+            stage.raw(store, held.location)[40000] ^= 4
             store.release([held.token], deadline_s=DEADLINE_S)
             with pytest.raises(CodecError) as e:
                 read(other)

@@ -437,7 +437,7 @@ def test_bytes_travel_where_the_store_has_them_not(
     mine = memory_store.connect()
     lease = mine.lease([want.key], ttl_s=9, deadline_s=1)[0]
     assert lease is not None
-    mine.view(lease.location, writable=True)[0] ^= 1
+    mine.raw(lease.location)[0] ^= 1
     mine.release([lease.token], deadline_s=1)
     with EncoderClient("http://e", transport=asgi(app), store=mine) as near:
         ref = near.encode(picture(1), model=llava)

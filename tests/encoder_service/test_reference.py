@@ -92,7 +92,7 @@ def test_references_pin_nothing(host: _Host) -> None:
 def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
     lease = host.mine.lease([key("e")], ttl_s=9, deadline_s=1)[0]
     assert lease is not None
-    host.mine.view(lease.location, writable=True)[5] ^= 1
+    host.mine.raw(lease.location)[5] ^= 1
     host.mine.release([lease.token], deadline_s=1)
     assert from_store(host.mine, key("e"), tower="reused", seconds=0.0) is None
     assert not present(host.mine, "e")[0]

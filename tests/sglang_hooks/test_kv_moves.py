@@ -133,7 +133,7 @@ def test_a_damaged_page_is_a_counted_miss_and_goes(store: MemoryStore) -> None:
     key = reader.reader.keys(page, reader.book.parts(page)[0], reader.reader.roots())[0]
     (lease,) = reader.store.lease([key], ttl_s=9, deadline_s=1)
     assert lease is not None
-    reader.store.view(lease.location, writable=True)[100] ^= 4
+    store.arena[lease.location.offset + 100] ^= 4
     reader.store.release([lease.token], deadline_s=1)
     assert torch.equal(reader.load(TOKENS[:256]), kv[..., :64, :])
     counts = reader.counts()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store import wire
 from cornplug.store.base import OTHER_APPS, Refusal, Reservation
 from cornplug.store.breaker import Breaker
+from cornplug.store.fences import Fences
 from cornplug.store.index import MAX_LOOKS, SWEEP, Index
 from cornplug.store.pool import PoolStore
 from cornplug.testing.store import fill, key, lease, present, reserve
@@ -142,12 +142,12 @@ def test_giant_questions_hold_up_nobody(
             else:
                 for _ in range(-(-len(keys) // wire.MAX_KEYS)):
                     assert not isinstance(_reply(raw), wire.Fault)
-            took_s = time.perf_counter() - began_s
+            took_s, meanwhile = time.perf_counter() - began_s, len(waits)
             sending.join()
-            time.sleep(0.05)
-        assert max(waits) < max(0.05, took_s / 2), (what, took_s, max(waits), statistics.median(waits))
-        if what == "delete":
-            raw.close()
+        # Answered as one question, each of these let one or two others through. (How long the worst
+        # of them waits is up to who else uses this machine's cores.)
+        assert meanwhile > 8, (what, took_s, waits)
+    raw.close()
     assert small.stat(deadline_s=5).entries == 0
 
 
@@ -173,8 +173,9 @@ def _reply(raw: socket.socket) -> wire.Reply:
     return wire.reply_decoder.decode(wire.take_number(body)[1])
 
 
-def _full_of_small_ones(entries: int, leased_every: int) -> Index:
-    index = Index(b"\1" * 16, entries * 4096, quarantine_s=1.0, grow=lambda missing: missing)
+def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> Index:
+    """An index that is full of them, or has room for more."""
+    index = Index(b"\1" * 16, (room_for or entries) * 4096, quarantine_s=1.0, grow=lambda missing: missing)
     keys = [key(n) for n in range(entries)]
     for at in range(0, entries, 4096):
         for room in index.reserve(1, [(each, 4096) for each in keys[at : at + 4096]], app="a", now_s=0.0):
@@ -186,7 +187,7 @@ def _full_of_small_ones(entries: int, leased_every: int) -> Index:
 
 def test_a_search_for_victims_ends() -> None:
     """Every 64th entry is leased: nowhere is room for 2 MiB, and each ask looked at all entries."""
-    index = _full_of_small_ones(16_384, 64)
+    index = _small_ones(16_384, 64)
     for n in range(3):
         began_s = time.process_time()
         answers = index.reserve(1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0)
@@ -198,7 +199,7 @@ def test_a_search_for_victims_ends() -> None:
 def test_a_search_that_was_cut_goes_on_where_it_ended() -> None:
     """There is room, but far from the oldest entries."""
     entries = 4 * MAX_LOOKS
-    index = _full_of_small_ones(entries, 2)
+    index = _small_ones(entries, 2)
     keys = [key(n) for n in range(entries)]
     # Two neighbours that nobody leases any more, and that were used last.
     (again,) = index.lease(1, [keys[-2]], ttl_s=1000.0, now_s=0.0)
@@ -224,16 +225,16 @@ def test_a_large_one_among_tiny_ones_is_stored_in_the_end() -> None:
 
 
 def test_released_leases_leave_nothing_behind() -> None:
-    index = _full_of_small_ones(8, 1)
+    index = _small_ones(8, 1, room_for=16)
     for _ in range(2000):
         leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
-        index.release(1, [each.token for each in leases if each])
+        index.release(1, [each.token for each in leases if each], now_s=0.0)
     assert len(index._expiries) == 8
     assert len(index._expiries._order) == 2
 
 
 def test_a_sweep_ends_some_and_the_next_one_the_rest() -> None:
-    index = _full_of_small_ones(SWEEP + 100, 1)
+    index = _small_ones(SWEEP + 100, 1, room_for=2 * SWEEP)
     index.sweep(2000.0)
     assert index.stat().leases == 100
     index.sweep(2000.0)
@@ -297,13 +298,19 @@ def test_threads_do_not_wait_for_each_others_answers(
     """Ten threads ask a store that takes 50 ms for an answer, all that it was asked by then at once."""
     slow_daemon(0.05)
     store = connect()
-    threads = [threading.Thread(target=lambda: store.contains([key("a")], deadline_s=2)) for _ in range(10)]
+    answers: list[bytes] = []
+
+    def ask() -> None:
+        answers.append(store.contains([key("a")], deadline_s=2))
+
+    threads = [threading.Thread(target=ask) for _ in range(10)]
     began_s = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.perf_counter() - began_s < 0.3
+    assert answers == [b"\0"] * 10
+    assert time.perf_counter() - began_s < 0.4, "one after the other takes 0.5 s"
 
 
 def test_a_slow_store_is_asked_ever_less_often(
@@ -349,10 +356,11 @@ def slow_daemon(store_config: StoreConfig) -> Iterator[Callable[[float], None]]:
 def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event) -> None:
     with listener.accept()[0] as peer:
         peer.recv(4096)
-        arena = os.memfd_create("test")
+        arena, fences = os.memfd_create("test"), Fences(shared=True)
         os.truncate(arena, 4096)
-        socket.send_fds(peer, [wire.frame(wire.Welcome(b"\1" * 16, 4096))], [arena])
+        socket.send_fds(peer, [wire.frame(wire.Welcome(b"\1" * 16, 4096))], [arena, fences.fd])
         os.close(arena)
+        fences.close()
         received = bytearray()
         peer.settimeout(0.5)
         while not stop.is_set():

@@ -124,10 +124,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
         if not tokens:
             return
         token = tokens[which % len(tokens)]
-        self.index.release(owner, [token, 12345])
-        for held in (self.leases, self.writing):
-            if token in held and held[token][0] == owner:
-                del held[token]
+        self.index.release(owner, [token, 12345], now_s=self.now_s)
+        if token in self.leases and self.leases[token][0] == owner:
+            del self.leases[token]
+        elif token in self.writing and self.writing[token][0] == owner:
+            place = self.writing.pop(token)[1].location
+            self.quarantine.append((self.now_s + QUARANTINE_S, place.offset, place.size))
 
     @rule(name=NAMES)
     def delete(self, name: int) -> None:
@@ -228,7 +230,7 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
     for number in order:
         (held,) = index.lease(1, [key(number)], ttl_s=1.0, now_s=0.0)
         assert held is not None
-        index.release(1, [held.token])
+        index.release(1, [held.token], now_s=0.0)
     (large,) = index.reserve(1, [(key("large"), 64 * 4096)], app="a", now_s=0.0)
     assert isinstance(large, Reservation)
     assert index.stat().evictions == 64
@@ -246,7 +248,7 @@ def test_a_full_store_refuses_a_batch_quickly() -> None:
     answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], app="a", now_s=0.0)
     assert set(answers) == {Refusal.FULL}
     assert time.perf_counter() - began_s < 0.5
-    index.release(1, range(10**6))
+    index.release(1, range(10**6), now_s=0.0)
     assert index.stat().evictions == 0
 
 

@@ -38,7 +38,12 @@ class TestMemoryStore(StoreContract):
             clock=clock,
         )
         return StoreStage(
-            shared.connect, clock.advance, quarantine_s=5.0, reservation_s=30.0, reclaim_s=600.0
+            shared.connect,
+            clock.advance,
+            quarantine_s=5.0,
+            reservation_s=30.0,
+            reclaim_s=600.0,
+            raw=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
         )
 
 
@@ -96,7 +101,8 @@ def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> N
     arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
     with pytest.raises(CodecError):
         entry.put(faulty, b"x", kind=Kind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
-    assert faulty.stat(deadline_s=1).used_bytes == 0
+    stat = faulty.stat(deadline_s=1)
+    assert (stat.reservations, stat.bytes_by_app) == (0, {}), "its room is in quarantine"
 
 
 def test_a_lost_reservation_is_told(faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:

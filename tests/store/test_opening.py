@@ -51,7 +51,12 @@ class TestLentStore(StoreContract):
 
         config = StoreConfig(backend="lent")
         return StoreStage(
-            lambda: open_store(config), advance, quarantine_s=5.0, reservation_s=30.0, reclaim_s=600.0
+            lambda: open_store(config),
+            advance,
+            quarantine_s=5.0,
+            reservation_s=30.0,
+            reclaim_s=600.0,
+            raw=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
         )
 
 

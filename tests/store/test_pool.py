@@ -34,7 +34,14 @@ class TestPoolStore(StoreContract):
     @pytest.fixture
     def stage(self, serve_in_thread: Callable[..., Server], connect: Connect) -> StoreStage:
         serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2)
-        return StoreStage(connect, time.sleep, quarantine_s=0.3, reservation_s=0.6, reclaim_s=1.2)
+        return StoreStage(
+            connect,
+            time.sleep,
+            quarantine_s=0.3,
+            reservation_s=0.6,
+            reclaim_s=1.2,
+            raw=lambda store, location: store._arena.raw(location, writable=True),  # type: ignore[attr-defined]
+        )
 
 
 def _refused(call: Callable[[], object]) -> tuple[str, float]:
@@ -114,9 +121,9 @@ def test_a_stopped_daemon_costs_a_deadline_and_then_nothing(connect: Connect, st
     assert reason == "store_timeout"
     assert 0.04 < took_s < 0.5
     time.sleep(0.1)
-    for _ in range(20):
-        reason, took_s = _refused(lambda: store.contains([b"k" * 32], deadline_s=0.05))
-        assert (reason, took_s < 0.03) == ("store_slow", True)
+    refused = [_refused(lambda: store.contains([b"k" * 32], deadline_s=0.05)) for _ in range(20)]
+    assert {reason for reason, _ in refused} == {"store_slow"}
+    assert sum(took_s for _, took_s in refused) < 0.5, "to wait each time is a second"
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: _stat_works(store))
     assert held is not None

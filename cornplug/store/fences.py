@@ -1,0 +1,78 @@
+"""Who may write into the arena now: a table that the daemon writes and every client maps, read-only.
+
+A reservation has a slot, which holds its room's generation for as long as its writers may write.
+Nobody can take a mapping back from a writer that comes late, perhaps in another process than the
+one that reserved; but `view` looks here first, and who passes has the quarantine to finish in.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import Final
+
+from cornplug.store.base import Location
+
+SLOTS: Final = 1 << 16
+"""Reservations that may be open at once, of all clients."""
+TABLE_BYTES: Final = 8 * SLOTS
+NO_SLOT: Final = -1
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+"""Linux 5.1; the standard library has no name for it."""
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+
+class Fences:
+    """The owner's side. Without `shared` the table is this process's own."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.fd = os.memfd_create("cornplug-fences", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if shared else -1
+        if shared:
+            os.ftruncate(self.fd, TABLE_BYTES)
+        self._table = memoryview(mmap.mmap(self.fd, TABLE_BYTES)).cast("Q")
+        if shared:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._free: list[int] = []
+        self._used = 0
+
+    def open(self, generation: int) -> int:
+        """The slot that now says that this generation may be written; NO_SLOT when there is none."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._used < SLOTS:
+            slot = self._used
+            self._used += 1
+        else:
+            return NO_SLOT
+        self._table[slot] = generation
+        return slot
+
+    def shut(self, slot: int) -> None:
+        """From now on nobody begins to write there."""
+        self._table[slot] = 0
+        self._free.append(slot)
+
+    def holds(self, location: Location) -> bool:
+        """Whether this location is reserved still, and may be written."""
+        return _holds(self._table, location)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class MappedFences:
+    """A client's side."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError or ValueError when that is no table."""
+        self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
+
+    def holds(self, location: Location) -> bool:
+        """As `Fences.holds`."""
+        return _holds(self._table, location)
+
+
+def _holds(table: memoryview, location: Location) -> bool:
+    return 0 <= location.fence < SLOTS and table[location.fence] == location.generation
