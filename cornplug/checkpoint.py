@@ -120,6 +120,10 @@ class Checkpoint:
                 raise CheckpointError(f"cannot read {file}: {e.strerror}.", reason="unreadable") from e
         return None
 
+    def tensors(self, part: Part) -> list[tuple[str, Path, TensorEntry]]:
+        """(normalised name, file, entry) of a part's tensors up to the cut. Raises as `locate`."""
+        return [(normal, file, entry) for normal, (file, _, entry) in self._part(part).items()]
+
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
         """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}

@@ -52,7 +52,14 @@ def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector import engine_config, flags, identifiers, provenance, weights
+    from cornplug.vllm_connector import (
+        engine_config,
+        flags,
+        identifiers,
+        loaded_weights,
+        provenance,
+        weights,
+    )
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
@@ -62,6 +69,6 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    for seams in (flags, engine_config, identifiers, provenance, weights):
+    for seams in (flags, engine_config, identifiers, loaded_weights, provenance, weights):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)
