@@ -66,12 +66,13 @@ def test_a_dead_ones_socket_is_replaced(
 
 
 def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
-    before = sorted(Path("/dev/shm").iterdir())
     process = start_daemon()
+    memory = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert "/memfd:cornplug-store (deleted)" in memory
     fill(connect(), "a", b"x" * 1000)
     process.kill()
     process.wait()
-    assert sorted(Path("/dev/shm").iterdir()) == before
+    assert not [path for path in Path("/dev/shm").iterdir() if "cornplug" in path.name]
 
 
 def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
