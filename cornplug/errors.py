@@ -77,8 +77,8 @@ class StoreError(CornplugError):
 
 
 class StoreUnavailable(StoreError):
-    """The store gave no answer inside the deadline (`reason` "store_timeout") or
-    there is none (`reason` "store_down")."""
+    """The store gave no answer inside the deadline (`reason` "store_timeout"), was not asked as it
+    has been slow ("store_slow"), or there is none ("store_down")."""
 
 
 class EncoderError(CornplugError):

@@ -1,0 +1,193 @@
+"""The contract's half about writing: reservations that end, parts, late writers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store import entry
+from cornplug.store.base import Refusal, Reservation, Store
+from cornplug.testing.store_stage import (
+    DEADLINE_S,
+    StoreStage,
+    fill,
+    key,
+    lease,
+    present,
+    reserve,
+    reserve_part,
+    write_part,
+)
+
+
+class WritingContract:
+    """Part of `StoreContract`."""
+
+    capacity_bytes: ClassVar[int]
+
+    def test_a_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
+        """Its room a little later: another process of its owner's may be in the middle of writing."""
+        room = reserve(store, "a", self.capacity_bytes)
+        assert isinstance(room, Reservation)
+        store.release([room.token], deadline_s=DEADLINE_S)
+        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
+        assert reserve(store, "b", self.capacity_bytes) is Refusal.FULL
+        stage.advance(stage.quarantine_s + 0.1)
+        assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
+
+    @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
+    def test_a_late_writer_damages_nobody(self, stage: StoreStage, store: Store, how: str) -> None:
+        """A worker process that writes where the scheduler's process has reserved, and is late."""
+        size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
+        room = reserve(scheduler, "a", size)
+        assert isinstance(room, Reservation)
+        worker.view(room.location, writable=True)[:8] = b"in time!"
+        if how == "committed":
+            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+            assert store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+        elif how == "released":
+            scheduler.release([room.token], deadline_s=DEADLINE_S)
+            assert scheduler.stat(deadline_s=DEADLINE_S).reservations == 0
+            stage.advance(stage.quarantine_s + 0.1)
+        elif how == "expired":
+            stage.advance(stage.reservation_s + 0.1)
+            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [False]
+        else:
+            scheduler.close()
+            stage.advance(0.1)
+            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            stage.advance(stage.quarantine_s + 0.1)
+        fill(store, "b", b"x" * size)
+        with pytest.raises(StoreUnavailable) as e:
+            worker.view(room.location, writable=True)
+        assert e.value.reason == "stale_location"
+        held = lease(store, "b")
+        assert held is not None
+        with pytest.raises(StoreUnavailable):
+            worker.view(held.location, writable=True)
+        assert bytes(store.view(held.location)) == b"x" * size
+
+    def test_a_dead_writers_room_is_kept_from_others(self, stage: StoreStage, store: Store) -> None:
+        gone = stage.connect()
+        assert isinstance(reserve(gone, "a", self.capacity_bytes), Reservation)
+        gone.close()
+        stage.advance(0.05)
+        assert reserve(store, "a", self.capacity_bytes) is Refusal.FULL
+        stage.advance(stage.quarantine_s)
+        assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
+
+    def test_a_forgotten_reservation_expires_and_its_room_waits_for_its_writer(
+        self, stage: StoreStage, store: Store, other: Store
+    ) -> None:
+        """A stopped or hung client: its key must not stay taken for ever, nor its room be given away
+        under a write of its own."""
+        room = reserve(store, "a", self.capacity_bytes)
+        assert isinstance(room, Reservation)
+        assert reserve(other, "a", 64) is Refusal.PENDING
+        stage.advance(stage.reservation_s + 0.1)
+        assert reserve(other, "a", 64) is Refusal.FULL
+        assert other.stat(deadline_s=DEADLINE_S).reservations == 0
+        assert store.commit([(room, b"late")], deadline_s=DEADLINE_S) == [False]
+        assert present(other, "a") == b"\0"
+        assert isinstance(reserve(other, "a", self.capacity_bytes), Reservation)
+
+    def test_room_of_a_silent_writer_comes_back_in_the_end(
+        self, stage: StoreStage, store: Store, other: Store
+    ) -> None:
+        assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
+        for passed_s, answer in ((stage.reservation_s, False), (stage.reclaim_s, True)):
+            stage.advance(passed_s + 0.1)
+            present(other, "a")
+            assert isinstance(reserve(other, "b", self.capacity_bytes), Reservation) == answer
+
+    def test_parts_make_the_entry_that_one_writer_would(self, store: Store, other: Store) -> None:
+        payload = bytes(range(256)) * 16
+        rooms = [reserve_part(each, "a", len(payload), i) for i, each in enumerate((store, other))]
+        assert isinstance(rooms[0], Reservation)
+        assert isinstance(rooms[1], Reservation)
+        assert rooms[0].location == rooms[1].location
+        assert rooms[0].token != rooms[1].token
+        assert write_part(other, rooms[1], payload, 8, range(4, 8))
+        assert present(store, "a") == b"\0"
+        assert other.commit([(rooms[0], b"theirs")], deadline_s=DEADLINE_S) == [False]
+        assert write_part(store, rooms[0], payload, 8, range(4))
+        found = entry.get(other, key("a"), deadline_s=DEADLINE_S)
+        assert found is not None
+        assert found[1] == payload
+        assert len(found[0].checksums) == 8
+        assert reserve_part(store, "a", len(payload), 0) is Refusal.PRESENT
+
+    def test_only_the_same_group_shares_a_reservation(self, store: Store, other: Store) -> None:
+        assert isinstance(reserve_part(store, "a", 128, 0), Reservation)
+        assert reserve(other, "a", 128) is Refusal.PENDING
+        assert reserve_part(other, "a", 128, 1, group=b"h" * 16) is Refusal.PENDING
+        assert reserve_part(other, "a", 128, 1, count=3) is Refusal.PENDING
+        assert reserve_part(other, "a", 64, 1) is Refusal.PENDING
+        assert reserve_part(store, "a", 128, 0) is Refusal.PENDING, "this part has its writer"
+        assert isinstance(reserve_part(other, "a", 128, 1), Reservation)
+        assert store.stat(deadline_s=DEADLINE_S).reservations == 1
+
+    @pytest.mark.parametrize("how", ["overlap", "hole", "meta"])
+    def test_parts_that_make_no_whole_are_no_entry(self, store: Store, other: Store, how: str) -> None:
+        payload = b"abcdefgh" * 16
+        first, second = reserve_part(store, "a", 128, 0), reserve_part(other, "a", 128, 1)
+        assert isinstance(first, Reservation)
+        assert isinstance(second, Reservation)
+        assert write_part(store, first, payload, 4, range(2))
+        if how == "meta":
+            assert other.commit([(second, b"no part")], deadline_s=DEADLINE_S) == [False]
+        else:
+            mine = range(1, 4) if how == "overlap" else range(3, 4)
+            assert not write_part(other, second, payload, 4, mine)
+        assert present(store, "a") == b"\0"
+        stat = store.stat(deadline_s=DEADLINE_S)
+        assert (stat.used_bytes, stat.reservations) == (0, 0)
+
+    def test_a_part_that_is_given_up_ends_all(self, stage: StoreStage, store: Store, other: Store) -> None:
+        size = self.capacity_bytes
+        first, second = reserve_part(store, "a", size, 0), reserve_part(other, "a", size, 1)
+        assert isinstance(first, Reservation)
+        assert isinstance(second, Reservation)
+        store.release([first.token], deadline_s=DEADLINE_S)
+        assert store.stat(deadline_s=DEADLINE_S).reservations == 0
+        with pytest.raises(StoreUnavailable):
+            write_part(other, second, b"x" * size, 4, range(2, 4))
+        stage.advance(stage.quarantine_s + 0.1)
+        assert reserve(other, "b", 64) is Refusal.FULL, "the other part's writer may be writing"
+        assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
+        assert isinstance(reserve(other, "b", size), Reservation)
+
+    def test_a_part_whose_connection_ends_ends_all(self, stage: StoreStage, store: Store) -> None:
+        size = self.capacity_bytes
+        gone = stage.connect()
+        mine, theirs = reserve_part(store, "a", size, 0), reserve_part(gone, "a", size, 1)
+        assert isinstance(mine, Reservation)
+        assert isinstance(theirs, Reservation)
+        assert write_part(gone, theirs, b"x" * size, 2, range(1, 2))
+        gone.close()
+        stage.advance(0.05)
+        with pytest.raises(StoreUnavailable):
+            write_part(store, mine, b"x" * size, 2, range(1))
+        assert store.commit([(mine, b"")], deadline_s=DEADLINE_S) == [False]
+        assert isinstance(reserve(store, "a", size), Reservation)
+
+    def test_a_part_that_nobody_joins_expires(self, stage: StoreStage, store: Store) -> None:
+        size = self.capacity_bytes
+        room = reserve_part(store, "a", size, 0)
+        assert isinstance(room, Reservation)
+        assert write_part(store, room, b"x" * size, 2, range(1))
+        stage.advance(stage.reservation_s + 0.1)
+        assert isinstance(reserve(store, "a", size), Reservation), "nobody writes there any more"
+
+    def test_a_part_of_nothing_is_the_callers_fault(self, store: Store) -> None:
+        for group, index, count in (
+            (b"short", 0, 2),
+            (b"g" * 16, 2, 2),
+            (b"g" * 16, -1, 2),
+            (b"g" * 16, 0, 0),
+        ):
+            with pytest.raises(ValueError, match=r"group|part"):
+                reserve_part(store, "a", 64, index, count, group)
