@@ -139,7 +139,7 @@ class StoreContract(WritingContract):
         assert reserve(other, "big", self.quarter * 2) is Refusal.FULL
         assert present(store, 0, 1, 2, 3) == b"\1\1\1\1"
         store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
-        assert isinstance(reserve(other, "big", self.quarter * 2), Reservation)
+        assert isinstance(reserve(store, "big", self.quarter * 2), Reservation)
 
     def test_one_client_keeps_three_quarters_in_place_and_no_more(self, store: Store, other: Store) -> None:
         for name in range(4):
