@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from integration.stack import forget_prefixes
 
@@ -82,10 +83,13 @@ def test_two_ranks_write_what_one_reads(store: StoreProcess, model: Path) -> Non
 
 def test_what_cannot_be_shared_runs_as_stock(store: StoreProcess, model: Path) -> None:
     entries = store.stat().entries
-    with start(store, model, "fp8", "--kv-cache-dtype", "fp8_e4m3") as server:
+    with start(store, model, "chunks", "--chunked-prefill-size", "100") as server:
         first = server.generate(TOKENS, max_tokens=4)
-        assert server.generate(TOKENS, max_tokens=4).output_ids == first.output_ids
+        again = server.generate(TOKENS, max_tokens=4)
+        info = httpx.get(f"{server.url}/server_info", timeout=10, trust_env=False).json()
         said = server.log.read_text()
-    assert "KV is not shared, only embeddings: --kv-cache-dtype fp8_e4m3" in said
-    assert "enable_hierarchical_cache=True" not in said
+    assert again.output_ids == first.output_ids
+    assert again.cached_tokens == len(TOKENS) - 1  # pages of one token, as stock has them
+    assert (info["page_size"], info["enable_hierarchical_cache"]) == (1, False)
+    assert "KV is not shared, only embeddings: --chunked-prefill-size 100" in said
     assert store.stat().entries == entries

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cornplug.sglang_hooks import kv_pace
 from cornplug.sglang_hooks.hicache import CornplugStorage
@@ -35,10 +37,15 @@ def scene(clock: Clock) -> tuple[LoadPace, Any]:
 
 
 def step(scheduler: Any, tokens: int, launched_s: float, *, extend: bool = True) -> None:
-    """As `process_batch_result` of SGLang's, at the clock's time."""
-    mode = SimpleNamespace(is_extend=lambda: extend)
-    batch = SimpleNamespace(forward_mode=mode, extend_lens=[tokens], reqs=[1] * tokens, launch_ts=launched_s)
-    kv_pace._stepped(None, scheduler, batch, None)
+    """As `process_batch_result` of SGLang's, of a copied batch, at the clock's time."""
+    reqs: Any = [object()] * (1 if extend else tokens)
+    batch = ScheduleBatch(
+        reqs=reqs,
+        forward_mode=ForwardMode.EXTEND if extend else ForwardMode.DECODE,
+        extend_lens=[tokens] if extend else None,
+        launch_ts=launched_s,
+    )
+    kv_pace._stepped(None, scheduler, batch.copy(), None)
 
 
 def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Clock) -> None:
@@ -50,6 +57,14 @@ def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Cloc
         clock.now += tokens * 1e-4
         step(scheduler, tokens, launched)
     assert pace._rule.compute_s(1000) == pytest.approx(0.1, rel=0.2)
+
+
+def test_decoding_steps_count_too(clock: Clock) -> None:
+    pace, scheduler = scene(clock)
+    launched, clock.now = clock.now, clock.now + 0.25
+    step(scheduler, 4, launched, extend=False)
+    step(SimpleNamespace(tree_cache=SimpleNamespace()), 4, launched)  # a cache without our storage
+    assert pace._rule.compute_s(4) == pytest.approx(0.25)
 
 
 def test_a_load_is_noticed_after_what_was_not_copying(clock: Clock) -> None:
