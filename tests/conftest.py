@@ -41,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the tables that tests have recorded (`record_property("table", ...)`)."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                if name == "table" and report.when == "call":
+                    terminalreporter.write_line(f"\n{report.nodeid}\n{value}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_settings() -> Iterator[Path]:
     """No test reads this user's settings, secret, sockets or fingerprint cache."""

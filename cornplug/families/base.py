@@ -77,9 +77,9 @@ _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 def unusual_classes(config: Json) -> list[str] | None:
     """`architectures` of a config where they are not those of its `model_type`: other code may run."""
     found = config.get("architectures")
-    if not found or list(found) == list(_USUAL_CLASSES.get(str(config.get("model_type")), ())):
-        return None
-    return [str(name) for name in found]
+    names = [str(name) for name in found] if isinstance(found, list) else [str(found)] if found else []
+    usual = _USUAL_CLASSES.get(str(config.get("model_type")), ())
+    return names if names and names != list(usual) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,13 +77,6 @@ class Names:
 
 def _tower_identity(processor: Any) -> TowerIdentity:
     model = engine_model()
-    family = str(model.checkpoint.config.get("model_type"))
-    if family not in compat.PROVEN:
-        raise CheckpointError(
-            f"nobody has compared what SGLang makes of pictures of {family!r}. Compared: "
-            f"{', '.join(sorted(compat.PROVEN))}.",
-            reason="unproven_family",
-        )
     tower = model.tower_identity()
     differs = preprocessing.peculiarity(processor, model)
     if differs is None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
 from cornplug.engine_side.allow_lists import judge
+from cornplug.engine_side.engine_config import remote_code
 from cornplug.engine_side.model import EngineModel, declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import environment
@@ -55,7 +56,8 @@ def describe(settings: Any, model: Any) -> EngineModel:
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
         engine="sglang",
         proven=PROVEN,
-        overrides=_overrides(settings, model, str(checkpoint.config.get("model_type"))),
+        epochs=EPOCHS,
+        overrides=_overrides(settings, model, checkpoint),
     )
 
 
@@ -81,8 +83,12 @@ def _check_sources(settings: Any, model: Any) -> None:
         )
 
 
-def _overrides(settings: Any, model: Any, family: str) -> dict[str, Any]:
-    """In the form of the vLLM room's, so that what both know as nothing is nothing."""
+def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What of the settings changes values; {} where nothing does, as in vLLM's room.
+
+    SGLang's config as it runs it is no measure: it writes sizes of its own into every one. What is not
+    in the files comes by `--json-model-override-args`.
+    """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
     found = (judge(SERVER_ARGS, values, defaults) | environment.verdict()).overrides_or_raise()
@@ -98,8 +104,8 @@ def _overrides(settings: Any, model: Any, family: str) -> dict[str, Any]:
     if settings.quantization and not declares_quantization(model.hf_config):
         # Weights that an engine quantises as it loads them are its own: scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
-    if epoch := EPOCHS.get(family, 0):
-        found["sglang_epoch"] = epoch
+    if settings.trust_remote_code and (code := remote_code(checkpoint.path)):
+        found["remote_code"] = code
     if plugins := _other_plugins():
         found["sglang_plugins"] = plugins
     return found

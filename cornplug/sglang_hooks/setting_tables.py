@@ -42,7 +42,7 @@ _IDENTIFIED: Final = {
     "code of the checkpoint's own counts as what it is: `model.describe`": "trust_remote_code",
     "as `dtype`": "dtype",
     "as `max_model_len`, where rotary embeddings depend on it": "context_length",
-    "as vLLM's `hf_overrides`": "json_model_override_args",
+    "as `hf_overrides`": "json_model_override_args",
     "as `sglang_quantization`, unless the checkpoint says it itself": "quantization",
     "the page's dtype is part of its geometry; other dtypes are not shared": "kv_cache_dtype",
     "as the image processor's arguments; videos and sounds are not shared": "mm_process_config",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -99,40 +101,61 @@ def base(family: str, folder: Path) -> Deployment:
     )
 
 
-def write(deployment: Deployment, into: Path, kept: dict[tuple[int, ...], Path]) -> Path:
-    """The checkpoint's folder; `kept` has the files of tensors that an earlier one wrote."""
-    folder = into / deployment.folder
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(deployment.config, indent=deployment.indent))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(deployment.preprocessor, indent=deployment.indent)
-    )
-    for name, text in deployment.more_files.items():
-        (folder / name).write_text(text)
-    rename = deployment.rename or (lambda name: name)
-    files = {}
-    for number, names in enumerate(deployment.shards):
-        file = folder / f"model-{number + 1:05}-of-{len(deployment.shards):05}.safetensors"
-        files |= {rename(name): file.name for name in names}
+class Writer:
+    """Writes deployments to folders; files of equal tensors are written once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._number = 0
+        # The tensors are held, so that their ids stay theirs.
+        self._kept: dict[tuple[int, ...], tuple[Path, list[torch.Tensor]]] = {}
+
+    @contextmanager
+    def written(self, deployment: Deployment) -> Iterator[tuple[Path, Path | None]]:
+        """(the checkpoint's folder, the adapter's or None), which are gone afterwards."""
+        self._number += 1
+        into = self._root / str(self._number)
+        try:
+            yield self._checkpoint(deployment, into), _adapter(deployment, into)
+        finally:
+            shutil.rmtree(into, ignore_errors=True)
+
+    def keep(self, deployment: Deployment) -> None:
+        """Deployments that share tensors with this one are written the faster."""
+        for names in deployment.shards:
+            tensors = [deployment.tensors[name] for name in names]
+            file = self._root / f"kept-{len(self._kept)}.safetensors"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(dict(zip(names, tensors, strict=True)), file, metadata={"format": "pt"})
+            self._kept[tuple(map(id, tensors))] = file, tensors
+
+    def _checkpoint(self, deployment: Deployment, into: Path) -> Path:
+        folder = into / deployment.folder
+        folder.mkdir(parents=True)
+        texts = {"config.json": deployment.config, "preprocessor_config.json": deployment.preprocessor}
+        for name, content in texts.items():
+            (folder / name).write_text(json.dumps(content, indent=deployment.indent))
+        for name, text in deployment.more_files.items():
+            (folder / name).write_text(text)
+        rename = deployment.rename or (lambda name: name)
         plain = deployment.rename is None and dict(deployment.metadata) == {"format": "pt"}
-        seen = tuple(id(deployment.tensors[name]) for name in names)
-        if plain and seen in kept:
-            os.link(kept[seen], file)
-            continue
-        save_file(
-            {rename(name): deployment.tensors[name].contiguous() for name in names},
-            file,
-            metadata=dict(deployment.metadata),
-        )
-        if plain and len(kept) < 12:
-            kept[seen] = file
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
+        files: dict[str, str] = {}
+        for number, names in enumerate(deployment.shards):
+            file = folder / f"model-{number + 1:05}-of-{len(deployment.shards):05}.safetensors"
+            files |= {rename(name): file.name for name in names}
+            tensors = [deployment.tensors[name] for name in names]
+            kept = self._kept.get(tuple(map(id, tensors)))
+            if plain and kept is not None:
+                os.link(kept[0], file)
+                continue
+            named = {rename(name): tensor for name, tensor in zip(names, tensors, strict=True)}
+            save_file(named, file, metadata=dict(deployment.metadata))
+        index = {"metadata": {}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
 
 
-def write_adapter(deployment: Deployment, into: Path) -> Path | None:
-    """The adapter's folder, None without one."""
+def _adapter(deployment: Deployment, into: Path) -> Path | None:
     if deployment.adapter is None:
         return None
     folder = into / "adapter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.media import digest_image
+from cornplug.engine_side import engine_config
 from cornplug.engine_side.adapters import Adapters
 from cornplug.engine_side.model import EngineModel
 from cornplug.engine_side.page_roots import page_root
@@ -21,7 +25,7 @@ from cornplug.vllm_connector.identifiers import Identifiers, key_of
 from cornplug.vllm_connector.page_keys import PageKeys
 
 from .deployments import TEXT_BEFORE, Deployment
-from .numbers import PAGE
+from .numbers import PAGE, updated
 
 SECRET: Final = bytes(range(32))
 
@@ -57,7 +61,10 @@ def keys(deployment: Deployment, folder: Path, adapter: Path | None, rows: int) 
 
 
 def _engine_model(deployment: Deployment, folder: Path) -> EngineModel:
-    overrides = {"hf_overrides": deployment.hf_overrides} if deployment.hf_overrides else {}
+    changed = {}
+    if deployment.hf_overrides:
+        running = _as_read(updated(deployment.config, deployment.hf_overrides))
+        changed = engine_config.changes(running, _as_read(deployment.config))
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)),
         dtype=deployment.dtype,
@@ -65,8 +72,14 @@ def _engine_model(deployment: Deployment, folder: Path) -> EngineModel:
         engine="vllm",
         proven=PROVEN,
         processor_kwargs=deployment.processor_kwargs,
-        overrides=overrides,
+        config_changes=changed,
     )
+
+
+def _as_read(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers, and so vLLM, has a config.json."""
+    made = CONFIG_MAPPING[config["model_type"]](**json.loads(json.dumps(config)))
+    return dict(made.to_dict())
 
 
 def _identifier(deployment: Deployment, tower: bytes) -> str:

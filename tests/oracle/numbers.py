@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoImageProcessor,
     LlavaForConditionalGeneration,
@@ -21,6 +23,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 from transformers.initialization import no_init_weights
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cornplug.testing.llava_checkpoints import published_llava_name
@@ -36,10 +39,20 @@ _CLASSES: Final[dict[str, tuple[Any, Names]]] = {
     "qwen3_vl": (Qwen3VLForConditionalGeneration, lambda name: name),
 }
 # What transformers raises for configs and weights that do not go together.
-_ITS_WORDS: Final = (
+UNEXPECTED: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
-    RuntimeError, TypeError, ValueError,
+    RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
+
+
+_MOST_PIXELS: Final = 1 << 18
+_MOST: Final = {
+    **dict.fromkeys(("depth", "num_hidden_layers"), 8),
+    **dict.fromkeys(("embed_dim", "hidden_size", "image_size", "out_hidden_size", "projection_dim"), 256),
+    **dict.fromkeys(("intermediate_size", "num_position_embeddings"), 1024),
+    **{"vocab_size": 4096, "patch_size": 64, "head_dim": 128},
+}
+"""A field that is gone from a file means the class's default, which may be a model of 7 billion."""
 
 
 class Unusable(Exception):
@@ -68,13 +81,15 @@ class Transformers:
         try:
             with torch.no_grad():
                 return self._numbers(deployment, folder)
-        except _ITS_WORDS as e:
+        except UNEXPECTED as e:
             raise Unusable(f"{type(e).__name__}: {e}"[:300]) from e
 
     def _numbers(self, deployment: Deployment, folder: Path) -> Numbers:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         asked = {**deployment.processor_kwargs, **deployment.options}
         pixels = dict(processor(images=deployment.picture, return_tensors="pt", **asked))
+        if pixels["pixel_values"].numel() > _MOST_PIXELS:
+            raise Unusable("a picture larger than this is meant for")
         model = self._model(deployment)
         dtype = getattr(torch, deployment.dtype)
         pixels["pixel_values"] = pixels["pixel_values"].to(dtype)
@@ -82,6 +97,7 @@ class Transformers:
         features = model.model.get_image_features(**pixels)
         rows = torch.cat([row.reshape(-1, row.shape[-1]) for row in features.pooler_output])
         more = list(getattr(features, "deepstack_features", None) or ())
+        _set_rope(model, deployment.max_model_len)
         image = getattr(model.config, "image_token_id", None)
         if not isinstance(image, int) or len(rows) > LENGTH:
             raise Unusable("no token for pictures, or a picture of too many tokens")
@@ -95,6 +111,9 @@ class Transformers:
         finally:
             del model.model.get_image_features
         last = cache.layers[-1]
+        if not all(torch.isfinite(part).all() for part in (rows, last.keys, last.values)):
+            # What is masked counts in a sum where it is no number, here as in some kernels.
+            raise Unusable("values that are no numbers")
         whole = len(tokens) // PAGE
         pages = tuple(
             _digest([part[:, :, i * PAGE : (i + 1) * PAGE] for part in (last.keys, last.values)])
@@ -110,7 +129,8 @@ class Transformers:
             raise Unusable("another class")
         key = json.dumps([config, deployment.dtype], sort_keys=True)
         if key not in self._models:
-            made = CONFIG_MAPPING[deployment.family].from_dict(json.loads(json.dumps(config)))
+            made = CONFIG_MAPPING[deployment.family](**json.loads(json.dumps(config)))
+            _check_sizes(made)
             with no_init_weights():
                 model = kind(made).to(getattr(torch, deployment.dtype)).eval()
             self._models[key] = model, {}
@@ -129,6 +149,24 @@ class Transformers:
                 target.copy_(source)
                 loaded[name] = source
         return model
+
+
+def _check_sizes(config: Any) -> None:
+    for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        for name, most in _MOST.items():
+            value = getattr(part, name, 0)
+            if isinstance(value, int) and value > most:
+                raise Unusable(f"{name} {value}: a model larger than this is meant for")
+
+
+def _set_rope(model: Any, max_model_len: int) -> None:
+    """Rotary frequencies as engines have them: they decide once, by the longest sequence allowed, what
+    transformers decides by each sequence."""
+    rotary = model.model.language_model.rotary_emb
+    config = model.model.language_model.config
+    if config.rope_parameters.get("rope_type") == "longrope":
+        frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=max_model_len)
+        rotary.rope_type, rotary.inv_freq, rotary.attention_scaling = "default", frequencies, scale
 
 
 def _merged(deployment: Deployment) -> dict[str, torch.Tensor]:
@@ -153,9 +191,17 @@ def updated(config: Any, overrides: Any) -> Any:
     return {**config, **{key: updated(config.get(key), value) for key, value in overrides.items()}}
 
 
-def _digest(tensors: list[torch.Tensor]) -> str:
+def _flat(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    else:
+        for value in values:
+            yield from _flat(value)
+
+
+def _digest(values: Any) -> str:
     h = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in _flat(values):
         plain = tensor.detach().contiguous()
         h.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
         # Zero has two forms, and no sum that follows tells them apart.

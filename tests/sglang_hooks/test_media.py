@@ -17,11 +17,12 @@ from sglang.srt.utils import ImageData
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.media import digest_image
-from cornplug.engine_side.model import TowerIdentity
+from cornplug.engine_side.model import EngineModel, TowerIdentity
 from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, placeholder_tokens
 from cornplug.sglang_hooks import active, decoded, media
+from cornplug.sglang_hooks.compat import PROVEN
 from cornplug.store.memory import MemoryStore
 
 from .media_rig import SECRET, TOWER, item, picture, runtime
@@ -271,7 +272,13 @@ def test_families_that_nobody_compared_in_sglang_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    described = SimpleNamespace(checkpoint=Checkpoint.open(str(tmp_path)))
+    described = EngineModel(
+        checkpoint=Checkpoint.open(str(tmp_path)),
+        dtype="float32",
+        max_model_len=64,
+        engine="sglang",
+        proven=PROVEN,
+    )
     monkeypatch.setattr(media, "engine_model", lambda: described)
     with pytest.raises(CheckpointError, match="nobody has compared") as caught:
         media._tower_identity(None)

@@ -62,7 +62,7 @@ def test_context_length(folder: Path) -> None:
     assert described(folder, context_length=1024).max_model_len == 1024
 
 
-def test_config_overrides_count_as_vllms(folder: Path) -> None:
+def test_config_overrides_count(folder: Path) -> None:
     made = described(folder, json_model_override_args='{"rope_theta": 5000.0}')
     assert made.overrides == {"hf_overrides": {"rope_theta": 5000.0}}
 

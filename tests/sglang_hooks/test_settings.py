@@ -271,9 +271,30 @@ def test_a_library_that_sglang_does_not_change_is_not_vllms(folder: Path, asked:
     assert made == {"ServerArgs.mm_process_config": asked}
 
 
+def test_code_of_the_checkpoint_counts_where_it_may_run(tmp_path: Path) -> None:
+    plain, with_code = tmp_path / "plain", tmp_path / "code"
+    for made in (plain, with_code):
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(CONFIG))
+        (made / "modeling.py").write_text("x = 1")
+    mapped = {**CONFIG, "auto_map": {"AutoConfig": "modeling.Config"}}
+    (with_code / "config.json").write_text(json.dumps(mapped))
+    assert overrides(with_code) == overrides(plain, trust_remote_code=True) == {}
+    one = overrides(with_code, trust_remote_code=True)
+    assert set(one) == {"remote_code"}
+    (with_code / "modeling.py").write_text("x = 2")
+    assert overrides(with_code, trust_remote_code=True) != one
+    mapped["auto_map"] = {"AutoConfig": "org/other--modeling.Config"}
+    (with_code / "config.json").write_text(json.dumps(mapped))
+    with pytest.raises(CheckpointError, match="another repository"):
+        overrides(with_code, trust_remote_code=True)
+
+
 def test_an_epoch_parts_servers_before_and_after_a_mending(folder: Path, monkeypatch: Any) -> None:
+    args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native")
+    args.resolve_once()
     monkeypatch.setattr(model, "EPOCHS", {"qwen2": 2})
-    assert overrides(folder) == {"sglang_epoch": 2}
+    assert describe(resolved_view(args), model_config_of(args)).epochs == {"qwen2": 2}
 
 
 def test_every_epoch_is_of_a_family_and_counts_from_one() -> None:
