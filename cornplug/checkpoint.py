@@ -172,13 +172,18 @@ class Checkpoint:
         # transformers reads these two from a caller's arguments only, never from the JSON.
         published = {k: v for k, v in self.preprocessors[chosen].items() if k not in ("backend", "use_fast")}
         preprocessor = {**published, **asked}
+        pixels = family.preprocess_spec_of(chosen)(preprocessor)
+        if "size" in asked and not {"min_pixels", "max_pixels"}.isdisjoint(published):
+            # Whether the file's limits or the caller's size counts depends on whom the caller told:
+            # transformers' `from_pretrained` takes the limits, its processors' call the size.
+            pixels["asked_size"] = asked["size"]
         # The first modality goes unsaid: its identities are older than the second modality.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
             "tower": self.tower_spec(dtype, numeric_class=numeric_class),
             "projector": family.projector_spec(self.config),
             "projector_quantization": self._quantization("projector"),
-            "preprocessor": family.preprocess_spec_of(chosen)(preprocessor),
+            "preprocessor": pixels,
         }
 
     def identity(

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from .deployments import base
+from .keys import ENGINE, room
 from .oracle import Oracle, Report
-
-FAMILIES = ("llava", "qwen2_vl", "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     root = tmp_path_factory.mktemp("oracle")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # equal sums in equal order
-    yield Oracle(root / "written", [base(family, root / family) for family in FAMILIES])
+    yield Oracle(root / "written", [base(family, root / family) for family in room.FAMILIES])
     torch.set_num_threads(threads)
 
 
@@ -36,9 +35,11 @@ def check(report: Report, record_property: Callable[[str, object], None]) -> Non
 
 @pytest.mark.timeout(900)
 def test_keys_differ_where_numbers_do(oracle: Oracle, record_property: Callable[[str, object], None]) -> None:
-    report = oracle.run(seed=1, cases=2000)
+    # The rooms differ in a few lines; SGLang's long run is `script/test-more`'s.
+    wanted = 2000 if ENGINE == "vllm" else 300
+    report = oracle.run(seed=1, cases=wanted)
     check(report, record_property)
-    assert report.cases >= 1950
+    assert report.cases >= 0.97 * wanted
 
 
 @pytest.mark.stress

@@ -15,10 +15,12 @@ from cornplug.engine_side.adapters import Adapters
 from cornplug.engine_side.model import EngineModel
 from cornplug.families import FAMILIES
 
-from . import keys
 from .changes import renamed
 from .deployments import base
+from .keys import ENGINE, room
 from .oracle import Oracle
+
+pytestmark = pytest.mark.skipif(ENGINE != "vllm", reason="LLaVA is shared in vLLM")
 
 
 @pytest.fixture
@@ -44,10 +46,8 @@ def _forget_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = keys._engine_model
-    monkeypatch.setattr(
-        keys, "_engine_model", lambda *args: dataclasses.replace(made(*args), dtype="float32")
-    )
+    made = room.engine_model
+    monkeypatch.setattr(room, "engine_model", lambda *args: dataclasses.replace(made(*args), dtype="float32"))
 
 
 def _forget_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

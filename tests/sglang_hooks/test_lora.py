@@ -102,6 +102,15 @@ def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_pat
         roots().root(Space("id-1", None))
 
 
+def test_an_adapter_of_several_files_is_not_shared(tmp_path: Path) -> None:
+    """SGLang loads each *.safetensors of the folder, vLLM the one of the usual name."""
+    path = folder(tmp_path / "a")
+    save_file({"layers.1.x.q_proj.lora_A.weight": torch.zeros(4, 4)}, path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"more\.safetensors") as refused:
+        root(manager(*WEIGHTS), path)
+    assert refused.value.reason == "lora_files"
+
+
 def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeypatch: Any) -> None:
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)

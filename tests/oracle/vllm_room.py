@@ -1,0 +1,90 @@
+"""Keys by vLLM's room, without an engine to start it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side import engine_config
+from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_side.model import EngineModel
+from cornplug.engine_side.page_roots import page_root
+from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector.compat import PROVEN
+from cornplug.vllm_connector.identifiers import Identifiers, key_of
+from cornplug.vllm_connector.page_keys import PageKeys
+
+from .deployments import TEXT_BEFORE, Deployment
+from .numbers import PAGE, updated
+
+FAMILIES: Final = ("llava", "qwen2_vl", "qwen3_vl")
+
+
+def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
+    """What the room makes of a VllmConfig, which takes vLLM seconds to make."""
+    changed = {}
+    if deployment.hf_overrides:
+        running = _as_read(updated(deployment.config, deployment.hf_overrides))
+        changed = engine_config.changes(running, _as_read(deployment.config))
+    return EngineModel(
+        checkpoint=Checkpoint.open(str(folder)),
+        dtype=deployment.dtype,
+        max_model_len=deployment.max_model_len,
+        engine="vllm",
+        proven=PROVEN,
+        processor_kwargs=deployment.processor_kwargs,
+        config_changes=changed,
+    )
+
+
+def _as_read(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers, and so vLLM, has a config.json."""
+    made = CONFIG_MAPPING[config["model_type"]](**json.loads(json.dumps(config)))
+    return dict(made.to_dict())
+
+
+def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
+    """The key of the picture's embedding, out of the name that vLLM's API process gives it."""
+    identifiers = Identifiers.__new__(Identifiers)
+    made: dict[str, Any] = {
+        "_secret": secret,
+        "_processor_kwargs": deployment.processor_kwargs,
+        "_identity": tower,
+        "_ready": threading.Event(),
+        "_patient_until": 0.0,
+        "_uuids": OrderedDict(),
+        "_lock": threading.Lock(),
+    }
+    vars(identifiers).update(made)
+    identifiers._ready.set()
+    options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
+    name = identifiers.media_name(deployment.picture, deployment.uuid, options)
+    assert name is not None
+    found = key_of(identifiers.identifier(name, deployment.salt))
+    assert found is not None
+    return found
+
+
+def pages(
+    deployment: Deployment,
+    identity: tuple[bytes, dict[str, Any]],
+    page: PageGeometry,
+    adapter: Path | None,
+    medium: bytes,
+    rows: int,
+    secret: bytes,
+) -> tuple[bytes, ...]:
+    """The keys of the prompt's whole pages."""
+    applied = Adapters().digest(str(adapter)) if adapter is not None else None
+    root = page_root(secret, identity, page, adapter=applied, salt=deployment.salt)
+    tokens = [*deployment.tokens[:TEXT_BEFORE], *[0] * rows, *deployment.tokens[TEXT_BEFORE:]]
+    where = SimpleNamespace(offset=TEXT_BEFORE, length=rows, embeds_cumsum=None)
+    features = [SimpleNamespace(identifier=f"cp1-{medium.hex()}", mm_position=where)]
+    return tuple(PageKeys(secret, root, PAGE, features).upto(tokens, len(tokens)))
