@@ -44,6 +44,8 @@ class LoadCosts:
         self._timed: dict[int, tuple[float, int]] = {}
         """Step -> (when it was scheduled, its tokens)."""
         self._step_ended = 0.0
+        self._moved = False
+        """Something was loaded since the last step ended."""
 
     @property
     def queued_bytes(self) -> int:
@@ -103,10 +105,13 @@ class LoadCosts:
         if acks.loaded_bytes:
             self._moving_s += acks.loading_s
             self.rule.moved(acks.loaded_bytes, acks.loading_s)
-            news = self.rule.news(self._page.page_bytes / self._page.page_tokens)
-            if news:
-                compat.logger.info("cornplug: %s", news)
+            self._moved = True
 
     def step_ended(self) -> None:
         """The engine has seen what a step has computed."""
         self._step_ended = time.monotonic()
+        if self._moved:
+            self._moved = False
+            news = self.rule.news(self._page.page_bytes / self._page.page_tokens)
+            if news:
+                compat.logger.info("cornplug: %s", news)

@@ -21,7 +21,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.store.pool import PoolStore
 from cornplug.testing import FaultyStore
 from cornplug.testing.processes import StoreProcess
-from cornplug.vllm_connector import kv_scheduler, weights
+from cornplug.vllm_connector import compat, kv_scheduler, weights
 
 from .conftest import open_in
 from .rig import BrokenBackend, Engine
@@ -397,15 +397,16 @@ def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemorySt
     assert open_in(store) == (0, 0)
 
 
-def test_a_commit_after_the_reservation_ended_is_counted(
-    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_after_the_reservation_ended_is_counted(engine: Make, store: MemoryStore) -> None:
     connection = store.connect()
     first = engine(connect=lambda: connection)
-    slow_views(monkeypatch, first, 0.2)  # so that nothing is committed before we look
     first.add("a", PROMPT)
-    first.step()
-    connection.release(list(first.connector._scheduler._open), deadline_s=1)  # type: ignore[union-attr]
+    step = first.schedule()
+    tokens = list(first.connector._scheduler._open)  # type: ignore[union-attr]
+    output = first.execute(step)
+    first.ranks[0].connector._worker.drain()  # type: ignore[union-attr]
+    connection.release(tokens, deadline_s=1)
+    first.update(output)
     first.settle()
     assert first.counts["saves", "kv_page", "reservation_ended"] == 4
 
@@ -588,7 +589,9 @@ def rule_of(engine: Engine) -> Any:
     return engine.connector._scheduler._costs.rule  # type: ignore[union-attr]
 
 
-def test_an_engine_measures_itself(engine: Make) -> None:
+def test_an_engine_measures_itself(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(compat.logger, "info", lambda form, *args: lines.append(form % args))
     first = engine(load_when="pays")
     first.run("a", PROMPT)
     prefill_s = rule_of(first).compute_s(100)
@@ -596,11 +599,14 @@ def test_an_engine_measures_itself(engine: Make) -> None:
     assert 0 <= prefill_s < 5
     assert rule_of(first).load_s(1 << 20) is None
     second = engine(load_when="pays", tp=2)
-    assert second.run("b", PROMPT).external_tokens == 128, "nothing is known yet: it is tried"
+    second.run("other", [1, *PROMPT])
+    assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
     assert 0 < load_s < 5
     assert rule_of(second)._noticing.per_second() > 0
+    [said] = [line for line in lines if "measured: KV loads at" in line]
+    assert "noticed after 0.0 ms" not in said
 
 
 def test_what_is_cheaper_to_compute_is_computed(engine: Make, faulty: FaultyStore) -> None:
