@@ -228,6 +228,7 @@ class Index:
                 self._end_lease(token)
             elif self._drafts.owns(owner, token):
                 self._drafts.lose(token, now_s=now_s)
+            owned.discard(token)
         if owned:
             return False
         self._owned.pop(owner, None)
