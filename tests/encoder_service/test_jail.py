@@ -48,8 +48,7 @@ def cell() -> Iterator[Cell]:
     one = Cell()
     one.process.start()
     yield one
-    one.process.stop()
-    one.process.kill("stopping")
+    one.process.close()
 
 
 def outcome(decode: Callable[[Decoder], Any], decoder: Decoder) -> tuple[Any, ...]:
@@ -159,7 +158,7 @@ def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
     good = saved(hostile_pictures.picture(1), "PNG")
     assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
     assert cell.process.pid != before
-    cell.process.stop()
+    cell.process.close()
 
 
 def test_memory_is_limited() -> None:
@@ -170,7 +169,7 @@ def test_memory_is_limited() -> None:
     assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
     good = saved(hostile_pictures.picture(1), "PNG")
     assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
-    cell.process.stop()
+    cell.process.close()
 
 
 def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
