@@ -107,7 +107,8 @@ class InProcess:
         with torch.cuda.stream(self._copies):
             staged = replace(task, items=tuple(_to_device(item, self._device) for item in task.items))
             arrived = self._copies.record_event()
-        with self._computing:
+        # A thread begins on device 0, and a kernel may ask which one is current.
+        with self._computing, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
             # Their memory was taken on another stream, and may not be given away while this one reads.

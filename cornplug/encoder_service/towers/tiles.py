@@ -123,7 +123,7 @@ class TileTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
-        pixels = torch.cat([item.tensors[0] for item in items]).to(self._device)
+        pixels = tensors.together([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
         # A copy: one kept item is not to hold its whole batch.
         return [item.flatten(0, 1).clone() for item in tiles]

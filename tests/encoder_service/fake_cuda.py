@@ -1,0 +1,132 @@
+"""CUDA without a GPU: torch's FakeTensorMode for what is on a device, real arithmetic for what is not.
+
+FakeTensorMode knows shapes, dtypes and devices, and refuses what a GPU would refuse: operands on two
+devices, an `out` on another one, a number read out of a tensor that is on the device. What lies on the CPU
+is computed for real here, so that grids and lengths can be read, as they are on a GPU's host.
+Streams, events and the current device of each thread are stand-ins that remember what was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CAPABILITY = (9, 0)
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to)
+_CUDA, _META = 1, 14
+"""Of c10::DeviceType."""
+
+
+def _ensure_guard() -> None:
+    """A build for the CPU has no device guard for CUDA, which indexing asks for; where a CUDA build finds no
+    GPU, FakeTensorMode puts in one that does nothing. Here it is the meta device's, which does nothing."""
+    if torch.version.cuda is not None:
+        return
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 32).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    if guards[_CUDA] is None:
+        guards[_CUDA] = guards[_META]
+
+
+class Mixed(TorchDispatchMode):
+    """Calls that touch the device go to FakeTensorMode, others are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams_told: list[torch.Tensor] = []
+        """Tensors whose memory was said to be in use on another stream."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.record_stream.default:
+            self.streams_told.append(args[0])
+            return None
+        # Pinned memory is the CPU's, and there is none to be had without a GPU.
+        kwargs.pop("pin_memory", None)
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0].clone()
+        leaves = tree_leaves((args, kwargs))
+        fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        device = any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves)
+        if func.overloadpacket in _COPIES and device and not fake:
+            # FakeTensorMode would compute it for real, as a constant.
+            dtype = next((leaf for leaf in leaves if isinstance(leaf, torch.dtype)), args[0].dtype)
+            to = next(leaf for leaf in leaves if isinstance(leaf, torch.device))
+            return torch.ops.aten.empty_like.default(args[0], dtype=dtype, device=to)
+        if fake or device:
+            return func(*args, **kwargs)  # FakeTensorMode is the next to see it
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+class FakeCuda:
+    """What was done with streams, and on which device."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, Any]] = []
+        self.mode = Mixed()
+        self._here = threading.local()
+
+    @property
+    def device(self) -> int:
+        """The calling thread's."""
+        return getattr(self._here, "device", 0)
+
+    @contextlib.contextmanager
+    def on(self, device: Any) -> Iterator[None]:
+        """As `torch.cuda.device`."""
+        before, self._here.device = self.device, torch.device(device).index or 0
+        try:
+            yield
+        finally:
+            self._here.device = before
+
+
+class _Stream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda = cuda
+        self.name = name
+
+    def record_event(self) -> _Stream:
+        self._cuda.done.append(("record", self.name))
+        return self
+
+    def wait_event(self, event: _Stream) -> None:
+        self._cuda.done.append(("wait", (self.name, event.name)))
+
+    def synchronize(self) -> None:
+        self._cuda.done.append(("synchronize", self.name))
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """Within it, tensors may be on "cuda". For one thread, and those that it hands `FakeCuda.mode`."""
+    _ensure_guard()
+    cuda = FakeCuda()
+
+    @contextlib.contextmanager
+    def stream(one: _Stream) -> Iterator[None]:
+        cuda.done.append(("enter", one.name))
+        yield
+        cuda.done.append(("leave", one.name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda *_: _Stream(cuda, "copies"))
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: _Stream(cuda, "compute"))
+        patch.setattr(torch.cuda, "device", cuda.on)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: CAPABILITY)
+        # `record_stream` wants a real stream before anything is dispatched.
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, _: cuda.mode.streams_told.append(tensor))
+        with FakeTensorMode(allow_non_fake_inputs=True), cuda.mode:
+            yield cuda

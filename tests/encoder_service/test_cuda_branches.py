@@ -1,0 +1,138 @@
+"""Every CUDA branch of the service, family by family, where there is no GPU: see `fake_cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cornplug.encoder_service import loading
+from cornplug.encoder_service.compute import InProcess, Task
+from cornplug.encoder_service.loading import Loaded, Place
+from cornplug.encoder_service.towers import varlen
+from cornplug.encoder_service.towers.base import Item
+from cornplug.testing.checkpoints import llava
+
+from .fake_cuda import FakeCuda, fake_cuda
+from .test_towers import CASES, Tiny, tiny
+from .tower_rig import CPU, wire
+
+__all__ = ["tiny"]
+SECOND = torch.device("cuda:1")
+
+
+def loaded(path: Path, dtype: str, device: torch.device) -> Loaded:
+    checkpoint, served = loading.read(str(path), dtype)
+    return loading.load(checkpoint, served, Place(dtype=dtype, device=device))
+
+
+def items_of(name: str, path: Path, model: Loaded) -> list[Item]:
+    return [model.tower.prepare(wire(made)) for made in CASES[name].inputs(path)]
+
+
+def task(model: Loaded, items: Sequence[Item], kept: Sequence[torch.Tensor | None] = ()) -> Task:
+    return Task(
+        items=tuple(items),
+        features=tuple(kept) or (None,) * len(items),
+        wanted=tuple((model, i) for i in range(len(items))),
+        keep=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in CASES), ("llava", "float32"), ("qwen2_vl", "float32")],
+)
+def test_a_batch_on_cuda_is_staged_encoded_projected_and_brought_back(
+    name: str, dtype: str, tiny: Tiny
+) -> None:
+    path = tiny(name)
+    here = loaded(path, dtype, CPU)
+    items = items_of(name, path, here)
+    wanted = InProcess(CPU).run(task(here, items))
+    with fake_cuda() as cuda:
+        there = loaded(path, dtype, SECOND)
+        executor = InProcess(SECOND)
+        made = executor.run(task(there, items))
+        # Features of one of them are kept on the host from before.
+        kept = [wanted.features[0], *[None] * (len(items) - 1)]
+        again = executor.run(task(there, items, kept))
+    for on_cuda in (made, again):
+        assert [e.shape for e in on_cuda.embeddings] == [e.shape for e in wanted.embeddings]
+    assert {i: f.shape for i, f in made.features.items()} == {i: f.shape for i, f in wanted.features.items()}
+    assert set(again.features) == set(range(1, len(items)))
+    for tensor in (*made.embeddings, *made.features.values()):
+        assert (tensor.device, tensor.dtype) == (CPU, there.dtype)
+        assert tensor.is_contiguous()
+    _in_order(cuda)
+
+
+def _in_order(cuda: FakeCuda) -> None:
+    """Inputs are copied on their own stream and waited for before they are read, as are results."""
+    once = [
+        ("enter", "copies"),
+        ("record", "copies"),
+        ("leave", "copies"),
+        ("wait", ("compute", "copies")),
+        ("synchronize", "compute"),
+    ]
+    assert cuda.done == [*once, *once]
+    assert cuda.mode.streams_told
+    assert all(t.device == SECOND for t in cuda.mode.streams_told)
+
+
+def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
+    """Each thread begins on device 0: kernels that ask for the current device would run there."""
+    path = llava(tmp_path / "m")
+    items = items_of("llava", path, loaded(path, "float32", CPU))
+    seen: list[int] = []
+    with fake_cuda() as cuda:
+        there = loaded(path, "float32", SECOND)
+        real = there.tower.encode
+
+        def encode(batch: Sequence[Item]) -> list[torch.Tensor]:
+            seen.append(cuda.device)
+            return real(batch)
+
+        there.tower.encode = encode  # type: ignore[method-assign]
+        executor = InProcess(SECOND)
+        executor.run(task(there, items[:1]))
+        assert cuda.device == 0
+    assert seen == [1]
+
+
+def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+        calls.append((q.dtype, segments.offsets.device, segments.offsets.dtype, segments.longest))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(varlen, "kernel_attention", lambda: kernel)
+    with fake_cuda():
+        for dtype in (torch.float32, torch.bfloat16):
+            q = torch.zeros(10, 2, 64, device=SECOND, dtype=dtype)
+            out = varlen.attention(q, q, q, varlen.Segments([6, 4], SECOND))
+            assert (out.device, out.shape) == (SECOND, q.shape)
+    assert calls == [(torch.bfloat16, SECOND, torch.int32, 6)]
+
+
+def test_the_rig_refuses_what_a_gpu_refuses() -> None:
+    """Else nothing above would say anything."""
+    with fake_cuda():
+        there, here = torch.zeros(2, device=SECOND), torch.zeros(2)
+        for wrong in (
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: torch.cat([there, there], out=torch.empty(4, pin_memory=True)),
+            lambda: there + torch.zeros(2, device="cuda:0"),
+            lambda: there[0].item(),
+            lambda: there.tolist(),
+        ):
+            with pytest.raises(Exception, match=r"(?i)same device|data|aten"):
+                wrong()
+        # What is on the host is real.
+        assert (here + 1).tolist() == [1.0, 1.0]
