@@ -386,6 +386,14 @@ def test_variables_that_may_change_values_are_in_the_key(
         kv_identity(resolved)
 
 
+def test_a_release_s_new_variables_are_named() -> None:
+    """They are in the key until somebody has looked at them. `tests/golden/vllm_variables.txt` lists those
+    that were looked at; a new one either stays in the key or joins `HARMLESS_VARIABLES`."""
+    seen = set((Path(__file__).parents[1] / "golden" / "vllm_variables.txt").read_text().split())
+    known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
+    assert known - seen == set()
+
+
 def test_the_variables_in_the_tables_exist() -> None:
     known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
     assert known.issuperset(field_tables_engine.REFUSED_VARIABLES)
