@@ -74,7 +74,7 @@ def test_there_is_a_store_where_something_is_shared_and_nowhere_else() -> None:
     assert only("store", commands(plan(Case()))) == []
     (store,) = only("store", commands(plan(Case(caches=True))))
     args = store_parser(load().store).parse_args(list(store.argv[2:]))
-    assert args.size == "20GiB"
+    assert args.size == 20 << 30
     (beside,) = only("store", commands(plan(Case("E+PD"))))
     assert beside.argv[-1] == "1GiB"
     apart = commands(plan(Case("E+PD", hosts=2)))
