@@ -38,16 +38,13 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def store(folder: Path) -> Iterator[StoreProcess]:
-    with StoreProcess(
-        folder / "store.sock", env={"CORNPLUG_STORE_SECRET_FILE": str(folder / "secret")}
-    ) as store:
+    with StoreProcess(folder / "store.sock") as store:
         yield store
 
 
 def start(store: StoreProcess, model: Path, name: str, *args: str) -> SglangServer:
     folder = store.socket.parent
     env = {
-        "CORNPLUG_STORE_SECRET_FILE": str(folder / "secret"),
         "CORNPLUG_STORE_AUTOSTART": "false",
         # Each rank its own core, and not the same one twice.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in args else {}),
