@@ -164,7 +164,9 @@ def _greeted(config: StoreConfig) -> socket.socket:
 def _read(raw: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        data += raw.recv(size - len(data))
+        some = raw.recv(size - len(data))
+        assert some, "the daemon has closed the connection"
+        data += some
     return bytes(data)
 
 
