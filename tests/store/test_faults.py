@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from cornplug.codec import Header, Kind, encode_header
-from cornplug.config import StoreConfig
+from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import StoreUnavailable
 from cornplug.store import wire
 from cornplug.store.base import OTHER_APPS, Refusal, Reservation
@@ -155,7 +155,7 @@ def _greeted(config: StoreConfig) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.settimeout(20)
     raw.connect(str(config.socket))
-    tag = wire.secret_tag(config.secret_file.read_bytes().strip())
+    tag = wire.secret_tag(read_secret(config.secret_file))
     raw.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, tag)))
     assert raw.recv(4096)
     return raw
