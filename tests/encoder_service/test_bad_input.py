@@ -32,6 +32,7 @@ pytestmark = pytest.mark.integration
 MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
 BODY_S: Final = 1.5
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "TGA", "QOI", "PPM", "JPEG2000", "AVIF")
 PATIENCE_S: Final = 8.0
 """Longest that a refusal may take on a busy machine of two cores."""
 GROWTH_BYTES: Final = 150 << 20
@@ -107,6 +108,8 @@ def living(llava_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
         "CORNPLUG_ENCODER_MAX_PIXELS": str(MAX_PIXELS),
         "CORNPLUG_ENCODER_MAX_BODY_BYTES": str(MAX_BODY),
         "CORNPLUG_ENCODER_BODY_DEADLINE_S": str(BODY_S),
+        # More than an operator should allow: what each of these decoders does with hostile files is tested.
+        "CORNPLUG_ENCODER_PICTURE_FORMATS": ", ".join(FORMATS),
         "OMP_NUM_THREADS": "1",
     }
     with EncoderProcess(
@@ -254,7 +257,7 @@ def raw(living: Living, data: bytes) -> Iterator[socket.socket]:
         yield s
 
 
-HEAD: Final = b"POST /v1/encode HTTP/1.1\r\nhost: e\r\ncontent-type: application/json\r\n"
+HEAD: Final = b"POST /v1/encode HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
