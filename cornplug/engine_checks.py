@@ -37,11 +37,11 @@ import importlib.util, json
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import flags, hicache_settings, plugin
+from cornplug.sglang_hooks import flags, hicache_settings, parts, plugin
 answer = {"why_not": "", "cache": ""}
 try:
     flags.share()
-    plugin.install()
+    plugin.install(parts.ALL)
 except ConfigError as e:
     answer["why_not"] = str(e)
 try:
