@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cornplug.config import STORE_PROTOCOL
 from cornplug.testing import checkpoints
 from cornplug.testing.engines import EncoderProcess, StoreProcess
 
@@ -28,7 +29,7 @@ def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:
         return findings
 
     with (
-        StoreProcess(run / "store.sock", env=env),
+        StoreProcess(run / f"store-{STORE_PROTOCOL}.sock", env=env),
         EncoderProcess([model], socket=run / "encoder.sock", dtype="float32", env=env) as encoder,
     ):
         assert {f["status"] for f in doctor("float32")} == {"ok"}
