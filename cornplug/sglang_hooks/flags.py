@@ -73,8 +73,10 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     if not active.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
         return
+    from cornplug.engine_side import engine_state
     from cornplug.sglang_hooks import hicache_settings, parts, plugin
 
+    engine_state.begin(anew=True)
     plugin.install(parts.RESOLUTION)
     _say_what_is_not_shared(server_args)
     hicache_settings.check(server_args, active.config())

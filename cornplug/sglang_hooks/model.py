@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.engine_side import engine_state
 from cornplug.engine_side.allow_lists import judge
 from cornplug.engine_side.engine_config import remote_code
 from cornplug.engine_side.model import EngineModel, declares_quantization
@@ -56,6 +57,7 @@ def describe(settings: Any, model: Any) -> EngineModel:
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
         engine="sglang",
         proven=PROVEN,
+        began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=_overrides(settings, model, checkpoint),
     )

@@ -20,6 +20,7 @@ _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
     "resolution": ("hicache_settings",),
     "weights": ("weights",),
+    "loaded": ("loaded_weights",),
     "kv": ("kv_names", "kv_late", "kv_pace"),
     "lora": ("lora",),
     "pictures": ("named", "media", "embeddings"),
@@ -45,6 +46,8 @@ def needed(server_args: Any) -> frozenset[str]:
         # An adapter may come while the server runs, but only where LoRA was asked for at its start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)
+    # What is shared is named by the checkpoint's files, and must have been loaded from them.
+    found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
     if model.is_multimodal:
         found.add("pictures")
         # Its processor is one of its own.

@@ -4,7 +4,8 @@ What a checkpoint on disk says about an engine holds until somebody replaces the
 place (RL updates, a reload, memory that is given up). We cannot fingerprint what came over the
 wire, so sharing ends for this server until it is restarted: reason "weights_updated". Every
 process that takes part learns of it before the first byte changes: the scheduler of each rank
-by the request itself, the tokenizer when it passes it on.
+by the request itself, the tokenizer when it passes it on. What a rank finds wrong with its weights as it
+loads them (`loaded_weights.py`) it tells the others by the engine's state.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from cornplug.engine_side import engine_state
 from cornplug.sglang_hooks.compat import Hook, logger
 
 _replaced = threading.Event()
@@ -23,8 +25,8 @@ _WEIGHTS_TAG: Final = "weights"
 
 
 def replaced() -> bool:
-    """Whether this engine's weights may no longer be the checkpoint's."""
-    return _replaced.is_set()
+    """Whether this engine's weights may not be the checkpoint's, or not any longer."""
+    return _replaced.is_set() or engine_state.current().replaced()
 
 
 def note_replaced(how: str) -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side import engine_config
+from cornplug.engine_side import engine_config, engine_state
 from cornplug.engine_side.model import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector import code_in_use, engine_state
+from cornplug.vllm_connector import code_in_use
 from cornplug.vllm_connector.compat import EPOCHS, PROVEN
 from cornplug.vllm_connector.verdicts import of_embeddings, of_everything, of_kv
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from cornplug.engine_side import adapters
+from cornplug.engine_side import adapters, engine_state
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector import compat, engine_state
+from cornplug.vllm_connector import compat
 
 # Workers' methods that users call and that leave the weights alone. Any other name may be a
 # trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.

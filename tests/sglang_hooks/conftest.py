@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.engine_side import engine_state
+
 from .zygote import Zygote
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -21,6 +23,15 @@ os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR",
     str(_CACHE / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"),
 )
+
+
+@pytest.fixture(autouse=True)
+def original_weights() -> Iterator[None]:
+    engine_state.current().note_replaced(False)
+    # Tests write their checkpoints while the "server" runs.
+    engine_state.current()._begin(2**63)
+    yield
+    engine_state.current().note_replaced(False)
 
 
 @pytest.fixture(scope="session")

@@ -346,19 +346,19 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
 @pytest.mark.parametrize(
     ("args", "model", "wanted"),
     [
-        ([], "qwen2_text", {"weights", "kv"}),
+        ([], "qwen2_text", {"weights", "loaded", "kv"}),
         (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
             "qwen2_text",
-            {"weights", "kv", "lora"},
+            {"weights", "loaded", "kv", "lora"},
         ),
-        (["--enable-multimodal"], "qwen2_vl", {"weights", "kv", "pictures"}),
-        (["--enable-multimodal"], "llava_next", {"weights", "pictures", "llava"}),
+        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "pictures"}),
+        (["--enable-multimodal"], "llava_next", {"weights", "loaded", "pictures", "llava"}),
         (
             ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
             "qwen2_vl",
-            {"weights", "kv", "pictures", "encoder"},
+            {"weights", "loaded", "kv", "pictures", "encoder"},
         ),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cornplug.engine_side import engine_state
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import engine_state
 
 from .rig import Engine
 

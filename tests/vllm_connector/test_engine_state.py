@@ -15,15 +15,17 @@ from vllm.exceptions import VLLMValidationError
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.config import Config
+from cornplug.engine_side import engine_state
 from cornplug.engine_side.model import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.testing import checkpoints
-from cornplug.vllm_connector import engine_state, weights
+from cornplug.vllm_connector import weights
 from cornplug.vllm_connector.vouchers import Vouchers
 
 CHILD = """
 import sys
-from cornplug.vllm_connector import engine_state, weights
+from cornplug.engine_side import engine_state
+from cornplug.vllm_connector import weights
 print(engine_state.current().began_ns(), flush=True)
 for line in sys.stdin:
     if line.strip() == "replace":

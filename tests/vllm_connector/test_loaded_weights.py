@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side.loaded_weights import differing
 from cornplug.testing import checkpoints
 from cornplug.vllm_connector import loaded_weights, verdicts, weights
-from cornplug.vllm_connector.loaded_weights import differing
 
 
 class Loaded(torch.nn.Module):

@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 
+from cornplug.engine_side import engine_state
 from cornplug.engine_side.adapters import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
-from cornplug.vllm_connector import compat, engine_state, plugin, stats, weights
+from cornplug.vllm_connector import compat, plugin, stats, weights
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 

@@ -7,7 +7,9 @@ core in the same instant, and nothing is left behind when the engine dies.
 
 from __future__ import annotations
 
+import logging
 import mmap
+import multiprocessing
 import os
 import secrets
 import struct
@@ -15,8 +17,7 @@ import threading
 import time
 from typing import Final
 
-from cornplug.vllm_connector import compat
-
+_log: Final = logging.getLogger("cornplug")
 _VARIABLE: Final = "_CORNPLUG_ENGINE"
 _TOKEN_BYTES: Final = 16
 _BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
@@ -53,9 +54,16 @@ _lock: Final = threading.Lock()
 _state: EngineState | None = None
 
 
-def begin() -> None:
-    """Say that an engine is about to be configured here. In its children: nothing, they know already."""
+def begin(*, anew: bool = False) -> None:
+    """Say that an engine is about to be configured here. In its children: nothing, they know already.
+
+    `anew`: it is another engine than those that this process began before, which keep their own state.
+    """
+    global _state
     now = time.time_ns()
+    if anew and multiprocessing.parent_process() is None:
+        with _lock:
+            _state = EngineState(_create())
     found = current()
     if os.environ[_VARIABLE].startswith(f"{os.getpid()}:"):
         found._begin(now)
@@ -87,12 +95,10 @@ def _attach() -> mmap.mmap | None:
         with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
             page = mmap.mmap(file.fileno(), _PAGE)
     except (OSError, ValueError) as e:
-        compat.logger.warning(
-            "cornplug: this process cannot see its engine's state and shares nothing: %s", e
-        )
+        _log.warning("cornplug: this process cannot see its engine's state and shares nothing: %s", e)
         return None
     if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
         # The engine that this environment is of has ended, and its process id is another's.
-        compat.logger.warning("cornplug: the engine's state is gone; this process shares nothing")
+        _log.warning("cornplug: the engine's state is gone; this process shares nothing")
         return None
     return page

@@ -1,0 +1,88 @@
+"""Whether the weights in an engine's memory are those of the files that its identity is read from.
+
+The files are fingerprinted after the engine has read them, by another process. Small tensors that no rank
+splits and no quantisation touches (norms) are compared with the files as soon as a model is loaded: a
+folder that was rewritten in between, or a loader that reads something else, shows in them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from cornplug.checkpoint import Checkpoint, Part
+from cornplug.engine_side import engine_state
+from cornplug.errors import CheckpointError
+from cornplug.families import FAMILIES
+
+_LARGEST_BYTES: Final = 1 << 20
+_TORCH: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
+    """End this engine's sharing, in all its processes, where a loaded model is not its files'.
+
+    `identified` gives the checkpoint. Where it raises CheckpointError, nothing is shared that could be wrong.
+    """
+    try:
+        checkpoint = identified()
+        name, compared = differing(model, checkpoint)
+    except CheckpointError as e:
+        log.debug("cornplug: loaded weights not compared: %s", e)
+        return
+    if name is not None:
+        log.warning(
+            "cornplug: %s in memory is not what %s holds; this engine shares nothing until restart",
+            name,
+            checkpoint.path,
+        )
+        engine_state.current().note_replaced()
+    else:
+        log.debug("cornplug: %d tensors in memory are those of the files", compared)
+
+
+def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
+    """(the first norm whose values are not those of its file, how many were compared).
+
+    Of those that can be compared: a name of ours that ends the name of just one parameter, of the same
+    shape. Raises CheckpointError.
+    """
+    by_end: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            by_end.setdefault(".".join(parts[start:]), []).append(parameter)
+    compared = 0
+    for name, file, entry in _norms(checkpoint):
+        found = by_end.get(name, [])
+        if len(found) != 1 or tuple(found[0].shape) != tuple(entry.shape) or found[0].is_meta:
+            continue
+        compared += 1
+        here = found[0].detach().cpu()
+        if not torch.equal(_read(file, entry).to(here.dtype), here):
+            return name, compared
+    return None, compared
+
+
+def _norms(checkpoint: Checkpoint) -> Iterator[tuple[str, Path, Any]]:
+    known = str(checkpoint.config.get("model_type")) in FAMILIES
+    parts: tuple[Part, ...] = ("language_model", "tower") if known else ("language_model",)
+    for part in parts:
+        for name, file, entry in checkpoint.tensors(part):
+            small = len(entry.shape) == 1 and entry.size_bytes <= _LARGEST_BYTES
+            if small and "norm" in name and name.endswith(".weight") and entry.dtype in _TORCH:
+                yield name, file, entry
+
+
+def _read(file: Path, entry: Any) -> torch.Tensor:
+    try:
+        with file.open("rb") as f:
+            f.seek(entry.offset)
+            data = bytearray(f.read(entry.size_bytes))
+    except OSError as e:
+        raise CheckpointError(f"cannot read {file}: {e.strerror}.", reason="unreadable") from e
+    return torch.frombuffer(data, dtype=_TORCH[entry.dtype])

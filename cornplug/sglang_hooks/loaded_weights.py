@@ -1,0 +1,42 @@
+"""When a scheduler process compares the weights that it loaded with the files (`engine_side.loaded_weights`).
+
+Each rank does so before it serves, and tells all processes of the server: the tokenizer's has no weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side import loaded_weights
+from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.model import engine_model
+
+
+def _loaded(_result: Any, runner: Any) -> None:
+    """Where weights are fetched while graphs are captured, `load_model` returns without them."""
+    if runner.startup_weight_load is None:
+        _check(runner)
+
+
+def _check(runner: Any) -> None:
+    # A draft model's weights are in no identity.
+    if active.is_on() and not runner.is_draft_worker:
+        loaded_weights.check(runner.model, _checkpoint, logger)
+
+
+def _checkpoint() -> Checkpoint:
+    return engine_model().checkpoint
+
+
+def _fetched(_result: Any, runner: Any) -> None:
+    _check(runner)
+
+
+_RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RUNNER}.load_model", "after", _loaded),
+    Hook(f"{_RUNNER}.finalize_startup_weight_load", "after", _fetched),
+)

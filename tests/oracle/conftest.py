@@ -1,0 +1,12 @@
+"""Checkpoints of the oracle are written while the "engine" runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from cornplug.engine_side import engine_state
+
+
+@pytest.fixture(autouse=True)
+def began_later() -> None:
+    engine_state.current()._begin(2**63)

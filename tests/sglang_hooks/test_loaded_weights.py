@@ -1,0 +1,196 @@
+"""Files that are not, or no longer, what a server has loaded end its sharing, in all its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+from cornplug.checkpoint import Checkpoint
+from cornplug.engine_side import engine_state
+from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks import active, flags, loaded_weights, model, weights
+from cornplug.testing import checkpoints
+
+_CHILD = """
+from cornplug.engine_side import engine_state
+from cornplug.sglang_hooks import weights
+print(engine_state.current().began_ns(), int(weights.replaced()))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.qwen2_vl(tmp_path / "m")
+
+
+@pytest.fixture(autouse=True)
+def shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_replaced", SimpleNamespace(is_set=lambda: False))
+    monkeypatch.setenv("CORNPLUG_SGLANG", "{}")
+
+
+def in_child() -> tuple[int, bool]:
+    """(when the server began, whether nothing is shared), as a process sees it that this one starts."""
+    done = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True)
+    began_ns, replaced = done.stdout.split()
+    return int(began_ns), replaced == "1"
+
+
+def described(folder: Path) -> Any:
+    args = ServerArgs(model_path=str(folder), device="cpu")
+    return model.describe(args, ModelConfig.from_server_args(args))
+
+
+# -- files that change after the start ------------------------------------------------------------
+
+
+def resolve(then: Callable[[Any], None], **settings: Any) -> None:
+    flags._resolve_once(then, SimpleNamespace(**settings))
+
+
+def test_a_server_begins_before_anything_of_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its children know when that was, whenever they start."""
+
+    class Resolving(Exception):
+        """SGLang's own resolution, which reads the checkpoint's config."""
+
+    def install(parts: Any) -> None:
+        raise Resolving
+
+    monkeypatch.setattr("cornplug.sglang_hooks.plugin.install", install)
+    before_ns = time.time_ns()
+    with pytest.raises(Resolving):
+        resolve(lambda _: None)
+    began_ns = engine_state.current().began_ns()
+    assert before_ns <= began_ns <= time.time_ns()
+    assert in_child() == (began_ns, False)
+    resolve(lambda _: None, _resolution_finished=True)  # as a child does, and the server's main process later
+    assert engine_state.current().began_ns() == began_ns
+
+
+def test_the_next_server_of_a_process_begins_anew() -> None:
+    engine_state.begin(anew=True)
+    first = engine_state.current()
+    first.note_replaced()
+    engine_state.begin(anew=True)
+    assert engine_state.current().began_ns() > first.began_ns()
+    assert not weights.replaced()
+    assert in_child() == (engine_state.current().began_ns(), False)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_files_that_changed_after_the_server_began_are_refused(folder: Path, file: str) -> None:
+    began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
+    engine_state.current()._begin(began_ns)
+    described(folder).kv_identity()
+    described(folder).tower_identity()
+    while time.time_ns() < began_ns + 50_000_000:
+        time.sleep(0.01)
+    content, times = (folder / file).read_bytes(), (folder / file).stat()
+    (folder / file).write_bytes(content)
+    os.utime(folder / file, ns=(times.st_atime_ns, times.st_mtime_ns))  # a copy with old times
+    for identify in (described(folder).kv_identity, described(folder).tower_identity):
+        with pytest.raises(CheckpointError, match=file) as caught:
+            identify()
+        assert caught.value.reason == "weights_changed"
+
+
+# -- weights in memory ----------------------------------------------------------------------------
+
+
+class Loaded(torch.nn.Module):
+    """A model that holds a checkpoint's tensors under SGLang's names (the published ones, for Qwen2-VL)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._named = {
+            name: torch.nn.Parameter(tensor)
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._named.items())
+
+
+def rewrite(folder: Path, part: str) -> None:
+    """Train one norm on, in the file."""
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(n for n in tensors if part in n and "norm" in n and n.endswith(".weight"))
+    tensors[name] = tensors[name] + 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def runner(folder: Path, **fields: Any) -> Any:
+    return SimpleNamespace(
+        **{"is_draft_worker": False, "startup_weight_load": None} | fields, model=Loaded(folder)
+    )
+
+
+@pytest.mark.parametrize("part", ["model.layers", "visual.blocks"])
+def test_a_rank_that_loaded_something_else_ends_sharing(
+    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
+    rank = runner(folder)
+    with caplog.at_level("WARNING", logger="sglang.cornplug"):
+        loaded_weights._loaded(None, rank)
+        assert not weights.replaced()
+        assert not caplog.records
+        rewrite(folder, part)
+        loaded_weights._loaded(None, rank)
+    assert weights.replaced()
+    assert in_child()[1]
+    [record] = caplog.records
+    assert str(folder) in record.getMessage()
+
+
+def test_weights_that_come_late_are_compared_when_they_are_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
+    rank = runner(folder, startup_weight_load=object())
+    rewrite(folder, "model.layers")
+    loaded_weights._loaded(None, rank)
+    assert not weights.replaced()
+    loaded_weights._fetched(None, rank)
+    assert weights.replaced()
+
+
+@pytest.mark.parametrize("why", ["draft", "off", "unidentified"])
+def test_what_names_nothing_is_not_compared(folder: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def identified() -> Any:
+        if why == "unidentified":
+            raise CheckpointError("a loader of its own", reason="load_format")
+        return described(folder)
+
+    monkeypatch.setattr(loaded_weights, "engine_model", identified)
+    if why == "off":
+        active.turn_off()
+    rank = runner(folder, is_draft_worker=why == "draft")
+    rewrite(folder, "model.layers")
+    loaded_weights._loaded(None, rank)
+    assert not weights.replaced()
+
+
+def test_enough_is_compared_under_sglang_s_own_names(folder: Path) -> None:
+    from cornplug.engine_side.loaded_weights import differing
+
+    name, compared = differing(Loaded(folder), Checkpoint.open(str(folder)))
+    depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert name is None
+    assert compared >= 2 * depth
