@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,4 +139,20 @@ def test_a_file_that_changes_is_seen_by_the_next_call(tmp_path: Path) -> None:
     (path / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError) as refused:
         RootsOfCall(made).root(Space("id-1", None))
+    assert refused.value.reason == "lora_changed"
+
+
+def test_a_file_that_changes_while_sglang_loads_it_is_seen(tmp_path: Path) -> None:
+    """Which of the two it has, nobody can say; a copy that keeps sizes and times hides nothing."""
+    path = folder(tmp_path / "a")
+    file = path / "adapter_model.safetensors"
+    of, ref = manager(*WEIGHTS), SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one")
+    lora._adapter_loads(of, ref)
+    known, times = lora.taken_apart("id-1")[1], file.stat()
+    time.sleep(0.05)  # beyond the tick of the files' clock
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert known is not None
+    with pytest.raises(CheckpointError) as refused:
+        lora.taken_apart("id-1")
     assert refused.value.reason == "lora_changed"
