@@ -10,6 +10,8 @@ vectors in tests/golden/identity.json freeze them.
     media digest ───────────────────┤
     tenant salt, store secret ──────┘
     LM fp, kv spec ── kv root ── chain of 16-token links ── page key   (KV of a prefix)
+                                  └ of text its tokens, of a medium what its lineage (embedding
+                                    key and number of rows) makes of its placeholders
 
 `tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoint`.
 """
@@ -167,10 +169,28 @@ def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any],
     return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
 
 
+def medium_lineage(key: bytes, rows: int) -> bytes:
+    """What KV behind a medium was computed from, as far as the medium goes: 32 bytes.
+
+    Args:
+        key: the medium's embedding key.
+        rows: of its embedding that this prompt holds, which is its placeholder tokens without those
+            that stand for themselves. One medium may have more or fewer of them: some processors
+            count the prompt's other media too, and their first rows are not the same then.
+
+    Raises ValueError for a key of another size and for a negative number.
+    """
+    if len(key) != DIGEST_BYTES:
+        raise ValueError(f"key must be {DIGEST_BYTES} bytes, not {len(key)}")
+    if rows < 0:
+        raise ValueError(f"rows must be at least 0, not {rows}")
+    return digest("cornplug-lineage-v1", key, struct.pack(">Q", rows))
+
+
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     """The four wide values that stand, in rotation, for a medium's placeholder tokens.
 
-    `lineage` is the medium's embedding key. This is what SGLang's own
+    `lineage` is `medium_lineage`. This is what SGLang's own
     `MultimodalDataItem.set_identity(lineage)` puts into its token stream
     (sglang/srt/managers/schedule_batch.py, 0.5.23): 1_000_000 + 62 bits of
     sha256(tag || lineage) each, which no vocabulary reaches.
@@ -209,7 +229,7 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -> bytes:
     """Key of the page whose last token ends the link with `chain_value`."""
-    return keyed(secret, "cornplug-page-v2", root, struct.pack(">Q", page_tokens), chain_value)
+    return keyed(secret, "cornplug-page-v3", root, struct.pack(">Q", page_tokens), chain_value)
 
 
 def _salt(salt: str | None) -> bytes:

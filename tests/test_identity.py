@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
     "embedding_key/salted": lambda: identity.embedding_key(SECRET, A, B, "tenant"),
     "feature_key": lambda: identity.feature_key(SECRET, A, B, [C, A], None),
     "kv_root": lambda: identity.kv_root(SECRET, A, SPEC, "tenant"),
+    "medium_lineage": lambda: identity.medium_lineage(A, 1196),
     "placeholder_tokens": lambda: struct.pack("<4Q", *identity.placeholder_tokens(B)),
     "chain": lambda: b"".join(identity.chain(b"", list(range(32)))),
     "chain/wide": lambda: b"".join(identity.chain(A, [5, *WIDE * 4][:16])),
@@ -121,6 +122,15 @@ def test_kinds_of_keys_never_meet() -> None:
 def test_feature_key_depends_on_number_and_order_of_inputs() -> None:
     keys = {identity.feature_key(SECRET, A, B, inputs, None) for inputs in ([], [A], [A, B], [B, A], [A, A])}
     assert len(keys) == 5
+
+
+def test_a_lineage_is_of_one_key_and_one_number_of_rows() -> None:
+    lineages = {identity.medium_lineage(key, rows) for key in (A, B) for rows in (0, 1, 2, 256)}
+    assert len(lineages | {A, B}) == 10
+    with pytest.raises(ValueError, match="32 bytes"):
+        identity.medium_lineage(A[:31], 1)
+    with pytest.raises(ValueError, match="rows"):
+        identity.medium_lineage(A, -1)
 
 
 def test_options_and_overrides_change_only_what_they_touch() -> None:

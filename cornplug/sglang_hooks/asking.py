@@ -28,7 +28,7 @@ from cornplug.engine_side.model import TowerIdentity
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import weights
+from cornplug.sglang_hooks import named, weights
 from cornplug.store import entry
 
 WHAT: Final = "embedding"
@@ -56,25 +56,26 @@ class Asker:
         """See to it that the store has the embeddings of named items of `tower`'s. Never raises."""
         if weights.replaced():
             return
-        unlike = {item.identity: item for item in items}
-        sources = await asyncio.gather(*(self._one(item, tower, salt) for item in unlike.values()))
+        keys = [named.key_of(item) for item in items]
+        unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
+        sources = await asyncio.gather(*(self._one(key, item, tower, salt) for key, item in unlike.items()))
         found = dict(zip(unlike, sources, strict=True))
-        for item in items:
-            if found[item.identity]:
-                item.model_specific_data[_SOURCE] = found[item.identity]
+        for key, item in zip(keys, items, strict=True):
+            if key is not None and found[key]:
+                item.model_specific_data[_SOURCE] = found[key]
 
     def close(self) -> None:
         """End the connection to the service."""
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(self, item: Any, tower: TowerIdentity, salt: str | None) -> str:
+    async def _one(self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None) -> str:
         """The source of an item's embedding, "" after a counted miss."""
         began = time.monotonic()
         try:
-            if await self._in_thread(self._stored, item.identity):
+            if await self._in_thread(self._stored, key):
                 return "store"
-            return await self._encoded(item, tower, salt, began)
+            return await self._encoded(key, item, tower, salt, began)
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
             return ""
@@ -82,7 +83,9 @@ class Asker:
             waited = time.monotonic() - began
             self._tally.observe("cornplug_wait_seconds", waited, self._run.app, WHAT)
 
-    async def _encoded(self, item: Any, tower: TowerIdentity, salt: str | None, began: float) -> str:
+    async def _encoded(
+        self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None, began: float
+    ) -> str:
         if tower.served_identity is None:
             raise EncoderUnavailable("no service is known to serve this model", reason="not_served")
         if self._backoff.spares(began):
@@ -94,7 +97,7 @@ class Asker:
         request = Encode(
             id=0,
             identity=tower.served_identity,
-            key=item.identity,
+            key=key,
             salt=salt,
             inputs=inputs,
             app=self._run.app,
@@ -106,7 +109,7 @@ class Asker:
             self._backoff.failed(e, time.monotonic())
             raise
         self._backoff.answered()
-        if answer.key != item.identity:
+        if answer.key != key:
             raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
         if answer.tensor is not None:
             await self._in_thread(self._put, answer.key, answer.tensor)

@@ -30,15 +30,10 @@ from cornplug.sglang_hooks import active, compat, weights
 from cornplug.sglang_hooks.asking import WHAT, source_of
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.named import identity_of
+from cornplug.sglang_hooks.named import key_of, rows_of
 from cornplug.store import entry
 
 EmbedItems = Callable[[list[Any]], Any]
-
-
-def rows_of(item: Any) -> int:
-    """Placeholder tokens of an item, which is rows of its embedding."""
-    return sum(end - start + 1 for start, end in item.offsets)
 
 
 class Embeddings:
@@ -74,7 +69,7 @@ class Embeddings:
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """What this engine's own tower made, for the others. Returns at once."""
         for item, tensor in zip(items, made, strict=True):
-            key = identity_of(item) if publish and self._first else None
+            key = key_of(item) if publish and self._first else None
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
                 self._publisher.offer(key, tensor)
 
@@ -84,7 +79,7 @@ class Embeddings:
 
     def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
         # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
-        key = identity_of(item)
+        key = key_of(item)
         if key is None or source_of(item) is None:
             return None
         try:
@@ -129,7 +124,7 @@ class Encoding:
 
         Raises what the original raises, and nothing else.
         """
-        if not any(identity_of(item) is not None for item in items):
+        if not any(key_of(item) is not None for item in items):
             return self._original(items)
         here = None if weights.replaced() else self._here
         taken: list[torch.Tensor | None] = [None] * len(items)

@@ -6,7 +6,7 @@ pages, and the key of its embedding cache. Here every picture whose digest we ha
 
     named.give(item, embedding key)
 
-the same 32 bytes as in vLLM, so that both engines see one token stream. Whatever else was
+the same key as in vLLM, so that both engines see one token stream. Whatever else was
 there before, a client's included, gives way. What has no digest keeps SGLang's name and has no
 identity, so that nobody takes it for ours.
 """
@@ -107,7 +107,8 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
             named.withhold(item)
             continue
         named.give(item, key)
-        ours.append(item)
+        if named.key_of(item) is not None:
+            ours.append(item)
     padded = mm_inputs.padded_input_ids
     if padded is not None:
         for item in ours:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cornplug.identity import LINK_TOKENS, chain, page_key, placeholder_tokens
+from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_key, placeholder_tokens
 from cornplug.vllm_connector.identifiers import key_of
 
 
@@ -42,14 +42,14 @@ class PageKeys:
         """Tokens beyond this one cannot be named: a medium there has no identity of ours."""
         for feature in features:
             position = feature.mm_position
-            lineage = key_of(feature.identifier)
-            if lineage is None:
+            key = key_of(feature.identifier)
+            if key is None:
                 self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
             else:
+                # Not all of them may be within the tokens that are known: the number is the medium's.
+                wide = placeholder_tokens(medium_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
-                    _Placeholder(
-                        position.offset, position.length, position.embeds_cumsum, placeholder_tokens(lineage)
-                    )
+                    _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
         self._last = b""
         self._keys: list[bytes] = []

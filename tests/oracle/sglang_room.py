@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from cornplug.encoder_service.media import digest_image
 from cornplug.engine_side.model import EngineModel
-from cornplug.identity import page_key, placeholder_tokens
+from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import active, lora, media
 from cornplug.sglang_hooks.kv_book import Book, Space
@@ -73,7 +73,7 @@ def pages(
 ) -> tuple[bytes, ...]:
     """The keys of the prompt's whole pages, out of the book that the scheduler's process keeps."""
     space = Space(_loaded(adapter) if adapter is not None else None, deployment.salt)
-    four = placeholder_tokens(medium)
+    four = placeholder_tokens(medium_lineage(medium, rows))
     wide = [four[i % 4] for i in range(rows)]
     tokens = [*deployment.tokens[:TEXT_BEFORE], *wide, *deployment.tokens[TEXT_BEFORE:]]
     whole = tokens[: len(tokens) // PAGE * PAGE]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vllm.multimodal.inputs import PlaceholderRange
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.engine_side import engine_config
@@ -85,6 +86,6 @@ def pages(
     applied = Adapters().digest(str(adapter)) if adapter is not None else None
     root = page_root(secret, identity, page, adapter=applied, salt=deployment.salt)
     tokens = [*deployment.tokens[:TEXT_BEFORE], *[0] * rows, *deployment.tokens[TEXT_BEFORE:]]
-    where = SimpleNamespace(offset=TEXT_BEFORE, length=rows, embeds_cumsum=None)
+    where = PlaceholderRange(TEXT_BEFORE, rows)
     features = [SimpleNamespace(identifier=f"cp1-{medium.hex()}", mm_position=where)]
     return tuple(PageKeys(secret, root, PAGE, features).upto(tokens, len(tokens)))

@@ -16,7 +16,7 @@ from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
 from cornplug.engine_side.model import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import asking, weights
+from cornplug.sglang_hooks import asking, named, weights
 from cornplug.sglang_hooks.asking import Asker, source_of
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
@@ -52,7 +52,7 @@ class Stage:
         items = []
         for i, key in enumerate(keys):
             one = item(i)
-            one.set_identity(key)
+            named.give(one, key)
             items.append(one)
         asyncio.run(self.asker.prepare(items, tower(served), salt))
         return [source_of(one) for one in items]
@@ -126,6 +126,18 @@ def test_one_picture_twice_in_a_request_is_asked_for_once(here: Stage) -> None:
     assert len(here.service.asked) == 2
 
 
+def test_an_item_without_a_name_is_asked_for_by_nobody(here: Stage) -> None:
+    """Nor is what SGLang itself has named since."""
+    here.service.answer = encoded()
+    nameless, renamed, ours = item(1), item(2), item(3)
+    named.give(renamed, KEYS[2])
+    renamed.set_hash(7)
+    named.give(ours, KEYS[3])
+    asyncio.run(here.asker.prepare([nameless, renamed, ours], tower(), None))
+    assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_ran"]
+    assert [asked.key for asked in here.service.asked] == [KEYS[3]]
+
+
 def test_a_service_that_is_not_there_costs_a_counted_miss_and_no_wait(here: Stage) -> None:
     here.service.answer = lambda request: EncoderUnavailable("gone", reason="encoder_down")
     began = time.monotonic()
@@ -177,7 +189,7 @@ def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
     async def run() -> None:
         nonlocal turns
         one = item()
-        one.set_identity(KEYS[0])
+        named.give(one, KEYS[0])
         waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not waiting.done():
             turns += 1
@@ -213,7 +225,7 @@ def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
 def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
     one = item()
     one.feature = object()
-    one.set_identity(KEYS[0])
+    named.give(one, KEYS[0])
     asyncio.run(here.asker.prepare([one], tower(), None))
     assert here.missed() == {"no_inputs": 1}
 
@@ -221,7 +233,7 @@ def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
 def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
     async def run() -> None:
         one = item()
-        one.set_identity(KEYS[0])
+        named.give(one, KEYS[0])
         waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not here.service.futures:
             await asyncio.sleep(0.001)
@@ -249,7 +261,7 @@ def test_what_a_stranger_at_the_encoder_s_path_says_is_not_published(
     # Another user's listener has the secret here, ours has another one: either is enough to be a stranger.
     secret = SECRET if uid is not None else b"o" * 32
     one, tally = item(), Tally()
-    one.set_identity(KEYS[0])
+    named.give(one, KEYS[0])
     with listener(path, uid=uid, secret=secret) as heard:
         asker = Asker(runtime(store, socket=path), tally)
         asyncio.run(asker.prepare([one], tower(), None))

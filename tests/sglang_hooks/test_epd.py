@@ -25,9 +25,9 @@ from sglang.srt.utils.common import safe_pickle_loads
 
 from cornplug.encoder_service.statement import Statement, salt_proof
 from cornplug.errors import CodecError, EncoderRefused
-from cornplug.identity import embedding_key, placeholder_tokens
+from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, epd, epd_fallback
+from cornplug.sglang_hooks import active, epd, epd_fallback, named
 
 SECRET, MODEL = b"s" * 32, b"i" * 32
 GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_embedding_header.hex"
@@ -115,7 +115,8 @@ def test_parts_in_any_order_name_pictures_in_order() -> None:
     assert isinstance(whole, MultiModalEmbeddingData)
     assert whole.ready
     items = [
-        MultimodalDataItem(modality=Modality.IMAGE, precomputed_embeddings=torch.ones(1, 4)) for _ in "abc"
+        MultimodalDataItem(modality=Modality.IMAGE, offsets=[(i, i)], precomputed_embeddings=torch.ones(1, 4))
+        for i in range(3)
     ]
     video = MultimodalDataItem(modality=Modality.VIDEO)
     request = SimpleNamespace(
@@ -125,8 +126,8 @@ def test_parts_in_any_order_name_pictures_in_order() -> None:
     assert epd._prepared(lambda waiting: True, waiting)
     epd._assembled(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
-    assert [item.identity for item in items] == keys
-    assert items[0].pad_values == placeholder_tokens(keys[0])
+    assert [named.key_of(item) for item in items] == keys
+    assert items[0].pad_values == placeholder_tokens(medium_lineage(keys[0], 1))
     assert video.identity is None
 
 
@@ -170,7 +171,9 @@ def test_nobody_hashes_large_rows_on_the_schedulers_thread(monkeypatch: pytest.M
 
 def test_the_tokenizer_names_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other hooks and a client's hashes did to an item in between gives way."""
-    item = MultimodalDataItem(modality=Modality.IMAGE, precomputed_embeddings=torch.ones(1, 4))
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE, offsets=[(0, 0)], precomputed_embeddings=torch.ones(1, 4)
+    )
 
     async def original(receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
         async def task() -> None:
@@ -183,7 +186,7 @@ def test_the_tokenizer_names_last(monkeypatch: pytest.MonkeyPatch) -> None:
     mm_inputs = asyncio.run(epd.receive(original, None, request_obj=request))
     item.set_hash(5)
     epd._sent(None, SimpleNamespace(mm_inputs=mm_inputs))
-    assert item.identity == embedding_key(SECRET, MODEL, A, None)
+    assert named.key_of(item) == embedding_key(SECRET, MODEL, A, None)
     entries = [{"modality": Modality.IMAGE, "url": "x"}, {"modality": Modality.AUDIO, "url": "y"}]
     epd._tell_salt(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
     assert [entry.get("cornplug_salt") for entry in entries] == ["t", None]

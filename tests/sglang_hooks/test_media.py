@@ -20,9 +20,10 @@ from cornplug.encoder_service.media import digest_image
 from cornplug.engine_side.model import EngineModel, TowerIdentity
 from cornplug.engine_side.settings import settings
 from cornplug.errors import CheckpointError
-from cornplug.identity import embedding_key, placeholder_tokens
+from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.sglang_hooks import active, decoded, media
 from cornplug.sglang_hooks.compat import PROVEN
+from cornplug.sglang_hooks.named import key_of
 from cornplug.store.memory import MemoryStore
 
 from .media_rig import SECRET, TOWER, item, picture, runtime
@@ -199,10 +200,11 @@ def test_a_name_is_the_embedding_key_and_fills_the_tokens() -> None:
         [first, second, video], request(image_data=["a", "b"]), input_ids=before, padded_input_ids=before[:]
     )
     key = embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
-    assert first.identity == key
+    assert key_of(first) == key
     assert made.padded_input_ids is not None
-    assert made.padded_input_ids[2:6] == list(placeholder_tokens(key))
+    assert made.padded_input_ids[2:6] == list(placeholder_tokens(medium_lineage(key, 4)))
     assert made.padded_input_ids[7:11] == list(placeholder_tokens(second.identity))
+    assert key_of(second) == embedding_key(SECRET, TOWER, digest_image(picture(2)), None)
     assert made.padded_input_ids[12:] == before[12:]
     assert video.identity is None
 
@@ -218,7 +220,7 @@ def test_a_name_is_the_embedding_key_and_fills_the_tokens() -> None:
 def test_the_salt_is_in_the_name(fields: dict[str, str], salt: str) -> None:
     one = with_digest()
     named([one], request(**fields))
-    assert one.identity == embedding_key(SECRET, TOWER, digest_image(picture(1)), salt)
+    assert key_of(one) == embedding_key(SECRET, TOWER, digest_image(picture(1)), salt)
 
 
 def test_a_clients_own_words_name_nothing() -> None:
@@ -226,8 +228,9 @@ def test_a_clients_own_words_name_nothing() -> None:
     ours.set_hash(0xC11E47)
     # Fields of a client's own processor output end up so.
     theirs.set("identity", b"forged".ljust(32))
+    theirs.set("cornplug_key", b"forged".ljust(32))
     named([ours, theirs], request(image_data=["a", "b"], mm_hashes=["c11e47", "c11e47"]))
-    assert ours.identity == embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
+    assert key_of(ours) == embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
     assert theirs.identity is None
 
 
@@ -235,6 +238,16 @@ def test_without_a_model_nothing_is_named() -> None:
     one = with_digest()
     assert media.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
     assert one.identity is None
+
+
+def test_an_item_without_a_place_in_the_prompt_is_not_named() -> None:
+    """Nobody can say how many rows its KV would be computed from."""
+    nowhere, here = with_digest(1), with_digest(2)
+    nowhere.offsets = None
+    made = MultimodalProcessorOutput(mm_items=[nowhere, here])
+    assert media.name(made, TOWERS, request(image_data=["a", "b"])) == [here]
+    assert key_of(nowhere) is None
+    assert nowhere.identity is None
 
 
 def test_a_requests_own_processor_arguments_make_another_medium() -> None:
@@ -250,12 +263,12 @@ def test_a_requests_own_processor_arguments_make_another_medium() -> None:
     ):
         one = with_digest()
         named([one], request(**fields))
-        keys.add(one.identity)
+        keys.add(key_of(one))
     assert len(keys) == 7
     assert None not in keys
     plain = with_digest()
     named([plain], request(image_data=[ImageData(url="a", detail="auto")]))
-    assert plain.identity in keys
+    assert key_of(plain) in keys
 
 
 def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:

@@ -52,10 +52,48 @@ def test_an_identity_of_somebody_elses_is_not_ours(monkeypatch: pytest.MonkeyPat
     named._multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
     assert not named._values
     named.give(kimi, b"o" * 32)
-    assert named.identity_of(kimi) == b"o" * 32
+    assert named.key_of(kimi) == b"o" * 32
     named.withhold(kimi)
     kimi.set_identity(b"k" * 32)
-    assert named.identity_of(kimi) is None
+    assert named.key_of(kimi) is None
+
+
+def test_one_medium_of_other_rows_is_another_lineage() -> None:
+    """SGLang's tokens differ from the first on: its own prefix and embedding caches tell them apart."""
+    few, more, same = item(1, rows=8), item(1, rows=9), item(1, rows=9, start=5)
+    for one in (few, more, same):
+        named.give(one, b"k" * 32)
+        assert named.key_of(one) == b"k" * 32
+    assert not set(few.padding_sequence(8)) & set(more.padding_sequence(9))
+    assert few.hash != more.hash
+    assert more.padding_sequence(9) == same.padding_sequence(9)
+    assert (more.hash, more.identity) == (same.hash, same.identity)
+
+
+def test_rows_of_several_runs_are_one_number() -> None:
+    whole, broken = item(1, rows=8), item(1)
+    broken.offsets = [(0, 2), (4, 6), (8, 9)]
+    for one in (whole, broken):
+        named.give(one, b"k" * 32)
+    assert whole.identity == broken.identity
+
+
+def test_a_name_of_other_rows_is_no_name_and_a_moved_one_is() -> None:
+    """As SGLang moves the items of a session's later turns."""
+    one = item(1, rows=8)
+    named.give(one, b"k" * 32)
+    one.offsets = [(100, 107)]
+    assert named.key_of(one) == b"k" * 32
+    one.offsets = [(100, 106)]
+    assert named.key_of(one) is None
+
+
+@pytest.mark.parametrize("said", [True, "k" * 32, b"k" * 31, None])
+def test_what_a_client_puts_in_our_field_is_no_key(said: object) -> None:
+    one = item(1)
+    one.set_identity(b"k" * 32)
+    one.set("cornplug_key", said)
+    assert named.key_of(one) is None
 
 
 def test_nothing_is_kept_where_cornplug_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug import identity
+from cornplug.identity import medium_lineage, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.identifiers import key_of
 from cornplug.vllm_connector.page_keys import PageKeys
@@ -112,8 +113,25 @@ def test_one_picture_at_two_places() -> None:
 
 def test_a_shift_of_one_position_changes_the_keys() -> None:
     tokens = prompt(96, (0, 96))
-    assert keys(tokens, feature(A, 0, 95))[0] == keys(tokens, feature(A, 0, 96))[0]
-    assert keys(tokens, feature(A, 1, 95))[0] != keys(tokens, feature(A, 0, 96))[0]
+    assert keys(tokens, feature(A, 1, 95))[0] != keys(tokens, feature(A, 0, 95))[0]
+
+
+def test_one_medium_of_other_rows_shares_no_page_from_its_first_on() -> None:
+    """Which rows a processor makes of a picture may depend on how many there are in the prompt (h2ovl)."""
+    tokens = prompt(160, (40, 80))
+    few, more = keys(tokens, feature(A, 40, 72)), keys(tokens, feature(A, 40, 80))
+    assert few[0] == more[0] == keys(tokens)[0]
+    assert not set(few[1:]) & set(more[1:])
+
+
+def test_rows_count_and_not_the_tokens_between_them() -> None:
+    """SGLang knows no others. Those that stand for themselves are in the chain as they are."""
+    masked = [i % 10 != 9 for i in range(80)]
+    rows = placeholder_tokens(medium_lineage(b"\xaa" * 32, 72))
+    there = iter([rows[i % 4] for i in range(72)])
+    tokens = prompt(160, (40, 80))
+    seen = [next(there) if 40 <= i < 120 and masked[i - 40] else tokens[i] for i in range(160)]
+    assert keys(tokens, feature(A, 40, 80, masked)) == keys(seen)
 
 
 def test_a_mask_says_which_positions_hold_embeddings() -> None:
