@@ -124,3 +124,11 @@ def test_new_slots_are_written_into_their_requests_rows() -> None:
     with pytest.raises(NotImplementedError):
         torch.ops.sgl_kernel.rmsnorm_cpu(torch.zeros(1))
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
+
+
+def test_lora_s_memory_is_not_pinned_where_nothing_can_pin() -> None:
+    unpinned = hicache.UnpinnedTorch()
+    assert unpinned.tensor([1, 2], dtype=torch.int32, pin_memory=True).tolist() == [1, 2]
+    assert unpinned.zeros((2, 3), pin_memory=True).shape == (2, 3)
+    assert unpinned.int32 is torch.int32
+    assert unpinned.Tensor is torch.Tensor

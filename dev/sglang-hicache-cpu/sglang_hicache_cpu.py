@@ -12,10 +12,14 @@ MLA needs one thing more. For a prompt without a cached prefix SGLang computes p
 hands them to the attention backend; `torch_native` ignores them and reads the latent cache in
 their stead, which is wrong, and silently so where the widths agree. So that backend is told to
 attend to the latents always, as it does rightly with a cached prefix and in decoding.
+
+LoRA: with `--lora-backend torch_native` SGLang computes it without a GPU's kernels, but pins host
+memory, which raises where there is no accelerator. That memory is left as it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +27,7 @@ import torch
 
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
+_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
 def register() -> None:
@@ -47,6 +52,9 @@ def register() -> None:
     HookRegistry.register(
         f"{_POOLS}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer", _save_mla, replace
     )
+    # A hook imports what it is around, and few servers have adapters. Children inherit the arguments.
+    if any(arg.startswith(("--enable-lora", "--lora-paths")) for arg in sys.argv):
+        HookRegistry.register(f"{_LORA}.__init__", _unpinned_lora, before)
 
 
 def _latent_handler(original: Callable[..., Any], *args: Any) -> Any:
@@ -57,6 +65,30 @@ def _latent_handler(original: Callable[..., Any], *args: Any) -> Any:
 
 def _unpinned(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {**kwargs, "pin_memory": False}
+
+
+class UnpinnedTorch:
+    """`torch` for a module that asks for pinned memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in ("empty", "ones", "tensor", "zeros"):
+            return found
+        return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _unpinned_lora(*args: Any, **kwargs: Any) -> None:
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    for module in (layers, torch_backend):
+        module.torch = UnpinnedTorch()
+    # Where there is no accelerator it raises, whoever calls it.
+    torch.Tensor.pin_memory = _as_it_is
+
+
+def _as_it_is(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    return tensor
 
 
 def _load_mha(
