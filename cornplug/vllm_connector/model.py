@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoint import Checkpoint
 from cornplug.encoder_service.wire_tensors import dtype_name
@@ -15,6 +15,11 @@ from cornplug.vllm_connector.verdicts import of_embeddings, of_everything, of_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+# vLLM notes the counts of heads, which the config gives elsewhere, for the quantised kernels of its
+# attention (model_loader/weight_utils.py).
+_NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
@@ -63,6 +68,7 @@ def _engine_model(
     if trusts and (code := engine_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
     changed = engine_config.changes(*_configs(model, checkpoint, trusts))
+    changed = {path: value for path, value in changed.items() if not path.endswith(_NOTES)}
     if any(file.name.startswith("consolidated") for file in checkpoint.path.glob("*.safetensors")):
         raise CheckpointError(
             f"{checkpoint.path} holds consolidated*.safetensors, which vLLM reads instead of the others; "

@@ -115,11 +115,17 @@ def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
             assert row == pytest.approx(column, abs=1e-4)
 
 
+def counters(server: EngineServer) -> dict[str, float]:
+    """What a failure is explained by: hits, and misses by their reason."""
+    return {k: v for k, v in server.metrics().items() if k.startswith("cornplug_") and "_total" in k and v}
+
+
 def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: str) -> None:
     # SGLang warms up with a picture of its own.
     before = count(server, "hits_total", what="embedding")
     taken = ask(server, TAKES + server.log.stem)
-    assert count(server, "hits_total", what="embedding", source="service_ran") == before + len(PICTURES)
+    ran = count(server, "hits_total", what="embedding", source="service_ran")
+    assert ran == before + len(PICTURES), counters(server)
     # Somebody else's, by the content of model and picture alone.
     with EncoderClient(encoder.url) as client:
         for data in PICTURES:

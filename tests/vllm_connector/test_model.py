@@ -22,6 +22,7 @@ from cornplug.engine_side.allow_lists import FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.identity import canonical
 from cornplug.testing import checkpoints
+from cornplug.testing.quantised import quantised
 from cornplug.vllm_connector import field_tables, field_tables_engine, model
 from cornplug.vllm_connector.code_in_use import transformers_backend
 from cornplug.vllm_connector.model import kv_identity, tower_identity
@@ -66,6 +67,14 @@ def changed(resolved: Any) -> Callable[..., Any]:
 def kv_key(config: Any) -> tuple[bytes, bytes]:
     fingerprint, spec = kv_identity(config)
     return fingerprint, canonical(spec)
+
+
+def test_a_quantised_llm_leaves_the_tower_what_it_was(resolved: Any, folder: Path, tmp_path: Path) -> None:
+    """vLLM writes counts of heads into the checkpoint's own quantisation config."""
+    model = quantised(folder, tmp_path / "w8a8")
+    config = EngineArgs(model=str(model), dtype="float32", max_model_len=1024).create_engine_config()
+    assert tower_identity(config).identity == tower_identity(resolved).identity
+    assert kv_key(config) != kv_key(resolved)
 
 
 @pytest.mark.parametrize("name", TABLES)
