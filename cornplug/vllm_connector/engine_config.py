@@ -72,7 +72,7 @@ def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *re
 
 
 def _asked_for(args: Any) -> bool:
-    return _children(getattr(args, "kv_transfer_config", None)) or _is_ec(
+    return _has_ours(getattr(args, "kv_transfer_config", None)) or _is_ec(
         getattr(args, "ec_transfer_config", None)
     )
 
@@ -85,7 +85,7 @@ def _is_ec(ec: Any) -> bool:
     return ec is not None and ec.ec_connector == EC_CONNECTOR
 
 
-def _children(kv: Any) -> bool:
+def _has_ours(kv: Any) -> bool:
     """Whether our connector is the KV connector, or one of several."""
     return _is_ours(kv) or any(child.get("kv_connector") == KV_CONNECTOR for child in _connectors(kv))
 
@@ -99,7 +99,7 @@ def _connectors(kv: Any) -> list[dict[str, Any]]:
 def _refuse_offloading(args: Any) -> None:
     if getattr(args, "kv_offloading_size", None) is None:
         return
-    if _children(getattr(args, "kv_transfer_config", None)):
+    if _has_ours(getattr(args, "kv_transfer_config", None)):
         # vLLM would put its own connector in our place, with our settings, and say nothing.
         raise ConfigError(
             "--kv-offloading-size",
@@ -124,13 +124,11 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
             return config
     if not _is_ec(given.ec_transfer_config):
         raise refused
-    ours = [
-        n
-        for n in ("kv_transfer_config", "ec_transfer_config")
-        if n[0] == "e" or _is_ours(given.kv_transfer_config)
-    ]
+    names = ["ec_transfer_config"]
+    if _is_ours(given.kv_transfer_config):
+        names.append("kv_transfer_config")
     # Where stock refuses these arguments too, this raises stock's own words.
-    config = without(*ours)
+    config = without(*names)
     compat.logger.warning(
         "cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused
     )
@@ -165,7 +163,7 @@ def _settle(config: Any) -> None:
     if _is_ec(config.ec_transfer_config) and not config.model_config.is_multimodal_model:
         config.ec_transfer_config = None  # without a tower there is nothing to share
     kv = config.kv_transfer_config
-    if not _children(kv):
+    if not _has_ours(kv):
         return
     # The scheduler reads the policy of the whole, whichever connector lost a page: "fail", vLLM's default,
     # would abort the requests whose pages are damaged.
