@@ -604,10 +604,9 @@ def test_an_engine_measures_itself(engine: Make, monkeypatch: pytest.MonkeyPatch
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
     assert 0 < load_s < 5
-    assert rule_of(second)._noticing.per_second() > 0
+    assert rule_of(second)._noticing.seconds(1) is not None
     [said] = [line for line in lines if "measured: KV loads at" in line]
-    noticed_s = rule_of(second)._noticing.seconds(1)
-    assert f"noticed after {1000 * noticed_s:.1f} ms" in said
+    assert "prefill at" in said
 
 
 def test_what_is_cheaper_to_compute_is_computed(engine: Make, faulty: FaultyStore) -> None:
