@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,22 @@ def running(pid: int) -> bool:
 
 def python(code: str, log: Path) -> ManagedProcess:
     return ManagedProcess([sys.executable, "-c", code], log=log, env={"PYTHONUNBUFFERED": "1"})
+
+
+def test_no_process_starts_with_what_an_imported_engine_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's keys count AITER's variables, which `import vllm` sets: CI's two engines shared nothing."""
+    monkeypatch.setenv("AITER_SITUV2_A4W4", "1")
+    monkeypatch.setenv("CORNPLUG_SECRET", "a test's own")
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    with python(code, tmp_path / "log") as process:
+        wait_until(lambda: not process.alive(), deadline_s=20, what="the end")
+    began = json.loads((tmp_path / "log").read_text())
+    assert "AITER_SITUV2_A4W4" not in began
+    assert began["CORNPLUG_SECRET"] == "a test's own"
+    assert began["PATH"]
+    assert began["PYTHONUNBUFFERED"] == "1"
 
 
 def started(process: ManagedProcess) -> list[int]:

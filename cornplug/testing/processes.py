@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import httpx
 
@@ -26,6 +26,16 @@ from cornplug.store.base import StoreStat
 from cornplug.store.pool import PoolStore
 
 _running: set[ManagedProcess] = set()
+
+# An engine's package writes into os.environ as it is imported (vLLM sets AITER's and KMP's variables, OpenCV
+# its library path). Keys count such variables: another engine must not be started with them.
+_STARTED_WITH: Final = dict(os.environ)
+_OURS: Final = ("CORNPLUG_", "HF_", "XDG_")
+
+
+def _inherited() -> dict[str, str]:
+    began = {name: value for name, value in _STARTED_WITH.items() if not name.startswith(_OURS)}
+    return began | {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
 
 
 class ProcessFailed(RuntimeError):
@@ -38,7 +48,8 @@ class ManagedProcess:
     Args:
         command: What to run.
         log: File for stdout and stderr, appended to.
-        env: Added to this process's environment.
+        env: Added to the environment that this process was started with, and to `CORNPLUG_*`, `HF_*`
+            and `XDG_*` as they are now.
         ready_s: Longest wait in seconds for `ready` to be true.
     """
 
@@ -47,7 +58,7 @@ class ManagedProcess:
     ) -> None:
         self.command = list(command)
         self.log = log
-        self.env = {**os.environ, **(env or {})}
+        self.env = {**_inherited(), **(env or {})}
         self.ready_s = ready_s
         self._process: subprocess.Popen[bytes] | None = None
 
