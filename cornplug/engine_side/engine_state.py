@@ -1,4 +1,5 @@
-"""What all processes of one engine must know at once: when it began, and whether its weights still hold.
+"""What all processes of one engine must know at once: when it began, whether its weights still hold, and
+what an embedding costs it.
 
 A page of anonymous memory, made by the process that resolves the engine's configuration and opened by
 its children through /proc: whoever learns that weights were replaced tells every API server and engine
@@ -22,6 +23,8 @@ _VARIABLE: Final = "_CORNPLUG_ENGINE"
 _TOKEN_BYTES: Final = 16
 _BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
 _FLAG: Final = _BEGAN.size
+_COSTS: Final = struct.Struct("<d?")
+_COSTS_AT: Final = 32
 _PAGE: Final = mmap.PAGESIZE
 
 
@@ -43,6 +46,22 @@ class EngineState:
     def note_replaced(self, value: bool = True) -> None:
         if self._page is not None:
             self._page[_FLAG] = int(value)
+
+    def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
+        """Say what an embedding costs here: seconds that the tower takes for a row, and whether it is
+        quicker to take one from the store. From the process that runs the tower to those that ask a service.
+        """
+        if self._page is not None:
+            _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
+
+    def encode_row_s(self) -> float | None:
+        """Seconds that the engine's own tower takes for a row; None before it has run."""
+        seconds = float(_COSTS.unpack_from(self._page, _COSTS_AT)[0]) if self._page is not None else 0.0
+        return seconds or None
+
+    def fetch_pays(self) -> bool:
+        """Whether to take embeddings from the store; True until it was measured."""
+        return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_AT)[1]
 
     def _begin(self, began_ns: int) -> None:
         if self._page is not None:

@@ -162,6 +162,11 @@ class FetchRule:
         return self._encoding.seconds(rows)
 
     def patience_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
-        """How long to wait for a service: three times what encoding here takes, within bounds."""
-        encode_s = self.encode_s(rows)
-        return ceiling_s if encode_s is None else min(ceiling_s, max(floor_s, 3 * encode_s))
+        """How long to wait for a service that would encode so many rows."""
+        return patience_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
+
+
+def patience_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
+    """How long to wait for a service: three times what encoding here takes, within bounds; the longest
+    where nobody knows (None)."""
+    return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))

@@ -3,9 +3,11 @@
     in the store ──────────────────────────────> the scheduler takes it from there
     else: ask the encoder service ──stored─────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
+    where the tower is quicker than the store ─> a counted miss, nobody is asked
 
-In the tokenizer process: only this request waits, inside the deadline. How the embedding came
-to be in the store travels with the item, and the scheduler counts the hit when it takes it.
+In the tokenizer process: only this request waits, inside the deadline, which follows from the time
+that the scheduler process has measured of its own tower. How the embedding came to be in the store
+travels with the item, and the scheduler counts the hit when it takes it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from cornplug.codec import Kind
 from cornplug.encoder_service.protocol import Encode, Tensor
 from cornplug.encoder_service.socket_client import SocketEncoder
 from cornplug.encoder_service.wire_tensors import to_wire
+from cornplug.engine_side import engine_state
 from cornplug.engine_side.backoff import BackOff
 from cornplug.engine_side.model import TowerIdentity
+from cornplug.engine_side.pays import patience_s
 from cornplug.engine_side.runtime import Runtime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
@@ -72,6 +76,10 @@ class Asker:
     async def _one(self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None) -> str:
         """The source of an item's embedding, "" after a counted miss."""
         began = time.monotonic()
+        always = self._run.config.store.load_when == "always"
+        if not always and not engine_state.current().fetch_pays():
+            self._tally.count("cornplug_misses_total", self._run.app, WHAT, "cheaper")
+            return ""
         try:
             if await self._in_thread(self._stored, key):
                 return "store"
@@ -93,7 +101,7 @@ class Asker:
         if (refusal := self._encoder.refusal) is not None:
             raise refusal  # before a large picture's tensors are packed for nobody
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
-        deadline_s = self._run.config.encoder.deadline_s - (time.monotonic() - began)
+        deadline_s = self._patience_s(named.rows_of(item)) - (time.monotonic() - began)
         request = Encode(
             id=0,
             identity=tower.served_identity,
@@ -114,6 +122,11 @@ class Asker:
         if answer.tensor is not None:
             await self._in_thread(self._put, answer.key, answer.tensor)
         return f"service_{answer.tower}"
+
+    def _patience_s(self, rows: int) -> float:
+        ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()
+        encode_s = None if row_s is None else rows * row_s
+        return patience_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

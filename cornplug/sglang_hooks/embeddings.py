@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.engine_side import engine_state
+from cornplug.engine_side.pays import FetchRule
 from cornplug.engine_side.publisher import EmbeddingPublisher
 from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_side.tower_clock import TowerClock
 from cornplug.errors import CodecError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import active, compat, weights
@@ -48,6 +52,9 @@ class Embeddings:
         self._width = width
         self._first = first
         self._publisher = EmbeddingPublisher(runtime, self._report)
+        self._rule = FetchRule(runtime.config.store.load_when)
+        self._tower: TowerClock | None = None
+        self._row_bytes = 0
 
     def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
         """Each item's embedding as `model` consumes it, (rows, width) on `device`, where the store
@@ -73,6 +80,21 @@ class Embeddings:
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
                 self._publisher.offer(key, tensor)
 
+    def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
+        """What the model's own tower makes of `items`. Says to the tokenizer process what it takes."""
+        if self._tower is None:
+            self._tower = TowerClock(device)
+        self._tower.begin()
+        made = original(items)
+        self._tower.ran(sum(rows_of(item) for item in items))
+        for rows, seconds in self._tower.measured():
+            self._rule.encoded(rows, seconds)
+        row_s = self._rule.encode_s(1)
+        if row_s is not None and self._first:
+            pays = self._rule.pays(rows=1, size_bytes=self._row_bytes)
+            engine_state.current().note_costs(encode_row_s=row_s, fetch_pays=pays)
+        return made
+
     def close(self) -> None:
         """Finish what is being published."""
         self._publisher.close()
@@ -82,6 +104,7 @@ class Embeddings:
         key = key_of(item)
         if key is None or source_of(item) is None:
             return None
+        began = time.perf_counter()
         try:
             found = entry.get(self._run.store, key, deadline_s=self._run.deadline_s)
             if found is None:
@@ -95,7 +118,11 @@ class Embeddings:
         except CornplugError as e:
             self._miss(e.reason)
             return None
-        return torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
+        tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
+        # The copy with it: from memory that is not pinned, CUDA returns when the host is done.
+        self._rule.read(len(payload), time.perf_counter() - began)
+        self._row_bytes = width * dtype.itemsize
+        return tensor
 
     def _miss(self, reason: str) -> None:
         if self._first:
@@ -132,7 +159,7 @@ class Encoding:
             taken = here.take(items, self.__self__, self._device)
         taken = _agreed(taken)
         rest = [item for item, tensor in zip(items, taken, strict=True) if tensor is None]
-        made = self._original(rest) if rest else []
+        made = self._made(here, rest) if rest else []
         split = _split(made, rest)
         if split is None:
             # Not one run of rows for each item: nothing to cut, so everything is the engine's.
@@ -142,6 +169,9 @@ class Encoding:
             here.computed(rest, split, publish=not weights.replaced())
         mine = iter(split)
         return [next(mine) if tensor is None else tensor for tensor in taken]
+
+    def _made(self, here: Embeddings | None, items: list[Any]) -> Any:
+        return self._original(items) if here is None else here.encode(self._original, items, self._device)
 
 
 def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -30,6 +30,7 @@ def original_weights() -> Iterator[None]:
     engine_state.current().note_replaced(False)
     # Tests write their checkpoints while the "server" runs.
     engine_state.current()._begin(2**63)
+    engine_state.current().note_costs(encode_row_s=0, fetch_pays=True)
     yield
     engine_state.current().note_replaced(False)
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from cornplug.codec import Kind
+from cornplug.config import StoreConfig
 from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
+from cornplug.engine_side import engine_state
 from cornplug.engine_side.model import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
@@ -107,6 +109,29 @@ def test_what_the_store_has_is_asked_of_nobody(here: Stage) -> None:
     assert here.prepare(KEYS[0]) == ["store"]
     assert not here.service.asked
     assert here.missed() == {}
+
+
+def test_the_service_is_waited_for_as_long_as_this_engine_s_tower_would_justify(here: Stage) -> None:
+    """A tower of 50 ms does not wait 10 s: its scheduler process says what it takes."""
+    here.service.answer = encoded()
+    here.prepare(KEYS[0])
+    engine_state.current().note_costs(encode_row_s=0.4, fetch_pays=True)
+    here.prepare(KEYS[1])
+    engine_state.current().note_costs(encode_row_s=0.001, fetch_pays=True)
+    here.prepare(KEYS[2])
+    waited = [request.deadline_s for request in here.service.asked]
+    assert waited == pytest.approx([10.0, 3 * 4 * 0.4, 0.5], abs=0.2)
+
+
+def test_where_the_tower_is_quicker_than_the_store_nobody_is_asked(here: Stage) -> None:
+    here.publish(KEYS[0])
+    engine_state.current().note_costs(encode_row_s=1e-6, fetch_pays=False)
+    assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
+    assert not here.service.asked
+    assert here.missed() == {"cheaper": 2}
+    always = StoreConfig(load_when="always")
+    here.asker._run.config = here.asker._run.config.model_copy(update={"store": always})
+    assert here.prepare(KEYS[0]) == ["store"]
 
 
 def test_the_service_gets_what_the_tower_would_and_says_how_it_came(here: Stage) -> None:

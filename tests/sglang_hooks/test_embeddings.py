@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
 
 from cornplug.codec import Kind
+from cornplug.engine_side import engine_state
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import active, embeddings, named, weights
 from cornplug.sglang_hooks.embeddings import Embeddings, Encoding
@@ -136,6 +138,35 @@ def test_the_tower_runs_for_the_rest_only_and_order_stays(
     assert ("saves", "embedding", "stored", 2) in published(encoding)
     assert model.ran == [[1, 9, 3]]
     assert store.connect().contains([bytes([i]) * 32 for i in (1, 2, 3, 9)], deadline_s=1) == b"\1\1\1\0"
+
+
+def test_the_scheduler_says_what_an_embedding_costs_here(
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer process, which asks, never sees the tower."""
+    told = engine_state.current()
+    encoding = engine()
+    put(store.connect(), 1, value(1))
+    encoding([picture(1)])
+    assert told.encode_row_s() is None, "the tower has not run"
+    encoding([picture(2, None)])
+    assert 0 < (told.encode_row_s() or 0) < 0.1
+    slow = entry.get
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return slow(*args, **kwargs)
+
+    monkeypatch.setattr(entry, "get", get)
+    for _ in range(8):
+        encoding([picture(1)])
+    encoding([picture(3, None)])
+    assert not told.fetch_pays()
+
+
+def test_other_ranks_say_nothing(engine: Callable[..., Encoding]) -> None:
+    engine(first=False)([picture(2, None)])
+    assert engine_state.current().encode_row_s() is None
 
 
 def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., Encoding]) -> None:

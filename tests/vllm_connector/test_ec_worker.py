@@ -26,7 +26,7 @@ from cornplug.errors import EncoderRefused
 from cornplug.store import entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import ec_connector, ec_worker
+from cornplug.vllm_connector import ec_connector
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.ec_moves import Arrived, ECMoves
 from cornplug.vllm_connector.ec_worker import ECWorker
@@ -157,50 +157,6 @@ def test_the_worker_facade(store: MemoryStore) -> None:
     [(size, copied_s)] = metas[0].copied
     assert (size, copied_s > 0) == (4, True)
     connector.shutdown()
-
-
-def test_the_tower_is_timed_as_its_device_sees_it(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU Python has gone on long before the tower has ended."""
-    reached: list[int] = []
-    made: list[Any] = []
-
-    def event(enable_timing: bool) -> Any:
-        number = len(made)
-        made.append(
-            SimpleNamespace(
-                number=number,
-                record=lambda: None,
-                query=lambda: number in reached,
-                elapsed_time=lambda other: 10.0 * (other.number - number),
-            )
-        )
-        return made[-1]
-
-    monkeypatch.setattr("torch.cuda.Event", event)
-    clock = ec_worker._TowerClock(torch.device("cuda", 0))
-    clock.begin()
-    clock.ran(3)
-    clock.ran(4)
-    assert clock.measured() == []
-    clock.begin()
-    assert clock.measured() == []
-    reached += [2]
-    assert clock.measured() == [(7, 0.02)]
-    assert clock.measured() == []
-
-
-def test_a_step_without_the_tower_says_nothing(store: MemoryStore) -> None:
-    clock = ec_worker._TowerClock(torch.device("cpu"))
-    clock.begin()
-    assert clock.measured() == []
-    clock.begin()
-    time.sleep(0.02)
-    clock.ran(5)
-    [(rows, seconds)] = clock.measured()
-    assert rows == 5
-    assert 0.02 <= seconds < 1
 
 
 def facade(store: MemoryStore | None, role: ECConnectorRole) -> CornplugECConnector:
