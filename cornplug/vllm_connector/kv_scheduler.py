@@ -358,8 +358,10 @@ class KVScheduler:
         if acks.unusable and not self._off:
             self._off = acks.unusable
         for request_id, reason in acks.failed_loads.items():
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
             tracked = self._tracked.get(request_id)
+            # Ranks may fail a load in different steps: it is one miss.
+            if tracked is None or not tracked.barred:
+                self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
             if tracked is not None:
                 tracked.barred = True
                 if tracked.loading is not None:

@@ -22,6 +22,7 @@ from cornplug.store.pool import PoolStore
 from cornplug.testing import FaultyStore
 from cornplug.testing.processes import StoreProcess
 from cornplug.vllm_connector import compat, kv_scheduler, weights
+from cornplug.vllm_connector.kv_moves import KVAcks
 
 from .conftest import open_in
 from .rig import BrokenBackend, Engine
@@ -768,6 +769,18 @@ def test_a_cache_that_cannot_be_mapped_keeps_nobody_waiting(
     second.run("c", [1, *PROMPT])
     assert second.counts["misses", "kv_page", "layout"] == 2
     assert open_in(store) == (0, 0)
+
+
+def test_a_load_that_two_ranks_fail_one_after_the_other_is_one_miss(engine: Make) -> None:
+    engine().run("a", PROMPT)
+    second = engine(tp=2)
+    second.add("b", PROMPT)
+    step = second.schedule()
+    for _rank in range(2):
+        second.connector._scheduler.acknowledged(KVAcks(failed_loads={"b": "layout"}))
+    second.update(second.execute(step))
+    second.settle()
+    assert second.counts["misses", "kv_page", "layout"] == 1
 
 
 def test_layers_that_are_no_plain_range_keep_nobody_waiting(engine: Make, store: MemoryStore) -> None:
