@@ -7,6 +7,6 @@ import pytest
 from cornplug.engine_side import engine_state
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # before the checkpoints that a module shares are made
 def began_later() -> None:
     engine_state.current()._begin(2**63)
