@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance import confirming, queueing
+from cornplug.planner.performance import confirming
 from cornplug.planner.performance.capacity import Bound, capacity
 from cornplug.planner.simulation.simulator import Job, Visit, simulate
 from cornplug.planner.simulation.stations import Station
 from cornplug.planner.simulation.times import Curve, StepTimes
+
+from .closed_forms import ttft_pipeline, ttft_single
 
 STEPS = StepTimes(
     prefill=Curve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
@@ -66,7 +68,7 @@ def test_one_exponential_server_is_mm1(confirm: bool) -> None:
 def test_one_constant_server_is_md1(confirm: bool) -> None:
     station = Station("g", 1, "G", generate=Curve.line(0.0, 1.0))
     rate = 0.7
-    bound = Bound("mean", queueing.ttft_single(1.0, rate))
+    bound = Bound("mean", ttft_single(1.0, rate))
     found = capacity(station, [Draw(1, 0, (), 1, 1.0)], bound, confirm=confirm)
     assert found == pytest.approx(rate, rel=0.06)
 
@@ -193,7 +195,7 @@ def test_a_pipeline_of_two_answers_as_its_queue_does(confirm: bool) -> None:
     # A prompt takes 1 s on one stage after the other; the queue is that of one stage, 0.5 s.
     steps = StepTimes(Curve.line(0.0, 0.5 / 1024), Curve.line(0.02, 0.0), pipeline=2)
     station = Station("p", 1, "P", steps=steps, chunk_tokens=1024)
-    bound = Bound("mean", queueing.ttft_pipeline(1.0, 1.2))
+    bound = Bound("mean", ttft_pipeline(1.0, 1.2))
     assert capacity(station, [Draw(1024, 0, (), 1, 0.0)], bound, confirm=confirm) == pytest.approx(
         1.2, rel=0.06
     )

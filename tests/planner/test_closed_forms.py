@@ -13,10 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.queueing import erlang_c, ttft_single, wait_exceeds
+from cornplug.planner.performance.queueing import erlang_c
 from cornplug.planner.simulation import arrivals
 from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
 from cornplug.planner.simulation.times import Curve, StepTimes
+
+from .closed_forms import ttft_single, wait_exceeds
 
 HERE = (Visit(0),)
 SECONDS = Curve((1.0,), (1.0,))

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from cornplug.planner.given import traces
 from cornplug.planner.performance import queueing
 
+from . import closed_forms
+
 # Splitwise's code trace on H100 machines at 70 requests/s: mean prompt time and its spread.
 SERVICE_S, SERVICE_CV2 = 0.313, 1.13
 
@@ -21,14 +23,14 @@ SERVICE_S, SERVICE_CV2 = 0.313, 1.13
 )
 def test_allen_cunneen_at_splitwises_load(servers: int, p95: float, p99: float) -> None:
     for share, expected in ((0.95, p95), (0.99, p99)):
-        wait = queueing.wait_percentile(servers, 70, SERVICE_S, share, service_cv2=SERVICE_CV2)
+        wait = closed_forms.wait_percentile(servers, 70, SERVICE_S, share, service_cv2=SERVICE_CV2)
         assert wait == pytest.approx(expected, rel=0.05, abs=0.001)
-        left = queueing.wait_exceeds(servers, 70, SERVICE_S, wait, service_cv2=SERVICE_CV2)
+        left = closed_forms.wait_exceeds(servers, 70, SERVICE_S, wait, service_cv2=SERVICE_CV2)
         assert left == pytest.approx(1 - share)
 
 
 def test_splitwises_prompt_machines_by_square_root_staffing() -> None:
-    servers = [queueing.staffing(21.84, beta, service_cv2=1.13) for beta in (0, 0.5, 1, 1.5, 2)]
+    servers = [closed_forms.staffing(21.84, beta, service_cv2=1.13) for beta in (0, 0.5, 1, 1.5, 2)]
     assert servers == [22, 25, 27, 30, 32]
     with pytest.raises(ValueError, match=r"21\.84 erlangs need more .* there are 21"):
         queueing.erlang_c(21, 21.84)
@@ -40,20 +42,22 @@ def test_splitwises_token_machines_by_memory() -> None:
     held = (trace.prompt_tokens + trace.output_tokens).astype(float)
     seconds = trace.output_tokens * 0.03574
     by_time = held * seconds / seconds.mean()
-    mean, variance = queueing.kv_demand(70, by_time.mean(), (held * by_time).mean(), seconds.mean())
+    mean, variance = closed_forms.kv_demand(70, by_time.mean(), (held * by_time).mean(), seconds.mean())
     assert mean == pytest.approx(152_866, rel=0.01)
     assert math.sqrt(variance) == pytest.approx(24_556, rel=0.01)
     kv_tokens = (8 * 85_899_345_920 - 329e9) / 4_014_080
     assert kv_tokens == pytest.approx(89_235, abs=1)
-    assert [queueing.kv_replicas(152_866, 24_556**2, kv_tokens, s) for s in (0, 1, 2, 3)] == [2, 2, 3, 3]
+    assert [closed_forms.kv_replicas(152_866, 24_556**2, kv_tokens, s) for s in (0, 1, 2, 3)] == [2, 2, 3, 3]
 
 
 def test_one_server_is_the_textbook_queue() -> None:
     assert queueing.erlang_c(1, 0.7) == pytest.approx(0.7)
     assert queueing.wait_mean(1, 0.7, 1.0) == pytest.approx(0.7 / 0.3)
     assert queueing.wait_mean(1, 0.5, 1.0, service_cv2=0.0) == pytest.approx(0.5), "M/D/1: half of M/M/1"
-    assert queueing.wait_exceeds(1, 0.5, 1.0, 2.0, arrival_cv2=0, service_cv2=0) == 0.0, "D/D/1 never waits"
-    assert queueing.wait_percentile(4, 0.1, 1.0, 0.95) == 0.0, "fewer than 5 % wait at all"
+    assert closed_forms.wait_exceeds(1, 0.5, 1.0, 2.0, arrival_cv2=0, service_cv2=0) == 0.0, (
+        "D/D/1 never waits"
+    )
+    assert closed_forms.wait_percentile(4, 0.1, 1.0, 0.95) == 0.0, "fewer than 5 % wait at all"
 
 
 @given(st.integers(1, 300), st.floats(0.01, 0.99))
@@ -63,51 +67,53 @@ def test_more_servers_wait_less_and_nothing_overflows(servers: int, utilisation:
 
 
 def test_distserves_ttft_of_tensor_and_pipeline_parallelism() -> None:
-    assert queueing.ttft_tensor(1.0, 0.5, 1.5) == pytest.approx(0.833, abs=0.0005)
-    assert queueing.ttft_pipeline(1.0, 0.5) == pytest.approx(1.083, abs=0.0005)
-    assert queueing.ttft_tensor(1.0, 1.2, 1.5) == pytest.approx(2.000, abs=0.0005)
-    assert queueing.ttft_pipeline(1.0, 1.2) == pytest.approx(1.375, abs=0.0005)
-    assert queueing.ttft_single(2.0, 0.25) == pytest.approx(2 + queueing.wait_mean(1, 0.25, 2, service_cv2=0))
+    assert closed_forms.ttft_tensor(1.0, 0.5, 1.5) == pytest.approx(0.833, abs=0.0005)
+    assert closed_forms.ttft_pipeline(1.0, 0.5) == pytest.approx(1.083, abs=0.0005)
+    assert closed_forms.ttft_tensor(1.0, 1.2, 1.5) == pytest.approx(2.000, abs=0.0005)
+    assert closed_forms.ttft_pipeline(1.0, 1.2) == pytest.approx(1.375, abs=0.0005)
+    assert closed_forms.ttft_single(2.0, 0.25) == pytest.approx(
+        2 + queueing.wait_mean(1, 0.25, 2, service_cv2=0)
+    )
 
 
 @pytest.mark.parametrize(
     ("speedup", "load"), [(1.2, 0.434), (1.3, 0.611), (1.5, 0.936), (1.7, 1.257), (1.9, 1.626)]
 )
 def test_distserves_crossover(speedup: float, load: float) -> None:
-    assert queueing.crossover(speedup) == pytest.approx(load, rel=0.005)
+    assert closed_forms.crossover(speedup) == pytest.approx(load, rel=0.005)
 
 
 def test_no_crossover_without_a_speedup_or_with_a_perfect_one() -> None:
     for speedup in (1.0, 2.0):
         with pytest.raises(ValueError, match="between 1 and 2"):
-            queueing.crossover(speedup)
+            closed_forms.crossover(speedup)
 
 
 def test_batches_are_what_arrives_during_one() -> None:
-    batch = queueing.batch_size(50, 0.02, 0.01, 32)
+    batch = closed_forms.batch_size(50, 0.02, 0.01, 32)
     assert batch == pytest.approx(50 * (0.02 + 0.01 * batch))
     with pytest.raises(ValueError, match=r"97/s overload a batch server of 94\.1"):
-        queueing.batch_size(97, 0.02, 0.01, 32)
+        closed_forms.batch_size(97, 0.02, 0.01, 32)
 
 
 def test_requests_decode_together_as_littles_law_says() -> None:
-    batch = queueing.decode_batch(2.0, 200, 0.02, 0.0005)
+    batch = closed_forms.decode_batch(2.0, 200, 0.02, 0.0005)
     assert batch == pytest.approx(2.0 * 200 * (0.02 + 0.0005 * batch))
     with pytest.raises(ValueError, match="overload a decoder of 2000 tokens/s"):
-        queueing.decode_batch(11.0, 200, 0.02, 0.0005)
+        closed_forms.decode_batch(11.0, 200, 0.02, 0.0005)
 
 
 def test_kv_in_use_is_compound_poisson() -> None:
     # 3 requests/s hold 100 tokens for 2 s: 6 of them on average, a Poisson number.
-    mean, variance = queueing.kv_demand(3.0, 100.0, 100.0**2, 2.0)
+    mean, variance = closed_forms.kv_demand(3.0, 100.0, 100.0**2, 2.0)
     assert (mean, math.sqrt(variance)) == pytest.approx((600.0, 100 * math.sqrt(6)))
 
 
 def test_an_overloaded_queue_has_no_wait() -> None:
     for call in (
         lambda: queueing.wait_mean(2, 2.0, 1.0),
-        lambda: queueing.ttft_tensor(1.0, 1.5, 1.5),
-        lambda: queueing.ttft_pipeline(1.0, 2.0),
+        lambda: closed_forms.ttft_tensor(1.0, 1.5, 1.5),
+        lambda: closed_forms.ttft_pipeline(1.0, 2.0),
     ):
         with pytest.raises(ValueError, match=r"need more|overload"):
             call()

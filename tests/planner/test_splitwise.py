@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from cornplug.planner.given import traces
 from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.queueing import wait_percentile
 from cornplug.planner.simulation import arrivals
 from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
 from cornplug.planner.simulation.times import Curve, StepTimes
+
+from .closed_forms import wait_percentile
 
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 MS = {
