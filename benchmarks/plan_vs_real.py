@@ -1,4 +1,4 @@
-"""What a plan predicts and what its engines then do: throughput and P95 time to first token.
+"""A plan beside its engines: throughput and P95 time to first token, as simulated and as measured.
 
     python benchmarks/plan_vs_real.py [--quick] [--out DIR]
 

@@ -129,7 +129,7 @@ class Times(Record):
 
 
 class Outlook(Record):
-    """Predicted times of one request class, and those of the whole plan's simulation."""
+    """Bounds of one request class, and its times in the simulation of the whole plan."""
 
     app: str
     request: str
@@ -143,11 +143,9 @@ class Outlook(Record):
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
     ttft: Times = Times()
+    """These three hold no figure where the plan was not simulated."""
     tpot: Times = Times()
     e2e: Times = Times()
-    simulated_ttft: Times | None = None
-    simulated_tpot: Times | None = None
-    simulated_e2e: Times | None = None
 
 
 class CacheSize(Record):

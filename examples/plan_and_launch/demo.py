@@ -4,7 +4,7 @@
 
 Planning needs no GPU. `--launch` goes on to the small plan that this machine can run: it profiles
 tiny models on its cores, plans for two of them, starts the plan's real processes and compares what
-they do with what was predicted (benchmarks/plan_vs_real.py; ten minutes, as root).
+they do with the simulation of the plan (benchmarks/plan_vs_real.py; ten minutes, as root).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BENCHMARK = HERE.parents[1] / "benchmarks" / "plan_vs_real.py"
 
 
 def main() -> int:
-    """0 when both plans were made, and the launched one was as predicted."""
+    """0 when both plans were made, and the launched one behaved as simulated."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="keep what is written here; default: nowhere")
     parser.add_argument(

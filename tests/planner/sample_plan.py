@@ -95,11 +95,9 @@ def plan(**changes: Any) -> Plan:
                 slo_percentile="p95",
                 slo_ttft_s=0.5,
                 slo_tpot_s=0.05,
-                ttft=Times(mean=0.2, p50=0.19, p95=0.41, p99=0.6),
-                tpot=Times(mean=0.03, p50=0.03, p95=0.04, p99=0.05),
+                ttft=Times(mean=0.2, p50=0.19, p95=0.43, p99=0.61),
+                tpot=Times(mean=0.03, p50=0.03, p95=0.052, p99=0.06),
                 e2e=Times(mean=4.0, p50=3.9, p95=6.25, p99=7.0),
-                simulated_ttft=Times(mean=0.2, p50=0.19, p95=0.43, p99=0.61),
-                simulated_tpot=Times(mean=0.03, p50=0.03, p95=0.052, p99=0.06),
             )
         ],
         "caches": [

@@ -156,16 +156,13 @@ def test_a_plan_that_was_edited_into_none_is_refused(shared: Decision, tmp_path:
         Plan.load(path)
 
 
-def test_a_rehearsed_plan_keeps_its_bounds_and_says_what_it_predicted() -> None:
+def test_a_rehearsed_plan_keeps_its_bounds() -> None:
     given = two_apps()
     chat = given.applications[0]
     text = chat.model_copy(update={"requests": chat.requests[:1], "structures": ["monolith"]})
     decision = decided(given.model_copy(update={"applications": [text], "pool": given.pool[:1]}))
     assert decision.misses == ()
     for o in decision.plan.outlook:
-        assert o.simulated_ttft is not None
-        assert o.simulated_ttft.p95 is not None
         assert o.ttft.p95 is not None
         assert o.slo_ttft_s is not None
-        assert o.simulated_ttft.p95 <= o.slo_ttft_s * 1.02
-        assert o.ttft.p95 == pytest.approx(o.simulated_ttft.p95, rel=0.3)
+        assert o.ttft.p95 <= o.slo_ttft_s * 1.02

@@ -22,7 +22,7 @@ def test_the_plan_belongs_to_its_input(name):
     assert f"{plan.cost_per_hour:.2f}" in (EXAMPLE / "README.md").read_text()
 
 
-def test_every_bound_is_kept_in_both():
+def test_every_bound_is_kept_in_both_plans():
     for name in ("plan", "hand-made"):
         for outlook in Plan.load(EXAMPLE / name / "plan.json").outlook:
             for bound, times in (

@@ -1,4 +1,4 @@
-"""Whole plans simulated, and predicted station by station: the two agree."""
+"""Whole plans simulated: times along a path, shares, overload, and when runs end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cornplug.errors import ConfigError
 from cornplug.planner.given.demand import Draw
 from cornplug.planner.plan import Route, Stage
-from cornplug.planner.simulation.rehearsal import Class, Result, predict, rehearse
+from cornplug.planner.simulation.rehearsal import Class, Result, rehearse
 from cornplug.planner.simulation.simulator import Station
 from cornplug.planner.simulation.times import Curve, StepTimes
 
@@ -28,7 +28,6 @@ APART = [
     Stage(tasks="D", groups={"d": 1}),
 ]
 TOGETHER = [Stage(tasks="EPD", groups={"mono": 1})]
-BOTH = pytest.mark.parametrize("how", [rehearse, predict])
 
 
 def route(stages: list[Stage], rate: float = 1.0, request: str = "a") -> Route:
@@ -43,15 +42,12 @@ def transfer(before: str, after: str, draw: Draw) -> float:
     return {"EP": 0.01, "PD": draw.prompt_tokens * 1e-3}[before + after]
 
 
-def run(how: object, routes: list[Route], given: dict[str, Class], requests: int = 400) -> dict[str, Result]:
-    assert callable(how)
-    answer: dict[str, Result] = how(STATIONS, routes, given, transfer, requests=requests, seed=0, most_runs=1)
-    return answer
+def run(routes: list[Route], given: dict[str, Class], requests: int = 400) -> dict[str, Result]:
+    return rehearse(STATIONS, routes, given, transfer, requests=requests, seed=0, most_runs=1)
 
 
-@BOTH
-def test_alone_on_a_path_a_request_takes_its_stages_and_transfers(how: object) -> None:
-    got = run(how, [route(APART)], classes(1e-3))["chat/a"]
+def test_alone_on_a_path_a_request_takes_its_stages_and_transfers() -> None:
+    got = run([route(APART)], classes(1e-3))["chat/a"]
     ttft = 0.5 + 0.2 + 0.01 + 0.02
     assert got.ttft.p95 == pytest.approx(ttft)
     assert got.tpot.p95 == pytest.approx((0.1 + 0.042) / 2)
@@ -59,49 +55,45 @@ def test_alone_on_a_path_a_request_takes_its_stages_and_transfers(how: object) -
     assert got.finished == pytest.approx(1e-3, rel=0.15)
 
 
-@BOTH
-def test_requests_part_by_the_rates_of_routes_and_by_weights(how: object) -> None:
+def test_requests_part_by_the_rates_of_routes_and_by_weights() -> None:
     """3 of 4 requests take the monolith, whose TTFT lacks the 0.01 s between E and P."""
-    got = run(how, [route(APART, 5.0), route(TOGETHER, 15.0)], classes(1e-3), requests=4000)["chat/a"]
+    got = run([route(APART, 5.0), route(TOGETHER, 15.0)], classes(1e-3), requests=4000)["chat/a"]
     assert got.ttft.mean == pytest.approx(0.5 + 0.2 + 0.02 + 0.25 * 0.01, abs=5e-4)
 
 
-@BOTH
-def test_a_class_of_one_token_has_no_time_per_token(how: object) -> None:
-    got = run(how, [route(APART)], classes(1e-3, draws=[replace(ONE[0], output_tokens=1)]))["chat/a"]
+def test_a_class_of_one_token_has_no_time_per_token() -> None:
+    got = run([route(APART)], classes(1e-3, draws=[replace(ONE[0], output_tokens=1)]))["chat/a"]
     assert got.tpot.p95 is None
     assert got.e2e.p50 == pytest.approx(0.5 + 0.2 + 0.01 + 0.02 + 0.1)
 
 
-@BOTH
-def test_an_overload_finishes_what_its_slowest_station_can(how: object) -> None:
-    got = run(how, [route(APART)], classes(20.0), requests=2000)["chat/a"]
+def test_an_overload_finishes_what_its_slowest_station_can() -> None:
+    got = run([route(APART)], classes(20.0), requests=2000)["chat/a"]
     assert got.finished == pytest.approx(5.0, rel=0.03)
     assert got.ttft.p95 is not None
     assert got.ttft.p95 > 50
 
 
-@BOTH
-def test_classes_share_stations(how: object) -> None:
+def test_classes_share_stations() -> None:
     """Its neighbour's long prompts are what a short one waits for."""
     short, long = [Draw(10, 0, (), 1, 0.0)], [Draw(20_000, 0, (), 1, 0.0)]
     routes = [route([APART[1]]), route([APART[1]], request="b")]
-    alone = run(how, routes[:1], classes(1.0, draws=short))
-    both = run(how, routes, classes(1.0, draws=short) | classes(0.6, draws=long, request="b"))
+    alone = run(routes[:1], classes(1.0, draws=short))
+    both = run(routes, classes(1.0, draws=short) | classes(0.6, draws=long, request="b"))
     assert alone["chat/a"].ttft.p95 == pytest.approx(0.511, rel=0.02)
     assert both["chat/a"].ttft.p95 is not None
     assert both["chat/a"].ttft.p95 > 1.0
 
 
-def test_a_seed_decides_and_the_prediction_does_not_share_it() -> None:
+def test_a_seed_decides() -> None:
     draws = [Draw(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)]
     given = classes(2.0, 2.0, draws)
-    first, again = (run(rehearse, [route(APART)], given)["chat/a"] for _ in range(2))
+    first, again = (run([route(APART)], given)["chat/a"] for _ in range(2))
     assert first == again
-    assert run(predict, [route(APART)], given)["chat/a"].ttft.mean != first.ttft.mean
+    other = rehearse(STATIONS, [route(APART)], given, transfer, requests=400, seed=1, most_runs=1)["chat/a"]
+    assert other.ttft.mean != first.ttft.mean
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("stages", "request_name", "message"),
     [
@@ -109,16 +101,13 @@ def test_a_seed_decides_and_the_prediction_does_not_share_it() -> None:
         (TOGETHER, "z", r"chat/z: no such request class\. Known: chat/a"),
     ],
 )
-def test_what_a_route_names_must_be_there(
-    how: object, stages: list[Stage], request_name: str, message: str
-) -> None:
+def test_what_a_route_names_must_be_there(stages: list[Stage], request_name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(how, [route(stages, request=request_name)], classes(1.0))
+        run([route(stages, request=request_name)], classes(1.0))
 
 
-@BOTH
-def test_no_routes_no_results(how: object) -> None:
-    assert run(how, [], classes(1.0)) == {}
+def test_no_routes_no_results() -> None:
+    assert run([], classes(1.0)) == {}
 
 
 def test_runs_are_repeated_until_the_percentiles_are_known() -> None:

@@ -6,7 +6,7 @@ it visits are lowered and the problem is solved again, a few times at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
@@ -14,7 +14,7 @@ from cornplug.planner.deciding.confirmed import Report, Watch, confirmed
 from cornplug.planner.deciding.derating import derated
 from cornplug.planner.deciding.draw_up import draw_up
 from cornplug.planner.deciding.problem import Problem, problem
-from cornplug.planner.deciding.trial import Miss, Trial, predicted, rehearse
+from cornplug.planner.deciding.trial import Miss, rehearse
 from cornplug.planner.given.inputs import PlanInput
 from cornplug.planner.plan import Plan
 from cornplug.planner.solving.pool import Pool, Solution
@@ -59,7 +59,7 @@ def decide(
 
 def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None) -> Decision:
     """The first plan without a miss; where there is none, the one that misses least."""
-    tried: list[tuple[Trial, Decision]] = []
+    tried: list[Decision] = []
     for i in range(REHEARSALS):
         try:
             posed, solution = confirmed(posed, report, watch, first=not tried)
@@ -69,11 +69,9 @@ def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None)
             break
         report("rehearse", i / REHEARSALS)
         trial = rehearse(posed, solution, draw_up(posed, solution, digest=digest))
-        tried.append((trial, Decision(trial.plan, posed, solution, trial.misses)))
+        tried.append(Decision(trial.plan, posed, solution, trial.misses))
         if not trial.misses:
             break
         posed = derated(posed, solution, trial.misses)
-    trial, decision = min(tried, key=lambda t: max((m.times for m in t[0].misses), default=0.0))
-    plan = predicted(trial)
     report("rehearse", 1.0)
-    return replace(decision, plan=plan)
+    return min(tried, key=lambda d: max((m.times for m in d.misses), default=0.0))

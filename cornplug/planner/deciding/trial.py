@@ -1,4 +1,4 @@
-"""A drawn-up plan is rehearsed: simulated times, who misses a bound, and the times that it promises."""
+"""A drawn-up plan is rehearsed: the simulated times of each request class, and the bounds that they miss."""
 
 from __future__ import annotations
 
@@ -40,23 +40,10 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """All that a rehearsal of a plan needs."""
-
-    stations: dict[str, Station]
-    routes: list[Route]
-    classes: dict[str, rehearsal.Class]
-    delays: Callable[[str, str, Draw], float]
-    seed: int
-
-
-@dataclass(frozen=True)
 class Trial:
     plan: Plan
     """Its outlook has the simulated times."""
     misses: tuple[Miss, ...]
-    stage: Stage | None
-    """None: of none of its classes all times are known."""
 
 
 def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
@@ -64,39 +51,20 @@ def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
 
     Classes that visit a service of which only a throughput is known have no times.
     """
-    stage = _stage(problem, solution, plan)
-    if stage is None:
-        return Trial(plan, (), None)
-    found = rehearsal.rehearse(
-        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed + 1
-    )
-    outlook = [_with_times(o, found, "simulated_") for o in plan.outlook]
-    misses = tuple(m for o in outlook for m in _misses(o))
-    return Trial(plan.model_copy(update={"outlook": outlook}), misses, stage)
-
-
-def predicted(trial: Trial) -> Plan:
-    """The rehearsed plan, with what it promises: times that were found without that simulation."""
-    stage = trial.stage
-    if stage is None:
-        return trial.plan
-    found = rehearsal.predict(
-        stage.stations, stage.routes, stage.classes, stage.delays, requests=REQUESTS, seed=stage.seed
-    )
-    outlook = [_with_times(o, found, "") for o in trial.plan.outlook]
-    return trial.plan.model_copy(update={"outlook": outlook})
-
-
-def _stage(problem: Problem, solution: Solution, plan: Plan) -> Stage | None:
     stations = _stations(problem, solution)
     timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
     whole = {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
     routes = [r for r in timed if _name(r) in whole]
     if not routes:
-        return None
+        return Trial(plan, ())
     rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
-    return Stage(stations, routes, classes, _delays(problem), problem.given.rules.seed + 1)
+    found = rehearsal.rehearse(
+        stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.given.rules.seed + 2
+    )
+    outlook = [_with_times(o, found) for o in plan.outlook]
+    misses = tuple(m for o in outlook for m in _misses(o))
+    return Trial(plan.model_copy(update={"outlook": outlook}), misses)
 
 
 def _name(route: Route) -> str:
@@ -144,24 +112,22 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
     return seconds
 
 
-def _with_times(outlook: Outlook, found: Mapping[str, rehearsal.Result], prefix: str) -> Outlook:
+def _with_times(outlook: Outlook, found: Mapping[str, rehearsal.Result]) -> Outlook:
     times = found.get(f"{outlook.app}/{outlook.request}")
     if times is None:
         return outlook
-    return outlook.model_copy(
-        update={f"{prefix}ttft": times.ttft, f"{prefix}tpot": times.tpot, f"{prefix}e2e": times.e2e}
-    )
+    return outlook.model_copy(update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e})
 
 
 def _misses(outlook: Outlook) -> list[Miss]:
-    bounds: list[tuple[str, float | None, Times | None]] = [
-        ("ttft", outlook.slo_ttft_s, outlook.simulated_ttft),
-        ("tpot", outlook.slo_tpot_s, outlook.simulated_tpot),
-        ("e2e", outlook.slo_e2e_s, outlook.simulated_e2e),
+    bounds: list[tuple[str, float | None, Times]] = [
+        ("ttft", outlook.slo_ttft_s, outlook.ttft),
+        ("tpot", outlook.slo_tpot_s, outlook.tpot),
+        ("e2e", outlook.slo_e2e_s, outlook.e2e),
     ]
     found = []
     for what, bound, times in bounds:
-        value = getattr(times, outlook.slo_percentile) if times else None
+        value = getattr(times, outlook.slo_percentile)
         if bound is not None and value is not None and value > bound * (1 + NOISE):
             found.append(Miss(f"{outlook.app}/{outlook.request}", what, bound, value))
     return found

@@ -78,22 +78,20 @@ def utilisation(groups: Sequence[Group]) -> Markup:
 
 
 def against_bounds(found: Sequence[Check]) -> Markup:
-    """Predicted and simulated times as parts of their bound, the bound at 100 %."""
-    bounded = [c for c in found if c.bound_s is not None]
-    rows = []
-    for n, check in enumerate(bounded):
-        assert check.bound_s is not None
-        kept = "c1" if check.kept else "bad"
-        name = f"{check.demand} {check.quantity} {check.percentile}"
-        for half, (time, kind) in enumerate(((check.predicted_s, "c0"), (check.simulated_s, kept))):
-            what = ("predicted", "simulated")[half]
-            said = f"{what} {wording.seconds(time)}"
-            share = 0.0 if time is None else time / check.bound_s
-            label = f"{name} ≤ {wording.seconds(check.bound_s)}" if half == 0 else ""
-            rows.append(bar(2 * n + half, label, share, said, kind))
-    return svg(
-        _WIDTH, 2 * _ROW * len(bounded) + 8, "Times against their bounds", [*rows, *_full(2 * len(bounded))]
-    )
+    """Simulated times as parts of their bound, the bound at 100 %."""
+    bounded = [(c, c.bound_s) for c in found if c.bound_s is not None]
+    rows = [
+        bar(
+            n,
+            f"{c.demand} {c.quantity} {c.percentile} ≤ {wording.seconds(bound_s)}",
+            0.0 if c.simulated_s is None else c.simulated_s / bound_s,
+            wording.seconds(c.simulated_s),
+            "c1" if c.kept else "bad",
+        )
+        for n, (c, bound_s) in enumerate(bounded)
+    ]
+    height = _ROW * len(bounded) + 8
+    return svg(_WIDTH, height, "Times against their bounds", [*rows, *_full(len(bounded))])
 
 
 def bar(row: int, label: str, share: float, value: str, kind: str) -> Markup:

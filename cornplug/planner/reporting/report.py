@@ -69,10 +69,10 @@ def _sections(plan: Plan) -> Iterator[Markup]:
 def _times(found: Sequence[checks.Check]) -> Markup:
     rows: list[list[Cell]] = []
     for c in found:
-        times = [wording.seconds(t) for t in (c.bound_s, c.predicted_s, c.simulated_s)]
+        times = [wording.seconds(t) for t in (c.bound_s, c.simulated_s)]
         said, kind = checks.verdict(c)
         rows.append([c.demand, f"{c.quantity} {c.percentile}", *times, tag("span", text(said), class_=kind)])
-    return _table(["requests", "", "bound", "predicted", "simulated", ""], rows)
+    return _table(["requests", "", "bound", "simulated", ""], rows)
 
 
 def _groups(plan: Plan) -> Markup:

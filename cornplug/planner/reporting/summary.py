@@ -83,14 +83,13 @@ def _routes(plan: Plan) -> Table:
 
 
 def _outlook(plan: Plan) -> Table:
-    table = _table("requests", "", "bound", "predicted", "simulated", "", right=frozenset({"bound"}))
+    table = _table("requests", "", "bound", "simulated", "", right=frozenset({"bound"}))
     for c in checks.of(plan):
         said, how = checks.verdict(c)
         table.add_row(
             Text(c.demand),
             f"{c.quantity} {'mean' if c.percentile == 'mean' else c.percentile.upper()}",
             wording.seconds(c.bound_s),
-            wording.seconds(c.predicted_s),
             wording.seconds(c.simulated_s),
             Text(said, style=_STYLES[how]),
         )

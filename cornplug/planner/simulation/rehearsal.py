@@ -1,8 +1,7 @@
-"""A whole plan's requests through all of its stations: simulated together, and predicted apart.
+"""A whole plan's requests through all of its stations, every class in one simulation.
 
-`rehearse` simulates every class and every station of a plan in one run. `predict` is what the plan
-promises, and does not see that run: `convolution.py` says how. Both repeat themselves with other
-random numbers until the 95th percentiles of all classes are known well enough.
+Runs are repeated with other random numbers until the 95th percentiles of all classes are known
+well enough.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.plan import Route, Times
-from cornplug.planner.simulation.convolution import apart
-from cornplug.planner.simulation.path_times import PathTimes
 from cornplug.planner.simulation.simulator import Station, simulate
 from cornplug.planner.simulation.traffic import Class, Delays, Traffic, horizon, jobs_of, traffic
 
-__all__ = ["Class", "Delays", "Result", "predict", "rehearse", "times_of"]
+__all__ = ["Class", "Delays", "Result", "rehearse", "times_of"]
 
 PRECISION: Final = 0.02
 """Standard error of a 95th percentile, as a share of it, at which runs end."""
@@ -37,6 +34,17 @@ class Result:
     e2e: Times
     finished: float
     """Requests a second that were done while requests arrived; below the rate in an overload."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One entry a request of one class, seconds; NaN where a request has no such time."""
+
+    ttft: NDArray[np.float64]
+    tpot: NDArray[np.float64]
+    e2e: NDArray[np.float64]
+    finished: float
+    """Requests a second that were done while requests arrived."""
 
 
 def times_of(samples: NDArray[np.float64]) -> Times:
@@ -74,33 +82,9 @@ def rehearse(
     )
 
 
-def predict(
-    stations: Mapping[str, Station],
-    routes: Sequence[Route],
-    classes: Mapping[str, Class],
-    delays: Delays,
-    *,
-    requests: int,
-    seed: int,
-    most_runs: int = MOST_RUNS,
-) -> dict[str, Result]:
-    """What the plan promises: stations apart, a request's times at them added along its path.
-
-    It has no random number in common with a rehearsal of the same seed.
-
-    Raises:
-        ConfigError: as `rehearse`.
-    """
-    places = list(stations.values())
-    all_traffic = traffic(stations, routes, classes, delays)
-    return _repeated(
-        lambda run: apart(places, all_traffic, requests, np.random.default_rng([2, seed, run])), most_runs
-    )
-
-
 def _together(
     stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int, rng: np.random.Generator
-) -> dict[str, PathTimes]:
+) -> dict[str, _Run]:
     if not all_traffic:
         return {}
     counted, warm = horizon(stations, all_traffic, requests)
@@ -116,7 +100,7 @@ def _together(
         mine = outcome.kind == kind
         rows = mine & (at >= warm) & (at < warm + counted)
         ended = mine & (done >= warm) & (done < warm + counted)
-        times[t.of.name] = PathTimes(
+        times[t.of.name] = _Run(
             outcome.ttft[rows], outcome.tpot[rows], outcome.e2e[rows], float(ended.sum() / counted)
         )
     return times
@@ -125,14 +109,14 @@ def _together(
 # Repeated -----------------------------------------------------------------------------------
 
 
-def _repeated(one: Callable[[int], dict[str, PathTimes]], most: int) -> dict[str, Result]:
+def _repeated(one: Callable[[int], dict[str, _Run]], most: int) -> dict[str, Result]:
     runs = [one(0)]
     while len(runs) < most and (len(runs) < FEWEST_RUNS or _error(runs) > PRECISION):
         runs.append(one(len(runs)))
     return {name: _pooled([run[name] for run in runs]) for name in runs[0]}
 
 
-def _pooled(runs: Sequence[PathTimes]) -> Result:
+def _pooled(runs: Sequence[_Run]) -> Result:
     return Result(
         times_of(np.concatenate([run.ttft for run in runs])),
         times_of(np.concatenate([run.tpot for run in runs])),
@@ -141,7 +125,7 @@ def _pooled(runs: Sequence[PathTimes]) -> Result:
     )
 
 
-def _error(runs: Sequence[Mapping[str, PathTimes]]) -> float:
+def _error(runs: Sequence[Mapping[str, _Run]]) -> float:
     """The largest relative standard error of a class's 95th percentiles."""
     worst = 0.0
     for name in runs[0]:

@@ -67,16 +67,6 @@ class Traffic:
     def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         return rng.choice(len(self.ways), n, p=[way.share for way in self.ways])
 
-    def visits_of(self, station: int) -> float:
-        """Share of the requests that come to a station."""
-        return sum(
-            way.share * weight
-            for way in self.ways
-            for stop in way.stops
-            for at, weight in zip(stop.stations, stop.weights, strict=True)
-            if at == station
-        )
-
 
 def traffic(
     stations: Mapping[str, Station], routes: Sequence[Route], classes: Mapping[str, Class], delays: Delays
