@@ -45,6 +45,7 @@ EXTRAS: Mapping[str, str] = {
     "python_multipart": "encoder",
     "pulp": "planner",
     "highspy": "planner",
+    "jinja2": "planner",
     "vllm": "vllm",
     "sglang": "sglang",
 }

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner.solving import milp, solvers
+from cornplug.planner.solving import incumbent
 from cornplug.planner.solving.milp import solve
 from cornplug.planner.solving.pool import CacheLevel, Cell, Limits, Need, Pool, Running, Variant
+from cornplug.planner.solving.solvers import Run
 from planner.pools import EXACT, one_service
 
 POOL = one_service({"g": {"u": 1.0}}, {"g": 2.0}, {"u": 6.3}, stock=4)
@@ -88,7 +89,7 @@ def test_a_service_without_cells_and_a_demand_without_ways() -> None:
 
 def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
-    monkeypatch.setattr(solvers, "highs", lambda *_, **__: solvers.Run("none", "HiGHS", 0.1))
+    monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: Run("none", 0.1))
     with pytest.raises(PlanUnfinished, match="none was proven impossible"):
         solve(POOL, EXACT.model_copy(update={"time_limit_s": 0.5}))
 
@@ -122,8 +123,3 @@ def test_replicas_over_several_nodes_are_counted_in_whole_nodes() -> None:
     assert solve(replace(wide, cells=(cell,)), EXACT).nodes == {"g": 2}
     with pytest.raises(ConfigError, match="12 GPUs do not divide"):
         solve(replace(wide, cells=(replace(cell, gpus=12),)), EXACT)
-
-
-def test_an_unknown_solver_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"solver\.name"):
-        solvers.solve(milp.build(POOL).problem, "gurobi", solvers.Limits(0.0, 1.0))

@@ -32,7 +32,7 @@ def test_cost_and_proof_stand_first() -> None:
 
 
 def test_what_is_not_proved_is_never_called_optimal() -> None:
-    found = Proof(status="feasible", solver="CBC", seconds=20, incumbent=60, bound=48, gap=0.2)
+    found = Proof(status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2)
     said = shown(plan(proof=found, why=Why()))
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said

@@ -36,7 +36,7 @@ def balanced(pool: Pool, solution: Solution, settings: Solver) -> Solution | Non
     _hold(model, solution)
     fullest = _fullest(model, solution)
     model.problem.setObjective(lpSum(fullest))
-    run = run_solver(model.problem, settings.name, Limits(0.0, SECONDS, settings.threads))
+    run = run_solver(model.problem, Limits(0.0, SECONDS, settings.threads))
     if run.status not in ("optimal", "feasible"):
         return None
     values = {v: v.varValue or 0.0 for v in model.problem.variables()}

@@ -27,6 +27,7 @@ from cornplug.planner.plan import (
     Reservation,
     Route,
 )
+from cornplug.planner.solving import solvers
 from cornplug.planner.solving.pool import Solution
 
 
@@ -210,7 +211,7 @@ def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float
 def _proof(solution: Solution) -> Proof:
     return Proof(
         status=solution.status,
-        solver=solution.solver,
+        solver=solvers.NAME,
         seconds=solution.seconds,
         first_s=solution.first_s,
         incumbent=solution.objective,

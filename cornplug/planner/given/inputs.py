@@ -239,7 +239,6 @@ class Rules(Table):
 class Solver(Table):
     gap: NonNegative = 0.01
     time_limit_s: Positive = 20.0
-    name: Literal["auto", "highs", "cbc"] = "auto"
     threads: Count = 1
 
 

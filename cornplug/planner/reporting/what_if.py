@@ -52,7 +52,7 @@ def ask(pool: Pool, settings: Solver, seconds: float) -> Answer:
         return Answer(None, True, str(e).removeprefix("no plan: "))
     goal = milp.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
-    run = run_solver(model.problem, settings.name, Limits(settings.gap, seconds, settings.threads))
+    run = run_solver(model.problem, Limits(settings.gap, seconds, settings.threads))
     if run.status in ("infeasible", "none"):
         return Answer(None, run.status == "infeasible")
     return Answer(goal.sign * run.objective / hours(pool), run.status == "optimal")

@@ -24,7 +24,7 @@ class Incumbent:
         self.model, self.money, self.settings = model, money, settings
         self.began, self.seconds, self.tell = time.monotonic(), seconds, tell
         self.values: Values | None = None
-        self.dollars, self.bound, self.solver = inf, -inf, ""
+        self.dollars, self.bound = inf, -inf
         self.history: list[Progress] = []
 
     @property
@@ -46,8 +46,7 @@ class Incumbent:
             self.settings.gap if gap is None else gap, self.seconds_for(share), self.settings.threads
         )
         watch = self._watch() if is_money else None
-        run = run_solver(model.problem, self.settings.name, limits, watch, start=self.values is not None)
-        self.solver = run.solver
+        run = run_solver(model.problem, limits, watch, start=self.values is not None)
         if run.status in ("optimal", "feasible"):
             self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_money)
         if is_money:
@@ -91,12 +90,12 @@ class Incumbent:
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
         if status is not None:
-            return Run(status, self.solver, seconds, history=history)
+            return Run(status, seconds, history=history)
         if self.values is None:
-            return Run("none", self.solver, seconds, bound=self.bound, history=history)
+            return Run("none", seconds, bound=self.bound, history=history)
         first = next((at.seconds for at in history if at.incumbent is not None), None)
         verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
-        return Run(verdict, self.solver, seconds, self.dollars, self.bound, first, history)
+        return Run(verdict, seconds, self.dollars, self.bound, first, history)
 
 
 def _known(value: float) -> float | None:

@@ -303,7 +303,7 @@ def _minimise(
         variable.varValue = value
     limits = Limits(settings.gap, seconds, settings.threads)
     watch = None if progress is None else _with_sign(progress, goal.sign)
-    run = run_solver(model.problem, settings.name, limits, watch, start=start is not None)
+    run = run_solver(model.problem, limits, watch, start=start is not None)
     if run.status in ("infeasible", "none"):
         return run, None
     return run, {v: v.varValue or 0.0 for v in model.problem.variables()}

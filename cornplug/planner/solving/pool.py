@@ -157,7 +157,6 @@ class Progress:
 class Solution:
     status: Literal["optimal", "feasible"]
     """"optimal" only where the solver proved it to its gap."""
-    solver: str
     seconds: float
     objective: float
     bound: float

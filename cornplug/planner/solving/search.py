@@ -98,7 +98,7 @@ def bound_groups(best: Incumbent, parts: list[Model], worth: Mapping[str, float]
             z.cat = LpContinuous  # GPUs are paid for one by one
         part.problem.setObjective(lpSum(worth[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
         limits = Limits(best.settings.gap / 5, seconds, best.settings.threads)
-        run = run_solver(part.problem, best.settings.name, limits)
+        run = run_solver(part.problem, limits)
         if run.bound > 0:
             dollars = lpSum(worth[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
             # A hair below: rounding must not cut off the very plan that proved it
@@ -115,7 +115,7 @@ def gpu_worth(best: Incumbent) -> dict[str, float]:
     """
     model = best.model
     model.problem.setObjective(best.money)
-    relax(model.problem, best.settings.name)
+    relax(model.problem)
     return {
         name: max(
             best.money.get(z, 0.0) / model.nodes[name].gpus,

@@ -92,7 +92,7 @@ def text(shortfall: Shortfall) -> str:
 def _try(lift: Lift, settings: Solver, build: Build) -> list[Shortfall]:
     model = build(lift.pool)
     model.problem.setObjective(lift.excess(model))
-    run = run_solver(model.problem, settings.name, Limits(0.02, SECONDS, settings.threads))
+    run = run_solver(model.problem, Limits(0.02, SECONDS, settings.threads))
     return list(lift.tell(model)) if run.status in ("optimal", "feasible") else []
 
 

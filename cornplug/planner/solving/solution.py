@@ -25,7 +25,6 @@ def read(model: Model, values: Values, run: Run, sign: int, seconds: float) -> S
     served = {name: values[phi] for name, phi in model.phi.items() if values[phi] > NOTHING}
     return Solution(
         status="optimal" if run.status == "optimal" else "feasible",
-        solver=run.solver,
         seconds=seconds,
         objective=sign * run.objective,
         bound=sign * run.bound,

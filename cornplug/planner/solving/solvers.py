@@ -1,4 +1,4 @@
-"""HiGHS in this process, through PuLP; CBC, which comes in PuLP's wheel, where HiGHS cannot.
+"""HiGHS in this process, through PuLP.
 
 All programs are minimised. A run says what was proven: PuLP's own status calls a plan "Optimal"
 also when the time was up, so that incumbent and bound are compared here.
@@ -6,22 +6,19 @@ also when the time was up, so that incumbent and bound are compared here.
 
 from __future__ import annotations
 
-import re
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import inf, isfinite
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import pulp
+from highspy import HighsModelStatus, HighsSolution, cb
 
-from cornplug.errors import ConfigError
 from cornplug.planner.solving.pool import Progress
 
 Watch = Callable[[Progress], None]
+NAME: Final = "HiGHS"
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,6 @@ class Run:
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
     """none: the time was up before any plan was found, and none was proven impossible."""
-    solver: str
     seconds: float
     objective: float = inf
     bound: float = -inf
@@ -45,23 +41,8 @@ class Limits:
     threads: int = 1
 
 
-def solve(problem: Any, name: str, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
-    """Minimise; with `start`, from the values that the variables hold."""
-    if name == "auto":
-        name = "highs" if find_spec("highspy") else "cbc"
-    run = {"highs": highs, "cbc": cbc}.get(name)
-    if run is None:
-        raise ConfigError("solver.name", f'there is no solver "{name}"', 'Write "auto", "highs" or "cbc".')
-    return run(problem, limits, watch, start=start)
-
-
-def highs(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
-    if find_spec("highspy") is None:
-        raise ConfigError(
-            "solver.name", "highspy is not installed", 'pip install "cornplug[planner]", or write "cbc".'
-        )
-    from highspy import HighsModelStatus, cb
-
+def solve(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
+    """What HiGHS found when it minimised; with `start`, from the values that the variables hold."""
     began, history = time.monotonic(), list[Progress]()
 
     def note(kind: Any, _message: str, out: Any, _in: Any, _data: Any) -> None:
@@ -88,14 +69,14 @@ def highs(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bo
     problem.solve(solver)
     seconds, model = time.monotonic() - began, problem.solverModel
     if model.getModelStatus() in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
-        return Run("infeasible", "HiGHS", seconds, history=tuple(history))
+        return Run("infeasible", seconds, history=tuple(history))
     info = model.getInfo()
     if info.primal_solution_status != 2:  # a feasible point
-        return Run("none", "HiGHS", seconds, bound=info.mip_dual_bound, history=tuple(history))
+        return Run("none", seconds, bound=info.mip_dual_bound, history=tuple(history))
     objective = model.getObjectiveValue()
     first = next((p.seconds for p in history if p.incumbent is not None), seconds)
     status = _status(objective, info.mip_dual_bound, limits.gap)
-    return Run(status, "HiGHS", seconds, objective, info.mip_dual_bound, first, tuple(history))
+    return Run(status, seconds, objective, info.mip_dual_bound, first, tuple(history))
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -107,49 +88,10 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def callSolver(self, lp: Any) -> None:
         if self.start:
-            from highspy import HighsSolution
-
             given = HighsSolution()
             given.col_value = [v.varValue or 0.0 for v in lp.variables()]
             lp.solverModel.setSolution(given)
         super().callSolver(lp)
-
-
-def cbc(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
-    """CBC tells its bound in its log only, and nothing before it ends."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="cornplug-cbc-") as folder:
-        log = Path(folder, "log")
-        problem.solve(
-            pulp.COIN_CMD(
-                path=pulp.PULP_CBC_CMD.pulp_cbc_path,
-                msg=False,
-                gapRel=limits.gap,
-                timeLimit=limits.seconds,
-                threads=limits.threads if limits.threads > 1 else None,
-                warmStart=start,
-                logPath=str(log),
-            )
-        )
-        said = log.read_text()
-    seconds = time.monotonic() - began
-    if problem.status == pulp.LpStatusInfeasible:
-        return Run("infeasible", "CBC", seconds)
-    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        return Run("none", "CBC", seconds)
-    objective = pulp.value(problem.objective) or 0.0
-    bound = _cbc_bound(said, objective, proven=problem.sol_status == pulp.LpSolutionOptimal)
-    end = Progress(seconds, objective, bound)
-    if watch is not None:
-        watch(end)
-    return Run(_status(objective, bound, limits.gap), "CBC", seconds, objective, bound, None, (end,))
-
-
-def _cbc_bound(log: str, objective: float, *, proven: bool) -> float:
-    said: Mapping[str, str] = dict(re.findall(r"^(Lower bound|Objective value):\s+(\S+)", log, re.MULTILINE))
-    if "Lower bound" in said:
-        return min(float(said["Lower bound"]), objective)
-    return objective if proven else -inf
 
 
 def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "feasible"]:
@@ -161,10 +103,6 @@ def reached(objective: float, bound: float, gap: float) -> bool:
     return isfinite(objective) and objective - bound <= gap * abs(objective) + 1e-6
 
 
-def relax(problem: Any, name: str) -> None:
+def relax(problem: Any) -> None:
     """Solve without integrality: afterwards each row's `pi` is its shadow price."""
-    highs_here = name != "cbc" and find_spec("highspy") is not None
-    cbc_path = pulp.PULP_CBC_CMD.pulp_cbc_path
-    problem.solve(
-        pulp.HiGHS(mip=False, msg=False) if highs_here else pulp.COIN_CMD(path=cbc_path, mip=False, msg=False)
-    )
+    problem.solve(pulp.HiGHS(mip=False, msg=False))
