@@ -7,6 +7,7 @@ RUN_DIR=${RUN_DIR:-${XDG_RUNTIME_DIR:-/tmp}/cornplug-$(id -u)}
 PLAN_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 CORNPLUG=${CORNPLUG:-cornplug}
 VLLM=${VLLM:-vllm}
+HOST_2=${HOST_2:?address of host 2 of the plan}
 
 mkdir -p "$RUN_DIR"
 chmod 700 "$RUN_DIR"
@@ -79,6 +80,8 @@ start siglip-of-12b-E-h100-cornplug-tp1x0.25-online-t1-0 env \
     --device cuda \
     --host 0.0.0.0 \
     --port 8750 \
+    --allow-anonymous \
+    --names "${HOST_2}" \
     --socket "${RUN_DIR}/encoder-8750.sock" \
     --replicas 2 \
     --store-socket "${RUN_DIR}/store.sock"
