@@ -16,6 +16,7 @@ from integration.stack import ASKS, Stack
 
 from cornplug.testing import checkpoints
 from cornplug.testing.engines import Answer, EncoderProcess, VllmServer, free_port
+from cornplug.testing.processes import at_once
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 """Small blocks and chunked prefill."""
@@ -58,11 +59,13 @@ def stock(
 ) -> dict[tuple[str, int], Answer]:
     """What stock engines answer to every ask, by (model, index)."""
     folder = tmp_path_factory.mktemp("stock-others")
-    answers = {("a", i): ask.put(stock_server) for i, ask in enumerate(ASKS)}
-    for name in ("b", "q"):
+
+    def answered(name: str) -> dict[tuple[str, int], Answer]:
         with VllmServer(models[name], log=folder / f"{name}.log") as server:
-            answers |= {(name, i): ask.put(server) for i, ask in enumerate(ASKS)}
-    return answers
+            return {(name, i): ask.put(server) for i, ask in enumerate(ASKS)}
+
+    b, q = at_once(lambda: answered("b"), lambda: answered("q"))
+    return {("a", i): ask.put(stock_server) for i, ask in enumerate(ASKS)} | b | q
 
 
 @pytest.fixture(scope="session")
@@ -87,8 +90,7 @@ def stack(
     try:
         stack.start_store()
         encoder.start()
-        stack.serve("a", "a", *A_ARGS)
-        stack.serve("b", "b")
+        at_once(lambda: stack.serve("a", "a", *A_ARGS), lambda: stack.serve("b", "b"))
         yield stack
     finally:
         for server in stack.servers.values():

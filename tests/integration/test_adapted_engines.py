@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from cornplug.testing.checkpoints import qwen2_text
 from cornplug.testing.engines import Answer, EngineServer, StoreProcess, VllmServer
+from cornplug.testing.processes import at_once
 from cornplug.testing.sglang_engine import SglangServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -109,7 +111,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     )
     v, s = servers(folder, model, lora, "shared", *flags)
     try:
-        with StoreProcess(sockets / "store.sock", log=folder / "store.log") as store, v, s:
+        with StoreProcess(sockets / "store.sock", log=folder / "store.log") as store, ExitStack() as ends:
+            for server in (v, s):
+                ends.callback(server.stop)
+            at_once(v.start, s.start)
             for server in (v, s):
                 # The first request under an adapter is answered while a thread reads its files.
                 ask(server, "flush", adapted=True)

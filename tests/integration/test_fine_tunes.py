@@ -91,7 +91,11 @@ class Scene:
             self.encoder.cont()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    # The same four engines again: a matrix, which is script/test-more's.
+    params=["llava", pytest.param("qwen2_vl", marks=pytest.mark.stress)],
+)
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     kin = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(f"kin-{request.param}")

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from cornplug.testing.engines import (
     photos,
     wait_until,
 )
+from cornplug.testing.processes import at_once
 from cornplug.testing.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
@@ -78,13 +80,16 @@ class Scene:
         return self.encoder.tower_passes()
 
 
+def stock_answers(folder: Path, model: Path) -> Mapping[str, Answer]:
+    with SglangServer(model, log=folder / "stock.log") as server:
+        return {name: ask.put(server) for name, ask in ASKS.items()}
+
+
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("epd")
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
     model = checkpoints.qwen2_vl(folder / "q")
-    with SglangServer(model, log=folder / "stock.log") as server:
-        stock = {name: ask.put(server) for name, ask in ASKS.items()}
     store = StoreProcess(sockets / "store.sock", log=folder / "store.log")
     encoder = EncoderProcess(
         [model],
@@ -94,7 +99,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         env={"CORNPLUG_STORE_AUTOSTART": "false"},
     )
     try:
-        with store, encoder:
+        with store, ExitStack() as ends:
+            ends.callback(encoder.stop)
+            stock, _ = at_once(lambda: stock_answers(folder, model), encoder.start)
             yield Scene(folder, model, store, encoder, stock)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)

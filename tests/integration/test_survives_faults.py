@@ -33,6 +33,7 @@ from cornplug.encoder_service.client import EncoderClient
 from cornplug.store import entry
 from cornplug.store.pool import PoolStore
 from cornplug.testing.engines import EngineServer, photos, wait_until
+from cornplug.testing.processes import at_once
 
 UNSEEN = 8
 """A picture that no ask shows."""
@@ -56,8 +57,12 @@ def subject(stack: Stack, request: pytest.FixtureRequest) -> Subject:
     if request.param == "vllm":
         found = Subject(stack.servers["a"], "a", "a", "b")
     else:
-        stack.stock_of_sglang("q")
-        found = Subject(stack.serve_sglang("s", "q", "--chunked-prefill-size", "256"), "q", "sglang:q", "a")
+        _, server = at_once(
+            lambda: stack.stock_of_sglang("q"),
+            lambda: stack.serve_sglang("s", "q", "--chunked-prefill-size", "256"),
+        )
+        assert server is not None
+        found = Subject(server, "q", "sglang:q", "a")
     for ask in ASKS:
         ask.put(found.server)
     return found

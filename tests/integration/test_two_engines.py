@@ -15,6 +15,7 @@ import pytest
 from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes
 
 from cornplug.testing.engines import Answer, EngineServer, VllmServer
+from cornplug.testing.processes import at_once
 from cornplug.testing.sglang_engine import SglangServer
 
 V_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
@@ -58,8 +59,7 @@ def both(stack: Stack) -> Stack:
         stack.store.stop()
     stack.start_store()
     stack.encoder.start()
-    stack.serve("v", "q", *V_ARGS)
-    stack.serve_sglang("s", "q", *S_ARGS)
+    at_once(lambda: stack.serve("v", "q", *V_ARGS), lambda: stack.serve_sglang("s", "q", *S_ARGS))
     return stack
 
 
@@ -67,10 +67,15 @@ def both(stack: Stack) -> Stack:
 def cold(both: Stack) -> Mapping[tuple[str, Ask], Answer]:
     """What stock engines answer to the asks of this file."""
     asks = {*FROM_VLLM, *FROM_SGLANG}
-    with VllmServer(both.models["q"], *V_ARGS, log=both.folder / "cold-v.log") as server:
-        answers = {("v", ask): ask.put(server) for ask in asks}
-    with SglangServer(both.models["q"], *S_ARGS, log=both.folder / "cold-s.log") as server:
-        return answers | {("s", ask): ask.put(server) for ask in asks}
+
+    def answered(name: str, server: EngineServer) -> dict[tuple[str, Ask], Answer]:
+        with server:
+            return {(name, ask): ask.put(server) for ask in asks}
+
+    v = VllmServer(both.models["q"], *V_ARGS, log=both.folder / "cold-v.log")
+    s = SglangServer(both.models["q"], *S_ARGS, log=both.folder / "cold-s.log")
+    of_v, of_s = at_once(lambda: answered("v", v), lambda: answered("s", s))
+    return of_v | of_s
 
 
 def same(expected: Answer, answer: Answer) -> None:
@@ -170,8 +175,9 @@ def halves(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     for name in ("v", "s"):
         both.servers[name].stop()
     both.encoder.stop()
-    both.serve("v16", "q", *V_ARGS, *BF16)
-    both.serve_sglang("s16", "q", *S_ARGS, *BF16)
+    at_once(
+        lambda: both.serve("v16", "q", *V_ARGS, *BF16), lambda: both.serve_sglang("s16", "q", *S_ARGS, *BF16)
+    )
     yield both
     both.encoder.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cornplug.testing.engines import (
     VllmServer,
     photos,
 )
+from cornplug.testing.processes import at_once
 
 MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 
@@ -49,11 +51,12 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     model = MAKERS[request.param](folder / "m")
     store_socket, socket = folder / "s.sock", folder / "e.sock"
     flags = ("--cornplug-store", str(store_socket), "--cornplug-encoder", str(socket))
-    with (
-        StoreProcess(store_socket),
-        EncoderProcess([model], "--store-socket", str(store_socket), socket=socket) as encoder,
-        VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / "vllm.log") as server,
-    ):
+    encoder = EncoderProcess([model], "--store-socket", str(store_socket), socket=socket)
+    server = VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / "vllm.log")
+    with StoreProcess(store_socket), ExitStack() as ends:
+        for one in (encoder, server):
+            ends.callback(one.stop)
+        at_once(encoder.start, server.start)
         yield Rig(model, server, encoder, store_socket)
 
 
