@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.planner.plan import CurvePoint, PlannedNodes
-from cornplug.planner.reporting import charts, packing_chart, report
+from cornplug.planner.plan import CurvePoint, PlannedNodes, Why
+from cornplug.planner.reporting import packing_chart, report
 
 from .sample_plan import group, plan
 
@@ -48,6 +48,10 @@ class Page(HTMLParser):
 
     def with_class(self, *names: str) -> list[dict[str, str | None]]:
         return [a for _, a in self.seen if set(names) <= set((a.get("class") or "").split())]
+
+
+def number(value: str | None) -> float:
+    return float(value or "nan")
 
 
 def test_the_page_says_what_the_plan_says() -> None:
@@ -114,25 +118,21 @@ def test_replicas_fill_gpus_without_overlap() -> None:
     assert len(big) == 16
 
 
-def test_a_bar_ends_at_its_bound_only_when_it_is_reached() -> None:
-    def width(share: float) -> float:
-        return float(
-            next(a["width"] or "0" for t, a in Page(charts.bar(0, "a", share, "", "c0")).seen if t == "rect")
-        )
-
-    limit = float(
-        next(a["x1"] or "0" for t, a in Page(charts.utilisation([group("a", "P")])).seen if t == "line")
-    )
-    start = float(next(a["x"] or "0" for t, a in Page(charts.bar(0, "a", 1, "", "c0")).seen if t == "rect"))
-    assert start + width(1.0) == pytest.approx(limit, abs=0.02)
-    assert width(0.5) == pytest.approx(width(1.0) / 2, abs=0.02)
-    assert width(9.0) == pytest.approx(width(1.15), abs=0.02)
+def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
+    shares = (0.5, 1.0, 1.15, 9.0)
+    groups = [group(f"g{n}", "P", utilisation=share) for n, share in enumerate(shares)]
+    page = Page(report.html(plan(groups=groups, outlook=[])))
+    half, whole, most, beyond = (a for a in page.with_class("fill") if a.get("height") == "15")
+    (limit,) = page.with_class("limit")
+    assert number(whole["x"]) + number(whole["width"]) == pytest.approx(number(limit["x1"]), abs=0.02)
+    assert number(half["width"]) == pytest.approx(number(whole["width"]) / 2, abs=0.02)
+    assert beyond["width"] == most["width"]
 
 
 def test_the_curve_goes_down_where_cost_goes_down() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
-    dots = [a for t, a in Page(charts.cost_curve(points)).seen if t == "circle"]
-    heights = [float(a["cy"] or "0") for a in dots]
+    page = Page(report.html(plan(why=Why(curve=points))))
+    heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 
 

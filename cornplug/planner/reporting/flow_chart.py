@@ -1,4 +1,7 @@
-"""How requests flow through the groups, as inline SVG: classes at the left, a column for each task."""
+"""How requests flow through the groups: classes at the left, a column for each task.
+
+`report.html.j2` draws it.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,51 @@ from dataclasses import dataclass
 
 from cornplug.planner.plan import Plan, Route
 from cornplug.planner.reporting import wording
-from cornplug.planner.reporting.charts import svg, words
-from cornplug.planner.reporting.markup import Markup, joined, tag, text
 
-_BOX, _GAP, _ROW, _HEIGHT = 190.0, 90.0, 44.0, 34.0
+BOX, HEIGHT = 190.0, 34.0
+"""Width and height of a box."""
+_GAP, _ROW = 90.0, 44.0
 _ORDER = "EPDG"
 
 
 @dataclass(frozen=True)
-class _Place:
+class Box:
     x: float
     y: float
     label: str
     under: str
+    kind: str
+    """Its class in `report.css`."""
 
 
-def draw(plan: Plan) -> Markup:
+@dataclass(frozen=True)
+class Line:
+    path: str
+    width: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    width: float
+    height: float
+    boxes: list[Box]
+    lines: list[Line]
+
+
+def chart(plan: Plan) -> Chart:
     """Boxes for request classes and groups; a line's width is its share of the largest flow."""
-    places = _places(plan)
+    boxes = _boxes(plan)
     edges = _edges(plan.routes)
     most = max(edges.values(), default=1.0)
     lines = [
-        _line(places[a], places[b], flow / most, f"{a} → {b}: {wording.rate(flow)}")
+        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {wording.rate(flow)}")
         for (a, b), flow in edges.items()
-        if a in places and b in places
+        if a in boxes and b in boxes
     ]
-    boxes = [_box(place, "c1" if name in _classes(plan.routes) else "c0") for name, place in places.items()]
-    width = max((p.x for p in places.values()), default=0.0) + _BOX + 8
-    height = max((p.y for p in places.values()), default=0.0) + _HEIGHT + 8
-    return svg(width, height, "Services and flows", [*lines, *boxes])
+    width = max((box.x for box in boxes.values()), default=0.0) + BOX + 8
+    height = max((box.y for box in boxes.values()), default=0.0) + HEIGHT + 8
+    return Chart(width, height, list(boxes.values()), lines)
 
 
 def _classes(routes: Sequence[Route]) -> dict[str, float]:
@@ -59,43 +78,24 @@ def _edges(routes: Sequence[Route]) -> dict[tuple[str, str], float]:
     return dict(flows)
 
 
-def _places(plan: Plan) -> dict[str, _Place]:
+def _boxes(plan: Plan) -> dict[str, Box]:
     """A column for the classes, then one for each first task in the order of a request's life."""
-    places = {
-        name: _Place(4.0, 4 + n * _ROW, name, wording.rate(flow))
+    boxes = {
+        name: Box(4.0, 4 + n * _ROW, name, wording.rate(flow), "c1")
         for n, (name, flow) in enumerate(_classes(plan.routes).items())
     }
     columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
             under = f"{g.replicas} × {g.gpu} {wording.shape(g.tp, g.pp, g.share)}"
-            places[g.name] = _Place(4 + column * (_BOX + _GAP), 4 + row * _ROW, g.service, under)
-    return places
+            boxes[g.name] = Box(4 + column * (BOX + _GAP), 4 + row * _ROW, g.service, under, "c0")
+    return boxes
 
 
-def _box(place: _Place, kind: str) -> Markup:
-    return joined(
-        [
-            tag(
-                "rect",
-                x=place.x,
-                y=place.y,
-                width=_BOX,
-                height=_HEIGHT,
-                rx=5.0,
-                class_=f"box {kind}",
-            ),
-            words(place.x + 9, place.y + 14, place.label[:28]),
-            words(place.x + 9, place.y + 28, place.under, "soft"),
-        ]
-    )
-
-
-def _line(a: _Place, b: _Place, width: float, said: str) -> Markup:
-    x1, y1, x2, y2 = a.x + _BOX, a.y + _HEIGHT / 2, b.x, b.y + _HEIGHT / 2
+def _path(a: Box, b: Box) -> str:
+    x1, y1, x2, y2 = a.x + BOX, a.y + HEIGHT / 2, b.x, b.y + HEIGHT / 2
     middle = (x1 + x2) / 2
-    path = f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2:g} {y2:g}"
-    return tag("path", tag("title", text(said)), d=path, class_="flow", stroke_width=1 + 7 * width)
+    return f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2:g} {y2:g}"
 
 
 def legend(routes: Sequence[Route]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which replica sits on which GPU, as inline SVG: one box a node, one square a GPU."""
+"""Which replica sits on which GPU; `report.html.j2` draws it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from cornplug.planner.plan import Group, Plan, PlannedNodes
-from cornplug.planner.reporting.charts import svg, words
-from cornplug.planner.reporting.markup import Markup, joined, tag, text
 
 MOST_NODES = 48
 """Of one class; a plan may have hundreds."""
-_SIDE, _GAP, _ACROSS = 26.0, 3.0, 4
+SIDE = 26.0
+"""Of a GPU's square."""
+_GAP, _ACROSS = 3.0, 4
 _COLOURS = 6
 
 
@@ -49,50 +49,65 @@ def _gpus(g: Group, of_node: int, node: int, first: int) -> Iterator[tuple[int, 
         yield node + more, gpu
 
 
-def draw(plan: Plan, nodes: PlannedNodes) -> Markup:
+@dataclass(frozen=True)
+class Square:
+    """A part on the page."""
+
+    x: float
+    y: float
+    height: float
+    title: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class Chart:
     """The nodes of one class."""
+
+    of: PlannedNodes
+    width: float
+    height: float
+    names: list[tuple[float, float, str]]
+    gpus: list[tuple[float, float]]
+    squares: list[Square]
+
+    @property
+    def not_drawn(self) -> int:
+        return max(self.of.count - MOST_NODES, 0)
+
+
+def chart(plan: Plan, nodes: PlannedNodes) -> Chart:
+    """One box a node, one square a GPU, and the parts of replicas on them."""
     shown = min(nodes.count, MOST_NODES)
     columns = min(nodes.gpus, 4)
-    wide, high = columns * (_SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (_SIDE + _GAP) + 26
-    drawn = [_node(n, nodes, columns, wide, high) for n in range(shown)]
-    colour = {g.name: n % _COLOURS for n, g in enumerate(plan.groups)}
-    for part in parts(plan, nodes):
-        if part.node < shown:
-            x, y = _corner(part.node, part.gpu, columns, wide, high)
-            drawn.append(_part(part, x, y, colour[part.group]))
-    rows = ceil(shown / _ACROSS)
-    return svg(_ACROSS * wide, max(rows, 1) * high, f"Replicas on {nodes.name}", drawn)
+    wide, high = columns * (SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (SIDE + _GAP) + 26
+
+    def corner(node: int, gpu: int) -> tuple[float, float]:
+        x = (node % _ACROSS) * wide + 6 + (gpu % columns) * (SIDE + _GAP)
+        return x, (node // _ACROSS) * high + 20 + (gpu // columns) * (SIDE + _GAP)
+
+    colours = dict(keys(plan))
+    squares = [
+        Square(
+            corner(part.node, part.gpu)[0],
+            corner(part.node, part.gpu)[1] + SIDE * part.start,
+            SIDE * part.share,
+            f"{part.group}, replica {part.replica}, node {part.node}, GPU {part.gpu}",
+            colours[part.group],
+        )
+        for part in parts(plan, nodes)
+        if part.node < shown
+    ]
+    return Chart(
+        nodes,
+        _ACROSS * wide,
+        max(ceil(shown / _ACROSS), 1) * high,
+        [(corner(n, 0)[0], corner(n, 0)[1] - 5, f"{nodes.name} {n}") for n in range(shown)],
+        [corner(n, gpu) for n in range(shown) for gpu in range(nodes.gpus)],
+        squares,
+    )
 
 
 def keys(plan: Plan) -> list[tuple[str, int]]:
     """(group, number of its colour) for the legend."""
     return [(g.name, n % _COLOURS) for n, g in enumerate(plan.groups)]
-
-
-def _corner(node: int, gpu: int, columns: int, wide: float, high: float) -> tuple[float, float]:
-    x = (node % _ACROSS) * wide + 6 + (gpu % columns) * (_SIDE + _GAP)
-    y = (node // _ACROSS) * high + 20 + (gpu // columns) * (_SIDE + _GAP)
-    return x, y
-
-
-def _node(n: int, nodes: PlannedNodes, columns: int, wide: float, high: float) -> Markup:
-    empty = []
-    for gpu in range(nodes.gpus):
-        x, y = _corner(n, gpu, columns, wide, high)
-        empty.append(tag("rect", x=x, y=y, width=_SIDE, height=_SIDE, rx=3.0, class_="gpu"))
-    x, y = _corner(n, 0, columns, wide, high)
-    return joined([words(x, y - 5, f"{nodes.name} {n}", "soft"), *empty])
-
-
-def _part(part: Part, x: float, y: float, colour: int) -> Markup:
-    title = tag("title", text(f"{part.group}, replica {part.replica}, node {part.node}, GPU {part.gpu}"))
-    return tag(
-        "rect",
-        title,
-        x=x,
-        y=y + _SIDE * part.start,
-        width=_SIDE,
-        height=_SIDE * part.share,
-        rx=3.0,
-        class_=f"fill edge c{colour}",
-    )
