@@ -95,6 +95,22 @@ def test_what_the_command_line_says_goes_before_the_file(
     assert Plan.load(tmp_path / "out/plan.json").objective == "goodput"
 
 
+def test_a_plan_from_throughputs_has_no_scripts_and_says_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Path(__file__).parent / "cases" / "a03_staircase.toml"
+    assert cli.main(["plan", str(case), "-o", str(tmp_path / "out"), "--quiet", "--why", "0"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "No launch scripts: groups['llama2-7b-PD-A10G" in said
+    assert "llama2-7b was planned from a throughput" in said
+    assert 'a profile of kind "table"' in said
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.*")) == [
+        ".cornplug-plan.json",
+        "plan.json",
+        "report.html",
+    ]
+
+
 def test_no_plan_is_1_and_says_what_is_lacking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = written(tmp_path, 200)
     assert cli.main(["plan", str(given), "-o", str(tmp_path / "out")]) == 1

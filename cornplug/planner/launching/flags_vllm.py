@@ -57,14 +57,20 @@ def env(site: Site, around: Surroundings) -> dict[str, str]:
 
 
 def settings_of(group: Group) -> EngineSettings:
-    """Raises ConfigError where a language model's group has none."""
-    if group.settings is None:
+    """What a language model's group decided about its engine.
+
+    Raises ConfigError where it has no settings: planned from a throughput, or edited.
+    """
+    if group.settings is not None:
+        return group.settings
+    field = f"groups[{group.name!r}].settings"
+    if group.profile.startswith("throughput"):
         raise ConfigError(
-            f"groups[{group.name!r}].settings",
-            "an engine's group without settings",
-            "Make the plan again with `cornplug plan`.",
+            field,
+            f"{group.components[0]} was planned from a throughput, which tells no batch, chunk or KV size",
+            'Give it a checkpoint or a shape, and a profile of kind "table" (`cornplug profile llm`).',
         )
-    return group.settings
+    raise ConfigError(field, "an engine without settings", "Make the plan again with `cornplug plan`.")
 
 
 def _parallel(site: Site) -> list[str]:
