@@ -17,10 +17,9 @@ from cornplug.planner.deciding.samples import Samples
 from cornplug.planner.deciding.services import Service
 from cornplug.planner.deciding.tiers import Chain, Tier, chain, how_many
 from cornplug.planner.deciding.variants import Way, ways
-from cornplug.planner.given import gpus
+from cornplug.planner.given import gpus, shapes
 from cornplug.planner.given.classes import RequestClass, request_classes
 from cornplug.planner.given.inputs import Gpu, NodeClass, PlanInput
-from cornplug.planner.given.resolve import resolve
 from cornplug.planner.plan import Plan
 from cornplug.planner.solving.pool import Demand, Limits, Need, Nodes, Pool, Variant
 
@@ -75,7 +74,7 @@ def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
 
 def problem(given: PlanInput) -> Problem:
     """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
-    given = resolve(given)
+    given = shapes.resolve(given)
     classes = request_classes(given)
     nodes = gpus.node_classes(given)
     table = gpus.gpu_table(given)

@@ -13,12 +13,32 @@ from cornplug.checkpoint import Checkpoint, Part
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.families import FAMILIES
 from cornplug.planner.given import llm_shapes, tower_shapes
-from cornplug.planner.given.inputs import Component, GeneratorShape, LLMShape, TowerShape
+from cornplug.planner.given.inputs import Component, GeneratorShape, LLMShape, PlanInput, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
 """Of a linear layer's parameter. Four bits come with a scale and a zero point for each group of 128."""
 _NO_WEIGHTS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"})
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
+
+
+def resolve(given: PlanInput) -> PlanInput:
+    """The same input, with shapes and fingerprints filled in from the checkpoints that it names.
+
+    A component that names no checkpoint keeps the shape that it has, or None. Raises ConfigError
+    where a checkpoint cannot be read.
+    """
+    components = given.component
+    return given.model_copy(update={"components": [_resolved(c, components) for c in given.components]})
+
+
+def _resolved(component: Component, components: Mapping[str, Component]) -> Component:
+    if component.kind == "generator" or checkpoint_of(component, components) is None:
+        return component
+    known = {
+        "shape": shape_of(component, components),
+        "fingerprint": fingerprint_of(component, components),
+    }
+    return component.model_copy(update=known)
 
 
 def shape_of(
