@@ -22,13 +22,17 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "serve-store": Command("cornplug.store.daemon:main", "run this host's store"),
-    "encoder": Command("cornplug.encoder_service.server:main", "run an encoder service for some models"),
+    "serve-store": Command("cornplug.store.daemon:main", "run the cache daemon (the store) of this host"),
+    "encoder": Command(
+        "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
+    ),
     "plan": Command("cornplug.planner.commands:main", "plan what to run where, from SLOs and prices"),
     "launch": Command("cornplug.planner.launching.launch:main", "start a plan of one host"),
     "replan": Command("cornplug.planner.replanning.replan:main", "compare the observed load with a plan"),
     "profile": Command("cornplug.planner.measuring.measure:main", "measure a component's times here"),
-    "fingerprint": Command("cornplug.fingerprint:main", "print what a checkpoint's results depend on"),
+    "fingerprint": Command(
+        "cornplug.fingerprint:main", "print the fingerprints of checkpoints and their common parts"
+    ),
     "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
 }
 
@@ -83,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="cornplug",
-        description="Engines share what they compute.",
+        description="Share image embeddings and prefix KV cache between vLLM and SGLang servers of a host.",
         epilog="commands:\n"
         + "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
         + "\n\n'cornplug COMMAND --help' explains one.",

@@ -1,9 +1,10 @@
 """All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
 
-Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: what SGLang's
-processes hand to their children (`sglang_hooks/active.py`), and where another environment's programs are
-(`planner/launching/processes.py`). Precedence: explicit arguments (engine flags), environment, the file
-named by `CORNPLUG_CONFIG`, the defaults below.
+Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
+processes hand one to their children (`sglang_hooks/active.py`), and one names the programs of another
+environment (`planner/launching/processes.py`). Precedence: explicit arguments (engine flags), environment,
+the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a setting is its entry in
+`docs/configuration.md`, which `script/docs` writes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from cornplug.errors import ConfigError
 from cornplug.private_paths import secret_problem
 
 STORE_PROTOCOL: Final = 3
-"""What clients and store speak. It is in the socket's default name: during a rolling upgrade each
-release has a store of its own, and shares."""
+"""The version of the protocol between clients and store. It is in the socket's default name: during a rolling
+upgrade each release has its store, and shares."""
 
 
 def runtime_dir() -> Path:
@@ -62,27 +63,30 @@ class StoreConfig(_Section):
     """The host's store."""
 
     backend: str = "pool"
-    """Which store: "pool" is the host's own; others come with packages (entry points `cornplug.stores`)."""
+    """The store to use: "pool" is the host's own; a package can bring another one (entry point
+    `cornplug.stores`)."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
+    """The unix socket at which the store listens and clients connect."""
     size_bytes: int | None = Field(default=None, gt=0)
-    """Upper bound of payload bytes in shared memory; by default a quarter of the memory that the host
-    and the container have left when the store starts."""
+    """Upper bound of payload bytes in shared memory. None: a quarter of the memory that the host and the
+    container have left when the store starts."""
     autostart: bool = True
-    """Start a store when none answers at `socket`."""
+    """An engine starts a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)
-    """Longest that an engine's scheduler waits for one answer of the store (typically 0.1 ms)
-    before it counts as a miss and the store as down."""
+    """Longest wait of an engine's scheduler for one answer of the store (typically 0.1 ms). A later answer
+    counts as a miss, and the store as down."""
     patience_s: float = Field(default=1.0, gt=0)
-    """The same for background threads, which hold up one request and not the engine."""
+    """Longest wait of a background thread for one answer of the store; it delays one request, not the
+    engine."""
     load_when: Literal["pays", "always"] = "pays"
-    """"pays": what this engine would compute as quickly, by its own measurements, it computes;
-    "always": whatever is there is loaded."""
+    """ "pays": an engine loads an entry only if its own measurements say that loading is quicker than
+    computing; "always": it loads every entry that is there."""
     lease_s: float = Field(default=30.0, gt=0)
-    """How long an engine may take to copy what it leased."""
+    """Time that an engine has to copy an entry that it leased; then the entry may be evicted."""
     quarantine_s: float = Field(default=5.0, ge=0)
-    """How long the room of a reservation whose owner died is kept from other writers."""
+    """Time for which the room of a reservation whose owner died is kept from other writers."""
     secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
-    """32 bytes that key every digest; made on first use. Same file on all hosts that share."""
+    """A file of 32 bytes that keys every digest, made on first use. Hosts that share need the same file."""
 
 
 _PICTURE_FORMATS = (
@@ -95,80 +99,89 @@ class EncoderConfig(_Section):
     """The shared encoder service."""
 
     socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
+    """The unix socket at which the service listens for engines of this host."""
     host: str = "127.0.0.1"
+    """The address at which the service listens for HTTP."""
     port: int = Field(default=8750, ge=0, le=65535)
+    """The HTTP port; 0 picks a free one."""
     urls: tuple[str, ...] = ()
-    """Services that `EncoderClient` asks, e.g. "http://a:8750, http://b:8750"; none: `host` and `port`."""
+    """Services that `EncoderClient` asks, e.g. "http://a:8750, http://b:8750". Empty: the one at `host`
+    and `port`."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Longest wait for an embedding before the engine encodes by itself. Once an engine has measured
-    its own tower it waits for three times that, and no longer than this."""
+    """Longest wait of an engine for an embedding; then it encodes by itself. An engine that has measured its
+    own tower waits three times that, at most this long."""
     deadline_floor_s: float = Field(default=0.5, gt=0)
-    """What an engine waits at least, however quick its own tower is."""
+    """Shortest wait of an engine for an embedding, however quick its own tower is."""
     patience_s: float = Field(default=60.0, gt=0)
-    """The same where the engine has no tower of its own: then its request fails."""
+    """Longest wait of an engine that has no tower; then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
+    """Largest number of media in one pass of a tower."""
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )
-    """Media that are decoded and preprocessed at a time, by a process and a thread each; by default the
-    cores, 2 to 16."""
+    """Number of media that are decoded and preprocessed at a time, by one process and one thread each.
+    Default: the number of cores, between 2 and 16."""
     decode_deadline_s: float = Field(default=30.0, gt=0)
-    """Longest that one medium may take to decode: then its process is killed, and it is refused."""
+    """Longest decoding of one medium; then its process is killed and the medium refused (`too_slow`)."""
     max_prepared_bytes: int | None = Field(default=None, gt=0)
-    """Of decoded and preprocessed media that are held at a time; None: a quarter of the memory that the host
-    has, or the control group allows."""
+    """Bytes of decoded and preprocessed media held at a time. None: a quarter of the memory that the host
+    has or the control group allows."""
     drain_s: float = Field(default=25.0, gt=0)
-    """Longest that a service which was told to stop works on what it has admitted: it ends within the 30 s
+    """Longest time for which a stopping service works on admitted requests. The default ends within the 30 s
     that are usual between SIGTERM and SIGKILL."""
     max_deadline_s: float = Field(default=120.0, gt=0)
     """Longest deadline that a client gets, whatever it asks for; a class may have its own."""
     max_pixels: int = Field(default=64_000_000, gt=0)
-    """Largest picture accepted, in pixels after decoding."""
+    """Largest image accepted, in pixels after decoding."""
     max_audio_s: float = Field(default=600.0, gt=0)
-    """Longest sound accepted, in seconds."""
+    """Longest audio accepted."""
     max_video_s: float = Field(default=600.0, gt=0)
-    """Longest video accepted, in seconds."""
+    """Longest video accepted."""
     max_frames: int = Field(default=768, gt=0)
-    """Sampled frames of a video. All together may have four times `max_pixels`."""
+    """Largest number of frames sampled from a video. All frames together may have four times `max_pixels`."""
     max_body_bytes: int = Field(default=64 << 20, gt=0)
+    """Largest body of one HTTP request."""
     max_held_bytes: int = Field(default=1 << 30, gt=0)
-    """Of all HTTP bodies under way together."""
+    """Bytes of all HTTP bodies under way together."""
     body_deadline_s: float = Field(default=30.0, gt=0)
-    """Longest that a body may take to arrive."""
+    """Longest time in which the body of an HTTP request must arrive."""
     admin_key: SecretStr = SecretStr("")
-    """Who has it may reload weights by HTTP. Empty: who asks from this host may."""
+    """The key that allows reloading weights by HTTP. Empty: callers on this host may reload."""
     require_key: bool = False
-    """Answer only who has a key: a class's (`qos.classes.NAME.api_keys`, `.tenants`) or `admin_key`.
-    `/health` and `/ready` are for everybody."""
+    """The service answers only callers with a key: one of a class (`qos.classes.NAME.api_keys`, `.tenants`)
+    or `admin_key`. `/health` and `/ready` stay open."""
     allow_anonymous: bool = False
-    """Listen beyond this host (`host`) though nobody needs a key."""
+    """The service listens beyond this host (`host`) although callers need no key."""
     trust_salts: bool = False
-    """Take a `salt` from callers without a tenant's key: where only a gateway that names tenants, or one
-    tenant, reaches the service. Otherwise they are refused."""
+    """The service takes a `salt` from callers without a tenant's key. Safe only where a gateway that names
+    tenants, or a single tenant, reaches the service; otherwise such requests are refused."""
     names: str = ""
     """Names ("encoder, encoder.example.org") by which HTTP clients reach the service, beside localhost, this
-    host's own name and its addresses. Who has no key and asks for another one is refused."""
+    host's own name and its addresses. A request without a key for another name is refused."""
     max_connections: int | None = Field(default=None, gt=0)
-    """HTTP connections at a time; then the longest idle one ends for each that comes. None: what the
-    process's descriptors allow, at most 4096."""
+    """Number of HTTP connections at a time; each further one ends the longest idle one. None: the limit of
+    the process's descriptors, at most 4096."""
     picture_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
-    """Formats of still pictures that are decoded, by Pillow's names."""
+    """Image formats that are decoded, by Pillow's names."""
     tenant_part: float = Field(default=0.5, gt=0, le=1)
-    """Part of the store that one tenant's HTTP requests may fill, and all those without a tenant together."""
+    """Fraction of the store that one tenant's HTTP requests may fill, and all requests without a tenant
+    together."""
     max_items: int = Field(default=64, gt=0)
-    """Media in one HTTP request."""
+    """Largest number of media in one HTTP request."""
     max_waiting: int = Field(default=256, gt=0)
-    """Items in the queue beyond which the service answers 503."""
+    """Number of items in the queue beyond which the service answers 503."""
     sglang: bool = False
-    """Serve SGLang's `--language-only` servers on the HTTP port as well (`cornplug encoder --sglang`)."""
+    """The HTTP port also serves SGLang's `--language-only` servers."""
     receivers: str = ""
-    """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that are sent embeddings though another
-    host asks for them. A server's own host needs no mention."""
+    """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that receive embeddings which another host asked
+    for. A server that asks for itself needs no entry."""
     allow_hosts: str = ""
-    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched. Empty: nothing is."""
+    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched. Empty: no URL is
+    fetched."""
     allow_networks: str = ""
-    """Networks ("10.2.0.0/16") that these hosts may be at although they are not public."""
+    """Networks ("10.2.0.0/16") in which those hosts may be although they are not public."""
     allow_ports: str = "80, 443"
+    """Ports from which URLs are fetched."""
     fetch_deadline_s: float = Field(default=5.0, gt=0)
     """Longest time for one URL, redirects included."""
 
@@ -217,37 +230,41 @@ class EngineConfig(_Section):
     """One engine's use of both."""
 
     app: str = Field(default="default", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
-    """Who this engine works for: the label of metrics and of bytes in the store."""
+    """The name of the app that this engine serves: a label of metrics and of bytes in the store."""
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
+    """Tokens of one KV page. Engines that share must agree."""
     share_kv: bool = True
+    """The engine loads and saves KV pages."""
     max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
-    """Pages on their way to the store, beyond which further ones are not saved: a store or a mover
-    that cannot keep up must not be waited for when requests end."""
+    """Bytes of pages on their way to the store. Further pages are not saved, so that the end of a request
+    never waits for a slow store or mover."""
     share_embeddings: bool = True
+    """The engine loads and saves embeddings, and asks the encoder service."""
     embeddings_by_value: bool = False
-    """Take embeddings of anybody's in requests. vLLM's `--enable-mm-embeds` sets it."""
+    """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 
 
 class ClassConfig(_Section):
     """One class of service; `cornplug.qos` has an example."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Part of the tower's time that it can count on."""
+    """Fraction of the tower's time that the class is guaranteed."""
     priority: int = 0
-    """Who goes first in what nobody reserved: the highest."""
+    """Order in which classes get the time that no class reserved: the highest goes first."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Of its requests that name none; None: `encoder.deadline_s`."""
+    """Deadline of its requests that name none. None: `encoder.deadline_s`."""
     max_deadline_s: float | None = Field(default=None, gt=0)
-    """Longest that they get, whatever they ask for; None: `encoder.max_deadline_s`."""
+    """Longest deadline that its requests get. None: `encoder.max_deadline_s`."""
     api_keys: tuple[str, ...] = ()
-    """Who has one of them is of this class. As they are, or as "sha256:" and 64 hex digits; kept as
-    the latter."""
+    """Keys whose holders are of this class: as they are, or as "sha256:" and 64 hex digits; kept as the
+    latter."""
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
         default_factory=dict
     )
-    """Tenant -> keys, each as in `api_keys`. Who has one is of this class, and what is made for him has
-    this salt: nobody else's requests share it."""
+    """Tenant -> keys, each as in `api_keys`. A holder is of this class, and its entries have the tenant's
+    name as salt: no other request shares them."""
     apps: tuple[str, ...] = ()
+    """Apps whose requests are of this class where they carry no key."""
 
     @field_validator("api_keys")
     @classmethod
@@ -266,12 +283,14 @@ class ClassConfig(_Section):
 
 
 class QosConfig(_Section):
-    """Classes of service, by name, and the name of the one for everybody else."""
+    """Classes of service, by name, and the name of the default class."""
 
     default: str = "default"
+    """The class of every request that matches no other class."""
     classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
         default_factory=dict
     )
+    """The classes, by name."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -351,7 +370,7 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
 def read_secret(path: Path) -> bytes:
     """The 32-byte secret, made on first use with mode 0600.
 
-    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or is not ours alone.
+    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or others may read it.
     """
     field = "store.secret_file"
     try:

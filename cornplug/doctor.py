@@ -35,14 +35,12 @@ Served = tuple[ServedModel, ...]
 
 def main(argv: list[str]) -> int:
     """Print the findings; 1 when one of them is a failure. Raises ConfigError for a wrong setting."""
-    parser = argparse.ArgumentParser(prog="cornplug doctor", description="Check this host's set-up.")
-    parser.add_argument(
-        "--model", action="append", default=[], help="a checkpoint that is to be served; repeatable"
+    parser = argparse.ArgumentParser(
+        prog="cornplug doctor", description="Check this host's set-up; each fault comes with a remedy."
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="what the engine computes in"
-    )
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--model", action="append", default=[], help="a checkpoint to check; repeatable")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the engine")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     findings = list(examine(config.load(), args.model, args.dtype))
     if args.json:

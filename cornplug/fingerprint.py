@@ -18,14 +18,14 @@ def main(argv: list[str]) -> int:
     """Print the fingerprints of each MODEL. Raises CheckpointError for one that cannot be read."""
     parser = argparse.ArgumentParser(prog="cornplug fingerprint", description=__doc__)
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="a folder, or a hub id that is in the cache"
+        "models", nargs="+", metavar="MODEL", help="checkpoint folder, or hub id in the local cache"
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="what the engine computes in (default: what the checkpoint names)",
+        help="dtype of the engine (default: the checkpoint's)",
     )
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     reports = [describe(model, args.dtype) for model in args.models]
     if args.json:

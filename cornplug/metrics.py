@@ -1,8 +1,8 @@
 """One table of metric names for every room, and the tally that fills them.
 
-Engine halves cannot own a Prometheus registry (their process is scraped by nobody), so
-they count into a `Tally`, which the engine's own connector hooks carry to its `/metrics`.
-Services observe the same names into a registry of theirs.
+Engine halves cannot own a Prometheus registry (Prometheus does not scrape their process), so they count into
+a `Tally`, which the engine's own connector hooks carry to its `/metrics`. The encoder service's names are in
+`encoder_service/meters.py`. `script/docs` makes docs/metrics.md of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAIT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 METRICS: Mapping[str, Metric] = {
     "cornplug_hits_total": Metric(
         "counter",
-        "Items served from outside the engine: KV pages or embeddings, by where they came from.",
+        "Items that the engine took from outside: KV pages or embeddings, by source.",
         ("app", "what", "source"),
     ),
     "cornplug_misses_total": Metric(
@@ -50,9 +50,35 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 
+LABELS: Mapping[str, str] = {
+    "app": "The app: `engine.app` of an engine, `x-cornplug-app` of an HTTP request. The service counts apps "
+    'beyond the 64th as "other".',
+    "what": '"kv_page" or "embedding".',
+    "source": '"store", or the service that computed it: "service_ran", "service_joined", "service_reused", '
+    '"service_epd" (SGLang\'s protocol).',
+    "reason": "Why; docs/troubleshooting.md has every value.",
+    "direction": '"load" or "save".',
+    "outcome": "The result; docs/troubleshooting.md has every value.",
+    "qos": "The class of service.",
+    "tower": '"ran" (computed for it), "joined" (computed for another request) or "reused" (stored).',
+    "stage": '"preprocess", "prepare", "queue", "compute" or "publish".',
+    "state": '"alive" or "dead".',
+    "replica": "The number of the replica, from 0.",
+    "device": "The device of the replica.",
+    "model": "The model's name, as the service was started with.",
+    "family": "The model's family.",
+    "identity": "The model identity: digest of tower, projector and settings.",
+    "tower_fp": "The tower's fingerprint.",
+    "projector_fp": "The projector's fingerprint.",
+    "spec_fp": "The fingerprint of the settings that change the result.",
+    "dtype": "The dtype in which the tower runs.",
+    "epoch": "The number of reloads of the model.",
+}
+"""Label -> its meaning."""
+
 
 class Tally:
-    """Thread-safe counts, drained by whoever ships them. Keys are (metric, label values)."""
+    """Thread-safe counts until the next drain. Keys are (metric, label values)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -52,10 +52,15 @@ def parser(description: str) -> argparse.ArgumentParser:
         "With several models the URL ends in /sglang/NAME.",
     )
     out.add_argument(
-        "--model", action="append", required=True, help="folder, or hub id in the local cache; repeat"
+        "--model",
+        action="append",
+        required=True,
+        help="checkpoint folder, or hub id in the local cache; repeat for each model",
     )
     out.add_argument(
-        "--dtype", default="bfloat16", help="as the engines' own: float32, float16, bfloat16 (default)"
+        "--dtype",
+        default="bfloat16",
+        help="dtype of the engines that share: float32, float16, bfloat16 (default)",
     )
     out.add_argument(
         "--device",
@@ -66,42 +71,55 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--replicas",
         type=int,
         default=0,
-        help="processes that compute, one a GPU; on the CPU they divide the cores. A process that dies is "
-        "started again, and others do its work (default: 0, this process computes)",
+        help="number of computing processes, one per GPU; on a CPU they divide the cores. One that dies is "
+        "restarted while the others take its work (default: 0, compute in this process)",
     )
     out.add_argument(
         "--compile",
         action="store_true",
         help="torch.compile the towers' layers in their first passes, which then take seconds (default: off)",
     )
-    out.add_argument("--socket", type=Path, help="unix socket for engines")
-    out.add_argument("--host", help="HTTP address")
-    out.add_argument("--port", type=int, help="HTTP port; 0 picks a free one")
+    out.add_argument(
+        "--socket",
+        type=Path,
+        help="unix socket for engines of this host (default: in $XDG_RUNTIME_DIR/cornplug)",
+    )
+    out.add_argument("--host", help="HTTP address to listen at (default: 127.0.0.1)")
+    out.add_argument("--port", type=int, help="HTTP port (default: 8750); 0 picks a free one")
     out.add_argument(
         "--sglang",
         action="store_true",
         default=None,
-        help="serve SGLang's --language-only servers on the HTTP port as well (default: off)",
+        help="serve SGLang's --language-only servers on the HTTP port, too (default: off)",
     )
     out.add_argument(
-        "--receivers", help="networks of SGLang servers that do not ask for their embeddings themselves"
+        "--receivers",
+        help="networks (10.1.0.0/16, ...) of SGLang servers whose embeddings another host asks for",
     )
     out.add_argument(
         "--require-key",
         action="store_true",
         default=None,
-        help="answer by HTTP only who has a key of a class ([qos.classes.NAME]) or the operator's",
+        help="answer only HTTP requests with a key: a class's ([qos.classes.NAME]) or the operator's",
     )
     out.add_argument(
         "--allow-anonymous",
         action="store_true",
         default=None,
-        help="let --host be reached from beyond this host though nobody needs a key",
+        help="allow a --host beyond this host without keys (default: off)",
     )
-    out.add_argument("--names", help="names by which HTTP clients reach this service, with commas between")
-    out.add_argument("--store-socket", type=Path, help="the host's store")
-    out.add_argument("--no-store", action="store_true", help="publish nothing: answers carry the bytes")
     out.add_argument(
-        "--threads", type=int, help="torch's threads, of each replica (default: the cores, divided)"
+        "--names", help="host names by which HTTP clients reach this service, with commas between"
+    )
+    out.add_argument(
+        "--store-socket", type=Path, help="unix socket of the store (default: in $XDG_RUNTIME_DIR/cornplug)"
+    )
+    out.add_argument(
+        "--no-store", action="store_true", help="use no store: answers carry the embedding itself"
+    )
+    out.add_argument(
+        "--threads",
+        type=int,
+        help="torch threads of each replica (default: the cores, divided among replicas)",
     )
     return out

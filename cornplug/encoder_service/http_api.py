@@ -102,7 +102,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """What is served, by what it is computed from."""
+        """The served models, with the fingerprints of their parts."""
         return served.listed()
 
     @app.get("/health", response_model=Status, responses={503: {"model": Status}})

@@ -88,20 +88,20 @@ class Meters:
             "cornplug_encoder_batch_tokens", "Tokens in one tower pass.", buckets=_TOKENS, registry=registry
         )
         self.tower_passes = Counter(
-            "cornplug_encoder_tower_passes_total", "Media that a tower was run for.", registry=registry
+            "cornplug_encoder_tower_passes_total", "Media computed by a tower.", registry=registry
         )
         self.tower_tokens = Counter(
-            "cornplug_encoder_tower_tokens_total", "Tokens that a tower was run for.", registry=registry
+            "cornplug_encoder_tower_tokens_total", "Tokens computed by a tower.", registry=registry
         )
         self.tower_seconds = Histogram(
             "cornplug_encoder_tower_seconds",
-            "Seconds of one batch that a tower ran for, projectors included.",
+            "Seconds of one pass of a tower, projectors included.",
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
         self.answers = Counter(
             "cornplug_encoder_answers_total",
-            "Embeddings answered, by who ran the tower (ran, joined, reused) and class of service.",
+            "Embeddings answered, by origin (ran, joined, reused) and class of service.",
             ("app", "tower", "qos"),
             registry=registry,
         )
@@ -128,7 +128,7 @@ class Meters:
         )
         self.store_failures = Counter(
             "cornplug_encoder_store_failures_total",
-            "Calls of the store that failed; the embedding was served all the same.",
+            "Failed calls of the store; the embedding was served all the same.",
             ("reason",),
             registry=registry,
         )
@@ -199,12 +199,12 @@ class _Live:
         yield preparing
         yield GaugeMetricFamily(
             "cornplug_encoder_prepared_bytes",
-            "Bytes of decoded and preprocessed media that are held, or that room is kept for.",
+            "Bytes of decoded and preprocessed media, held or reserved.",
             value=meters.prepared_bytes(),
         )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
-            "Predicted seconds until a medium would be answered that came now, by class.",
+            "Predicted seconds until the answer to a medium that arrives now, by class.",
             labels=("qos",),
         )
         for qos, seconds in meters.predicted().items():

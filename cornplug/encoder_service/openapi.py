@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond the routes' own types: bodies, every status, every content type."""
+"""Additions to `/openapi.json` beyond the routes' own types: bodies, every status, every content type."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _error(description: str, *, retry: bool = False) -> dict[str, Any]:
 
 ENCODE: Final[Responses] = {
     200: {
-        "description": "The embedding; of several media, one line or part each, as they finish. An error "
-        "of one is its line. Where all are refused for one reason, the status says so.",
+        "description": "One embedding; for several media one line or part each, as they finish. The error "
+        "of one medium is its line. If all are refused for one reason, the status is that reason's.",
         "headers": _HEADERS,
         "content": {
             RAW: {"schema": _BINARY},
@@ -40,7 +40,9 @@ ENCODE: Final[Responses] = {
             PARTS: {"schema": _BINARY},
         },
     },
-    403: _error("A salt from who has no tenant's key, or a page of another site."),
+    403: _error(
+        "A salt came from a caller without a tenant's key, or the request from a web page of another site."
+    ),
     404: _error("The model is not served."),
     408: _error("The body did not arrive in time."),
     413: _error("Too many bytes, pixels or items."),
@@ -49,14 +51,16 @@ ENCODE: Final[Responses] = {
     424: _error("A remote URL could not be fetched."),
     429: _error("The caller's class has had its share while others wait.", retry=True),
     500: _error("A fault of the service."),
-    503: _error("Full or stopping: ask another one, or again.", retry=True),
-    504: _error("Not begun inside the deadline."),
+    503: _error("The service is full or stopping: ask another one, or retry.", retry=True),
+    504: _error("The deadline passed before the work began."),
 }
 NOT_READY: Final[Responses] = {503: _error("Stopping, or no tower can run.", retry=True)}
 RELOAD: Final[Responses] = {
-    403: _error("Neither from this host nor with the operator's key, or a page of another site."),
+    403: _error(
+        "The caller is neither on this host nor has the operator's key, or is a web page of another site."
+    ),
     404: _error("The model is not served."),
-    409: _error("What is on disk cannot be loaded: everything is served as before."),
+    409: _error("The files on disk cannot be loaded: every model is served as before."),
     415: _error("Not application/json."),
     422: _error("A field is wrong."),
     503: _error("Another reload is going on, or the service is stopping.", retry=True),
@@ -70,7 +74,7 @@ _AT_THE_DOOR: Final = {
     }
     for status, why in {
         "401": "A key is required (encoder.require_key).",
-        "421": "The Host is no name of this service, and nobody's key came with it.",
+        "421": "The Host header names no name of this service, and the request has no key.",
     }.items()
 }
 

@@ -24,16 +24,18 @@ class ReplicaMeters(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read at each scrape."""
         ready = GaugeMetricFamily(
-            "cornplug_encoder_replica_ready", "Whether a replica computes.", labels=("replica", "device")
+            "cornplug_encoder_replica_ready",
+            "1 while the replica computes, else 0.",
+            labels=("replica", "device"),
         )
         plain = GaugeMetricFamily(
             "cornplug_encoder_replica_uncompiled_towers",
-            "Towers that --compile failed on.",
+            "Towers that --compile could not compile.",
             labels=("replica",),
         )
         ends = CounterMetricFamily(
             "cornplug_encoder_replica_ends",
-            "Processes that ended by themselves.",
+            "Processes of replicas that ended by themselves, by reason.",
             labels=("replica", "reason"),
         )
         for number, replica in enumerate(map(str, range(len(self._replicas)))):

@@ -1,4 +1,4 @@
-"""`cornplug encoder`: loads towers once, then serves engines by socket and apps by HTTP.
+"""Run the shared encoder: load vision and audio towers once, serve engines by socket and apps by HTTP.
 
 SIGTERM and SIGINT drain: nothing new is taken, what waits is answered, the exit status is 0.
 SIGHUP serves the weights that are on disk now, without a pause (`reloading`).

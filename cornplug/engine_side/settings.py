@@ -9,21 +9,33 @@ from cornplug.config import Config, load
 from cornplug.errors import ConfigError
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
-    "--cornplug-app": ("engine.app", "Name of the app this engine serves: label of metrics and store bytes."),
-    "--cornplug-store": ("store.socket", "Unix socket of the host's store."),
+    "--cornplug-app": (
+        "engine.app",
+        "Name of the app that this server works for; a label of metrics (default: 'default').",
+    ),
+    "--cornplug-store": (
+        "store.socket",
+        "Unix socket of the cache daemon (the store) that all servers of this host share.",
+    ),
     "--cornplug-store-size": (
         "store.size_bytes",
-        "Bytes of the store, where this engine is the one to start it.",
+        "Upper bound of the store, in bytes, if this server starts it (default: 1/4 of free memory).",
     ),
-    "--cornplug-encoder": ("encoder.socket", "Unix socket of the shared encoder service."),
-    "--cornplug-store-deadline": ("store.deadline_s", "Seconds to wait for one answer of the store."),
+    "--cornplug-encoder": (
+        "encoder.socket",
+        "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share.",
+    ),
+    "--cornplug-store-deadline": (
+        "store.deadline_s",
+        "Longest wait for an answer of the store, in seconds; then it is a miss (default: 0.1).",
+    ),
     "--cornplug-encoder-deadline": (
         "encoder.deadline_s",
-        "Seconds to wait for an embedding before encoding here.",
+        "Longest wait for an image embedding, in seconds; then this server encodes (default: 10).",
     ),
     "--cornplug-page-tokens": (
         "engine.page_tokens",
-        "Tokens of one KV page; must agree between engines that share.",
+        "Tokens of one shared KV page, a multiple of 16; equal on all servers that share (default: 64).",
     ),
 }
 """flag -> (setting, help)"""

@@ -41,13 +41,14 @@ def share(extra: Mapping[str, str] | None = None) -> None:
 
 def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="cornplug", description="Share encoder outputs and KV pages with other engines."
+        title="cornplug",
+        description="Share image embeddings and prefix KV cache with other servers of this host (vLLM, too).",
     )
     group.add_argument(
         ENABLE,
         action="store_true",
-        help="Share, with default settings. Each option below implies it. Sets SGLang's hierarchical "
-        "cache and its storage where they are not given.",
+        help="Share with default settings. Each option below implies it. It enables SGLang's hierarchical "
+        "cache (HiCache) with cornplug as its storage; HiCache flags that you set are kept.",
     )
     for flag, (setting, text) in SETTINGS.items():
         metavar = setting.split(".")[1].upper()

@@ -65,21 +65,42 @@ def main(argv: list[str]) -> int:
 
 
 def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cornplug serve-store", description=__doc__)
-    parser.add_argument("--socket", type=Path, default=defaults.socket)
+    parser = argparse.ArgumentParser(
+        prog="cornplug serve-store", description="Run the cache daemon that all engines of this host share."
+    )
+    parser.add_argument(
+        "--socket", type=Path, default=defaults.socket, help="unix socket to listen at (default: %(default)s)"
+    )
     parser.add_argument(
         "--size",
         type=parse_size,
         default=defaults.size_bytes,
-        help="upper bound, as 4GiB or 512MiB; by default a quarter of the memory that is available",
+        help="upper bound of its memory, as 4GiB or 512MiB (default: a quarter of the available memory)",
     )
-    parser.add_argument("--secret-file", type=Path, default=defaults.secret_file)
-    parser.add_argument("--quarantine-s", type=float, default=defaults.quarantine_s)
     parser.add_argument(
-        "--idle-exit-s", type=float, default=0.0, help="end after so long without a client; 0: never"
+        "--secret-file",
+        type=Path,
+        default=defaults.secret_file,
+        help="32 bytes that clients must share (default: %(default)s)",
     )
-    parser.add_argument("--clamp", action="store_true", help="take less when there is less memory")
-    parser.add_argument("--detach", action="store_true", help="serve in the background")
+    parser.add_argument(
+        "--quarantine-s",
+        type=float,
+        default=defaults.quarantine_s,
+        help="seconds for which memory of a writer that died is kept from others (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--idle-exit-s",
+        type=float,
+        default=0.0,
+        help="end after so many seconds without a client (default: 0, never)",
+    )
+    parser.add_argument(
+        "--clamp",
+        action="store_true",
+        help="use a smaller size if the host has less memory, instead of an error",
+    )
+    parser.add_argument("--detach", action="store_true", help="run in the background")
     return parser
 
 

@@ -24,15 +24,16 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
     parser = original(parser)
     group = parser.add_argument_group(
-        title="cornplug", description="Share encoder outputs and KV blocks with other engines."
+        title="cornplug",
+        description="Share image embeddings and prefix KV cache with other servers of a host (SGLang, too).",
     )
     group.add_argument(
         "--kv-connector",
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
         default=None,
-        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and "
-        "--ec-transfer-config; another registered name sets the former with kv_role=kv_both.",
+        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config. "
+        "Any other registered name sets --kv-transfer-config with kv_role=kv_both.",
     )
     for flag, (setting, text) in SETTINGS.items():
         group.add_argument(

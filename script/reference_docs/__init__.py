@@ -1,0 +1,20 @@
+"""The reference pages of docs/, generated from the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from reference_docs import command_line, configuration, http_api, metrics, troubleshooting
+
+TREE: Final = Path(__file__).parents[2]
+
+PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "configuration.md": configuration.page,
+    "metrics.md": metrics.page,
+    "http-api.md": http_api.page,
+    "command-line.md": command_line.page,
+    "troubleshooting.md": troubleshooting.page,
+}
+"""File of docs/ -> its text."""

@@ -1,0 +1,57 @@
+"""docs/command-line.md, from each command's --help."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from typing import Final
+from unittest import mock
+
+from cornplug import cli
+from cornplug.engine_side.settings import SETTINGS
+from cornplug.sglang_hooks.flags import ENABLE
+
+from .markdown import notice, table
+
+# Widths, folders and devices of the machine that writes the page must not show in it.
+_ENVIRONMENT: Final = {
+    "COLUMNS": "100",
+    "NO_COLOR": "1",
+    "XDG_RUNTIME_DIR": "/run/user/UID",
+    "XDG_CACHE_HOME": "/home/USER/.cache",
+}
+_SUBCOMMANDS: Final = {"profile": ("llm", "encoder")}
+_ENGINES: Final = """## Engines
+
+vLLM takes `--kv-connector cornplug` and SGLang `{enable}`; each of these flags can follow, on both:
+"""
+
+
+def page() -> str:
+    """The text of docs/command-line.md."""
+    parts = [f"# Command line\n\n{notice('the help of each command')}\n", _ENGINES.format(enable=ENABLE)]
+    rows = [(f"`{flag}`", f"`{setting}`", text) for flag, (setting, text) in SETTINGS.items()]
+    parts.append(table(("flag", "setting", "meaning"), rows) + "\n")
+    parts.append(_section(()))
+    for name in cli.COMMANDS:
+        parts.append(_section((name,)))
+        parts += [_section((name, sub)) for sub in _SUBCOMMANDS.get(name, ())]
+    return "\n".join(parts)
+
+
+def _section(words: tuple[str, ...]) -> str:
+    return f"## `{' '.join(('cornplug', *words))}`\n\n```text\n{help_of(words)}```\n"
+
+
+def help_of(words: tuple[str, ...]) -> str:
+    """What `cornplug WORDS --help` prints."""
+    out = io.StringIO()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CORNPLUG_")}
+    with (
+        mock.patch.dict(os.environ, {**clean, **_ENVIRONMENT}, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.suppress(SystemExit),
+    ):
+        cli.main([*words, "--help"])
+    return out.getvalue()

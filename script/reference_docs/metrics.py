@@ -1,0 +1,86 @@
+"""docs/metrics.md, from the tables and registries of the rooms that count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.replica_set import ReplicaMeters
+from cornplug.metrics import LABELS, METRICS
+from cornplug.vllm_connector.admission import _meters as admission_meters
+
+from .markdown import notice, table
+
+_INTRO: Final = """# Metrics
+
+{notice}
+
+Every series is a Prometheus counter, gauge or histogram. [Troubleshooting](troubleshooting.md) explains each
+value of `reason` and `outcome`, with its remedy.
+"""
+_ENGINES: Final = """## Engines
+
+At vLLM's and SGLang's own `/metrics` (SGLang: with `--enable-metrics`).
+"""
+_SERVICE: Final = """## Encoder service
+
+At `/metrics` of its HTTP port. The `replica` series exist with `--replicas`.
+"""
+_ADMISSION: Final = """## Admission in front of vLLM
+
+At vLLM's `/metrics`, with `--middleware cornplug.vllm_connector.admission.Admission`.
+"""
+
+
+class Series(NamedTuple):
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+def page() -> str:
+    """The text of docs/metrics.md."""
+    parts = [_INTRO.format(notice=notice("`cornplug/metrics.py` and the services' registries"))]
+    for head, series in ((_ENGINES, engines()), (_SERVICE, service()), (_ADMISSION, admission())):
+        rows = [
+            (f"`{s.name}`", s.kind, ", ".join(f"`{label}`" for label in s.labels), s.help) for s in series
+        ]
+        parts.append(f"{head}\n{table(('series', 'type', 'labels', 'meaning'), rows)}\n")
+    rows = [(f"`{label}`", meaning) for label, meaning in LABELS.items()]
+    parts.append(f"## Labels\n\n{table(('label', 'meaning'), rows)}\n")
+    return "\n".join(parts)
+
+
+def engines() -> list[Series]:
+    """What engines count."""
+    return [Series(name, m.kind, m.labels, m.help) for name, m in METRICS.items()]
+
+
+def service() -> list[Series]:
+    """What the encoder service counts."""
+    registry = Meters(lambda: 0.0).registry
+    registry.register(ReplicaMeters(()))
+    return sorted(_registered(registry))
+
+
+def admission() -> list[Series]:
+    """What the middleware in front of vLLM counts."""
+    registry = CollectorRegistry()
+    admission_meters(registry)
+    return sorted(_registered(registry))
+
+
+def _registered(registry: CollectorRegistry) -> Iterator[Series]:
+    for collector in registry._collector_to_names:
+        own = hasattr(collector, "_labelnames")
+        families: Iterable[object] = [collector] if own else collector.collect()
+        for family in families:
+            kind = getattr(family, "_type", None) or family.type  # type: ignore[attr-defined]
+            name = getattr(family, "_name", None) or family.name  # type: ignore[attr-defined]
+            text = getattr(family, "_documentation", None) or family.documentation  # type: ignore[attr-defined]
+            labels = tuple(family._labelnames)  # type: ignore[attr-defined]
+            yield Series(f"{name}_total" if kind == "counter" else name, kind, labels, text)
