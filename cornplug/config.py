@@ -130,7 +130,7 @@ class EncoderConfig(_Section):
     """Longest time for which a stopping service works on admitted requests. The default ends within the 30 s
     that are usual between SIGTERM and SIGKILL."""
     max_deadline_s: float = Field(default=120.0, gt=0)
-    """Longest deadline that a client gets, whatever it asks for; a class may have its own."""
+    """Longest deadline that a client gets, even if it asks for more; a class may have its own."""
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Largest image accepted, in pixels after decoding."""
     max_audio_s: float = Field(default=600.0, gt=0)

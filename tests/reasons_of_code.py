@@ -23,7 +23,10 @@ _OTHERS: Final = {
     "_ran_out": "the text of a log line",
 }
 """Functions whose argument of such a name is no label."""
-_KINDS: Final = {"checkpoint": "the kind of a replica's `Failed`, which its service reports as replica"}
+_KINDS: Final = {
+    "checkpoint": "the kind of a replica's `Failed`, which its service reports as replica",
+    "secret": "the store's `Rejected`, which clients count as store_refused",
+}
 """Words that share a class's name with a reason."""
 
 
