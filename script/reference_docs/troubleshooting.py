@@ -16,7 +16,7 @@ _INTRO: Final = """# Troubleshooting: why did it not share?
 
 1. Run `cornplug doctor --model MODEL`. It checks the host, the store, the secret, the engines' versions and
    the checkpoint, and names a remedy for each fault.
-2. Read the engine's log: a line that begins with `cornplug:` names a thing that is not shared, and the reason.
+2. Read the engine's log: a line that begins with `cornplug:` names a thing that is not shared, and why.
 3. Read the counters at the engine's `/metrics` ([all of them](metrics.md)):
 
 ```
