@@ -1,4 +1,4 @@
-"""cornplug: engines share what they compute, keyed by what it was computed from.
+"""cornplug: engines share embeddings and KV pages, keyed by the weights and content behind them.
 
 The clients are loaded when asked for: engines import this package in each of their processes.
 """

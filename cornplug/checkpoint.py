@@ -1,4 +1,4 @@
-"""A published checkpoint as what it computes: fingerprints of its parts, and specs.
+"""A published checkpoint as fingerprints of its parts, and specs.
 
 Torch-free. Reads config.json, the preprocessor's JSON and safetensors; never code.
 """
@@ -28,7 +28,7 @@ _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"}
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What a model's embeddings depend on besides the medium; 32 bytes each."""
+    """The inputs of a model's embeddings besides the medium; 32 bytes each."""
 
     identity: bytes
     tower_fp: bytes
@@ -88,7 +88,7 @@ class Checkpoint:
         return self.preprocessors["image"]
 
     def fingerprint(self, part: Part) -> bytes:
-        """Fingerprint of a part's weights, whatever the names' generation and the file split.
+        """Fingerprint of a part's weights, independent of the names' generation and the file split.
 
         A tower counts up to the cut only (`Family.before_cut`). A model of no known family
         is all language model. Raises CheckpointError as `locate`, and "unreadable", "changed".
@@ -108,7 +108,7 @@ class Checkpoint:
     def changed_since(self, moment_ns: int) -> Path | None:
         """A file of weights or settings that was written after a moment, by the clock of files.
 
-        Files of the hub's cache are named by their content: nobody writes into one. Raises
+        Files of the hub's cache are named by their content: no process writes into one. Raises
         CheckpointError("unreadable").
         """
         files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
@@ -134,7 +134,7 @@ class Checkpoint:
         return read_json(self.path / "generation_config.json") or {}
 
     def tower_spec(self, dtype: str, *, numeric_class: str = NUMERIC_CLASS) -> dict[str, Any]:
-        """What shapes the tower's output besides weights: family, config up to the cut, dtype.
+        """The inputs of the tower's output besides weights: family, config up to the cut, dtype.
 
         `dtype` is torch's name without "torch." in which the tower runs.
         """
@@ -206,7 +206,7 @@ class Checkpoint:
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
 
     def kv_spec(self) -> dict[str, Any]:
-        """What changes KV besides the language model's weights: the text config without names.
+        """The settings that change KV besides the language model's weights: the text config without names.
 
         Rope reads alike whether transformers 4 or 5 wrote it.
         """

@@ -1,6 +1,6 @@
 """The command `cornplug`: a table of commands, each loaded when it is asked for.
 
-Knows nothing of what a command does. A command is `main(argv) -> exit status`.
+Knows nothing of a command's work. A command is `main(argv) -> exit status`.
 """
 
 from __future__ import annotations

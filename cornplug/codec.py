@@ -1,4 +1,4 @@
-"""The envelope of a payload: what it claims to be, and checksums to prove it whole.
+"""The envelope of a payload: its kind, key and shape, and checksums that prove it whole.
 
 The header travels as a store entry's `meta`, apart from the payload, so that payloads are
 written in place by several ranks:
@@ -14,7 +14,7 @@ A writer of a part of a payload knows some of the checksums (`encode_part`); `jo
 
 All integers are little-endian. A payload is `segments` equal parts, each with its own
 checksum (XXH3-64), so that a tensor-parallel rank verifies just the heads it reads.
-The checksum guards against damage, not against malice: keys are what guards against that.
+The checksum guards against damage, not against malice: keys guard against that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a payload is. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
+    """The kind of a payload. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
 
     kind: Kind
     key: bytes
@@ -107,7 +107,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
 def encode_part(
     kind: Kind, key: bytes, dtype: str, shape: Sequence[int], segments: int, checksums: Mapping[int, int]
 ) -> bytes:
-    """What the writer of some segments knows of a payload of `segments`: index -> checksum.
+    """The checksums of one writer's segments of a payload of `segments`: index -> checksum.
 
     Raises CodecError when a field does not fit the format."""
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):

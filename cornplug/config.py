@@ -332,7 +332,7 @@ class Config(_Section):
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
     """Merge defaults, file, environment and `overrides` ({"section.field": value}).
 
-    Raises ConfigError that names the field, where it was set, and what it accepts.
+    Raises ConfigError that names the field, its place and the accepted values.
     """
     values: dict[str, dict[str, Any]] = {"store": {}, "encoder": {}, "engine": {}, "qos": {}}
     path = environ.get("CORNPLUG_CONFIG")

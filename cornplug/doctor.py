@@ -172,7 +172,7 @@ def folder(settings: config.StoreConfig) -> Iterator[Finding]:
 
 
 def describe_encoder(settings: config.Config) -> Served | EncoderError:
-    """What the encoder service serves, or why it does not answer."""
+    """The models that the encoder service serves, or the reason why it does not answer."""
     if not settings.store.secret_file.exists():  # reading it would make one
         return EncoderUnavailable("no service has run here, there is no secret yet", reason="encoder_down")
     try:

@@ -67,7 +67,7 @@ class Finding:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a process of an engine says. Empty where all is well."""
+    """The statement of one process of an engine. Empty where all is well."""
 
     why_not: str
     """Why the plugin is not in place."""
@@ -183,7 +183,7 @@ def plugin(engine: Engine) -> Iterator[Finding]:
 
 
 def ask(engine: Engine) -> Answer:
-    """What a process of the engine says. Raises subprocess.TimeoutExpired."""
+    """The statement of one process of the engine. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
         [sys.executable, "-c", engine.probe], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )

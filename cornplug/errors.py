@@ -35,7 +35,7 @@ class CornplugError(Exception):
 
 
 class ConfigError(CornplugError):
-    """A setting is wrong. The message names the field and what to write instead."""
+    """A setting is wrong. The message names the field and the remedy."""
 
     def __init__(self, field: str, problem: str, remedy: str) -> None:
         super().__init__(f"{field}: {problem}. {remedy}", reason="config")
@@ -73,7 +73,7 @@ class PlanUnfinished(CornplugError):
 
 
 class StoreError(CornplugError):
-    """The store answered that it cannot do what was asked."""
+    """The store refused an operation."""
 
 
 class StoreUnavailable(StoreError):
@@ -82,7 +82,7 @@ class StoreUnavailable(StoreError):
 
 
 class EncoderError(CornplugError):
-    """Root of what the encoder client raises."""
+    """Root of the encoder client's errors."""
 
 
 class EncoderUnavailable(EncoderError):

@@ -1,4 +1,4 @@
-"""`cornplug fingerprint`: what a checkpoint's results depend on, and what several have in common."""
+"""`cornplug fingerprint`: the fingerprints of checkpoints, and their common parts."""
 
 from __future__ import annotations
 

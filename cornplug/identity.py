@@ -1,4 +1,4 @@
-"""What an entry was computed from, as 32 bytes. Pure: no file, no clock, no engine.
+"""Digests of 32 bytes that name an entry by its inputs. Pure: no file, no clock, no engine.
 
 Everything here is SHA-256 over length-prefixed parts under a domain name, so that no two
 different inputs ever share an encoding. Schemes are versioned by that domain; golden
@@ -28,7 +28,7 @@ from typing import Any, Final
 
 DIGEST_BYTES: Final = 32
 LINK_TOKENS: Final = 16
-"""Tokens in one link of the page chain, whatever the page size of an engine."""
+"""Tokens in one link of the page chain, independent of an engine's page size."""
 
 _WIDE_TAG: Final = b"sglang-mm-wide-pad-v1"
 _WIDE_BASE: Final = 1_000_000
@@ -46,7 +46,7 @@ def digest(domain: str, *parts: bytes) -> bytes:
 
 
 def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
-    """`digest` under HMAC-SHA256 with the store's secret: nobody outside can make keys."""
+    """`digest` under HMAC-SHA256 with the store's secret: no outsider can make keys."""
     return hmac.digest(secret, digest(domain, *parts), "sha256")
 
 
@@ -79,7 +79,7 @@ def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
 
 
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
-    """What an embedding depends on besides the medium. Equal for every fine-tune, merge or
+    """The inputs of an embedding besides the medium. Equal for every fine-tune, merge or
     quantisation that left tower and projector alone."""
     return digest("cornplug-model-v2", tower_fp, projector_fp, spec_fp)
 
@@ -102,7 +102,7 @@ def frames_digest(
             that readers who compute them in another way agree.
         frames: row-major RGB bytes of each frame, width * height * 3.
 
-    What the sampling chose is in the frames and times. Raises ValueError for a frame of another
+    The sampling's choice is in the frames and times. Raises ValueError for a frame of another
     size, for more or fewer frames than times, and for a time that is not finite.
     """
     h = hashlib.sha256(b"cornplug-frames-v1")
@@ -140,7 +140,7 @@ def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> 
 
 
 def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -> bytes:
-    """Key of what a tower and projector give for one medium, as an engine consumes it.
+    """Key of an embedding: the output of tower and projector for one medium, as an engine consumes it.
 
     Args:
         model: `model_identity`.
@@ -164,13 +164,13 @@ def feature_key(
 
 
 def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
-    """What KV depends on besides the tokens: the whole LM (with adapters and quantisation),
+    """The inputs of KV besides the tokens: the whole LM (with adapters and quantisation),
     cache dtype, rope and page geometry, tenant."""
     return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
 
 
 def medium_lineage(key: bytes, rows: int) -> bytes:
-    """What KV behind a medium was computed from, as far as the medium goes: 32 bytes.
+    """The medium's part of the inputs of the KV behind it: 32 bytes.
 
     Args:
         key: the medium's embedding key.
@@ -246,5 +246,5 @@ def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
 
 
 def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
-    """An identity that a deployment changed beyond what its checkpoint says; same rule."""
+    """An identity that a deployment changed beyond its checkpoint; same rule."""
     return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity

@@ -22,14 +22,14 @@ PLANES = 2
 """K and V. MLA caches one latent plane instead."""
 
 MAX_SEGMENTS = 0xFFFF
-"""What an envelope's header can name."""
+"""The kinds of payload that a header can name."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageGeometry:
-    """The shape of every page of one model, whatever the parallelism that computes it."""
+    """The shape of every page of one model, at any parallelism of the engine."""
 
     page_tokens: int
     heads: int
@@ -78,7 +78,7 @@ class PageGeometry:
         return self.segments * self.segment_bytes
 
     def spec(self) -> dict[str, Any]:
-        """What of the geometry belongs to a page's identity."""
+        """The fields of the geometry that belong to a page's identity."""
         return {"layout": "head-layer-kv-token-dim/1", "shape": list(self.shape), "dtype": self.dtype}
 
 

@@ -1,4 +1,4 @@
-"""Folders and files that nobody but this user can change.
+"""Folders and files that only this user can change.
 
 Everything is checked on the descriptor that is then used, and no symbolic link is followed: in /tmp
 a stranger may have made the folder first, or put a link where our log is to be.
@@ -54,9 +54,9 @@ def open_file(folder: int, name: str, flags: int) -> int:
 
 
 def secret_problem(about: os.stat_result) -> str:
-    """Why a file is no secret of ours; "" when it is one.
+    """The reason why a file cannot be this user's secret; "" when it can.
 
-    Root may give it to a group of ours: so does Kubernetes, for a pod that has an fsGroup.
+    Root may give it to a group of this user: so does Kubernetes, for a pod that has an fsGroup.
     """
     mode = stat.S_IMODE(about.st_mode)
     if about.st_uid not in (0, os.getuid()):

@@ -1,4 +1,4 @@
-"""Classes of service: who a caller is, and what it was promised. Pure policy, no I/O and no clock.
+"""Classes of service: the class of each caller, and its guarantees. Pure policy, no I/O and no clock.
 
     [qos]
     default = "standard"                 # who matches nothing else
@@ -34,7 +34,7 @@ from cornplug.config import QosConfig
 CLASS_HEADER: Final = "x-cornplug-class"
 APP_HEADER: Final = "x-cornplug-app"
 LEAST_SHARE: Final = 0.02
-"""What every class gets, so that no priority starves it: its work comes late, but it comes."""
+"""The least share of every class, so that no priority starves it: its work comes late, but it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ServiceClass:
     deadline_s: float | None = field(default=None, compare=False)
     """Of requests that name none; None: the service's own."""
     max_deadline_s: float | None = field(default=None, compare=False)
-    """Longest that its requests get, whatever they ask for; None: the service's own."""
+    """Longest deadline of its requests, even if they ask for more; None: the service's own."""
 
     @property
     def rank(self) -> tuple[int, float, str]:
@@ -61,7 +61,7 @@ ONE_CLASS: Final = ServiceClass(name="default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: the class it is served in, the app it says it is, where that app is known, and the
+    """The caller: the class it is served in, the app it says it is, where that app is known, and the
     tenant whose key it has."""
 
     qos: ServiceClass
@@ -70,7 +70,7 @@ class Caller:
 
     @property
     def account(self) -> str:
-        """Whose part of the store is filled: the tenant's, or that of all without one in the class."""
+        """The account whose part of the store is filled: the tenant's, or that of all without one in the class."""
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
@@ -118,7 +118,7 @@ class Classes:
         return self._by_app.get(app, self.default)
 
     def of_headers(self, headers: Mapping[str, str]) -> Caller:
-        """Who sent these headers (names in lower case).
+        """The caller that sent these headers (names in lower case).
 
         A class that has keys is given to their holders only. Who asks for it without one, or names
         a class that does not exist, is served as if it had asked for none.

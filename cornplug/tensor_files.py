@@ -158,7 +158,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
-    """SHA-256 of the raw bytes of each wanted tensor, by file. Reads only what no cache holds.
+    """SHA-256 of the raw bytes of each wanted tensor, by file. Reads only files that no cache holds.
 
     Raises CheckpointError("unreadable", "changed") when a file cannot be read or changes
     meanwhile.
@@ -193,7 +193,7 @@ def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
 
 
 def _file_identity(path: Path) -> tuple[str, bool]:
-    """What stands for a file's content, and whether it may be trusted on a later day.
+    """A signature of a file's content, and whether it may be trusted on a later day.
 
     A blob of the Hugging Face cache is named by its own SHA-256. Elsewhere: place, size,
     times and inode, unless they are so fresh that a further write could leave them equal.
