@@ -70,7 +70,7 @@ class Caller:
 
     @property
     def account(self) -> str:
-        """The account whose part of the store is filled: the tenant's, or that of all without one in the class."""
+        """The account that fills the store: the tenant's, or that of all without one in the class."""
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
