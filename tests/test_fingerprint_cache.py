@@ -24,13 +24,17 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the tensors read, one list a time."""
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The names of the tensors read in this test's folder, one list a time.
+
+    A test before it in this process may have left a thread that still reads a checkpoint of its own.
+    """
     seen: list[list[str]] = []
     original = tensor_files._hash_tensors
 
     def counted(path: Path, entries: Any, advance: Any) -> dict[str, bytes]:
-        seen.append(sorted(entries))
+        if path.is_relative_to(tmp_path):
+            seen.append(sorted(entries))
         return original(path, entries, advance)
 
     monkeypatch.setattr(tensor_files, "_hash_tensors", counted)
