@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cornplug.config import EncoderConfig, StoreConfig
 from cornplug.testing.engines import Answer, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples" / "two_apps_one_encoder"
@@ -151,6 +152,16 @@ def test_every_process_that_carries_the_folder_is_ended(demo: Demo, tmp_path: Pa
         for process in (*ours, other):
             process.kill()
             process.wait(5)
+
+
+def test_the_demo_looks_for_the_store_where_engines_start_it(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket's name has the protocol's number in it: the demo once asked at an older one."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with demo.host.Host() as host:
+        assert StoreConfig().socket == host.store_socket
+        assert EncoderConfig().socket == host.encoder_socket
 
 
 @pytest.mark.parametrize("script", [*FOLDER.glob("*.sh"), FOLDER / "models.env"], ids=lambda p: p.name)

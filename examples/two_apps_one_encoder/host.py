@@ -22,7 +22,7 @@ from typing import Final, Self
 
 from checkpoints import DTYPE, App
 
-from cornplug.config import StoreConfig
+from cornplug.config import STORE_PROTOCOL, StoreConfig
 from cornplug.store.base import StoreStat
 from cornplug.store.pool import PoolStore
 from cornplug.testing.engines import EncoderProcess, ProcessFailed, VllmServer
@@ -64,7 +64,7 @@ class Host:
         self.keep = False
         """Leave the folder, with its logs, when the demo ends."""
         self._run = self.folder / "run"
-        self.store_socket = self._run / "cornplug" / "store.sock"
+        self.store_socket = self._run / "cornplug" / f"store-{STORE_PROTOCOL}.sock"
         self.encoder_socket = self._run / "cornplug" / "encoder.sock"
 
     def __enter__(self) -> Self:
