@@ -1,0 +1,1 @@
+"""Commands of `cornplug` that belong to no room."""

@@ -1,0 +1,1 @@
+"""Who may ask the service, and the record of it."""

@@ -1,0 +1,1 @@
+"""Encoded media, decoded: what image, video and audio bytes stand for. No torch."""

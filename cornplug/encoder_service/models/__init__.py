@@ -1,0 +1,1 @@
+"""Which models the service holds, and how they are loaded."""

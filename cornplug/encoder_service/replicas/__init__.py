@@ -1,0 +1,1 @@
+"""Towers in processes of their own, one for each GPU."""

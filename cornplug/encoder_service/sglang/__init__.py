@@ -1,0 +1,1 @@
+"""SGLang's encoder-disaggregation protocol, served by the same encoder."""

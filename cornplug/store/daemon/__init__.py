@@ -1,0 +1,1 @@
+"""The daemon that owns a host's store: one process, one arena."""

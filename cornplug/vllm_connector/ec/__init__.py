@@ -1,0 +1,1 @@
+"""Embeddings between vLLM's encoder cache, the store and the encoder service."""

@@ -1,0 +1,1 @@
+"""Which model this vLLM runs, and whether its settings let it share."""

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and the demo start and feed: engines, checkpoints, photographs. In no wheel."""
