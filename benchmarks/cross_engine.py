@@ -24,8 +24,8 @@ from driver.requests import Request, pictures, words
 from driver.stage import SGLANG, VLLM, Stage, hits, options, stage
 from driver.table import Report, Row
 
-from cornplug.testing.engines import EngineServer, VllmServer
-from cornplug.testing.sglang_engine import SglangServer
+from devkit.engines import EngineServer, VllmServer
+from devkit.sglang_engine import SglangServer
 
 TARGET = 0.3
 _LLM = {"hidden_size": 1024, "layers": 8, "heads": 16}

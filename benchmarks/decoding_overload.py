@@ -27,8 +27,8 @@ from driver.stage import options
 from driver.storm import App, Asked, Client, Pictures
 from rich.console import Console
 
-from cornplug.testing.checkpoints import CLIP_L_336
-from cornplug.testing.processes import EncoderProcess
+from devkit.checkpoints import CLIP_L_336
+from devkit.processes import EncoderProcess
 
 TOWER: Final = {
     **CLIP_L_336,

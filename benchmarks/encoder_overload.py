@@ -26,8 +26,8 @@ from driver.storm import App, Asked, Client, Pictures
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.testing.checkpoints import CLIP_L_336
-from cornplug.testing.processes import EncoderProcess
+from devkit.checkpoints import CLIP_L_336
+from devkit.processes import EncoderProcess
 
 TOWER = {
     **CLIP_L_336,

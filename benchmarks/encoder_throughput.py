@@ -22,8 +22,8 @@ from driver.encoder_stream import Ask, Transformers, ask_service, stream
 from driver.stage import cpu_s, options
 from driver.table import Report, Row
 
-from cornplug.testing.checkpoints import CLIP_L_336
-from cornplug.testing.engines import EncoderProcess, StoreProcess
+from devkit.checkpoints import CLIP_L_336
+from devkit.engines import EncoderProcess, StoreProcess
 
 TARGET = 1.5
 REPEATED = 0.3

@@ -18,7 +18,7 @@ from driver.requests import Request, pictures, words
 from driver.stage import Idle, Stage, hits, options, stage
 from driver.table import Report, Row
 
-from cornplug.testing.checkpoints import CLIP_L_336
+from devkit.checkpoints import CLIP_L_336
 
 TARGET = 0.25
 _LLM = {"hidden_size": 1024, "layers": 16, "heads": 16}

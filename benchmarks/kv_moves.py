@@ -32,11 +32,11 @@ from cornplug.codec import Header, Kind, checksum, decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation
-from cornplug.store.pool import PoolStore
-from cornplug.testing.processes import StoreProcess
-from cornplug.vllm_connector.kv_layout import WriteOp
-from cornplug.vllm_connector.kv_moves import Load, PageRead, PageWrite, Save
-from cornplug.vllm_connector.kv_worker import KVWorker
+from cornplug.store.client import PoolStore
+from cornplug.vllm_connector.kv.layout import WriteOp
+from cornplug.vllm_connector.kv.metadata import Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.worker import KVWorker
+from devkit.processes import StoreProcess
 
 _HEADS, _DIM, _PAGE_TOKENS = 32, 128, 64
 _BLOCK_TOKENS = 128

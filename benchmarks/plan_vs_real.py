@@ -27,10 +27,10 @@ from driver.requests import pictures
 from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
-from cornplug.planner.launching import launch
-from cornplug.planner.launching.processes import Process
+from cornplug.planner.launch import launcher
+from cornplug.planner.launch.process_runner import Process
 from cornplug.planner.plan import Group, Plan
-from cornplug.testing.checkpoints import CLIP_L_336
+from devkit.checkpoints import CLIP_L_336
 
 TOWER = {
     **CLIP_L_336,
@@ -129,7 +129,7 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
     os.environ.update(_SLOW)
     groups = {group.name: group for group in plan.groups}
     with ExitStack() as stack:
-        processes = stack.enter_context(launch.running(plan, run_dir=folder / "run", event=_say))
+        processes = stack.enter_context(launcher.running(plan, run_dir=folder / "run", event=_say))
         for process in processes:
             group = groups.get(process.command.group)
             if group is None:

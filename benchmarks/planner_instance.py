@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from cornplug.planner.deciding.pruning import prune
-from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.candidates.dominance import prune
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 
 TIERS = (0.5, 2.0)
 """Seconds for each stage: tight and loose."""

@@ -24,9 +24,9 @@ from planner_instance import Size, pool
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.milp import build, solve
-from cornplug.planner.solving.pool import Solution
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.milp import build, solve
+from cornplug.planner.optimizer.optimization_problem import Solution
 
 FULL = Size()
 GROWTH: dict[str, list[int]] = {

@@ -30,8 +30,8 @@ from rich.table import Table
 
 from cornplug.codec import Kind
 from cornplug.config import StoreConfig
-from cornplug.store import entry
-from cornplug.store.pool import PoolStore
+from cornplug.store import payload as entry
+from cornplug.store.client import PoolStore
 
 RATE_HZ: Final = 200.0
 CLIENTS: Final = (1, 4, 8)
@@ -87,7 +87,7 @@ def fill(config: StoreConfig) -> None:
 @contextmanager
 def served(config: StoreConfig) -> Iterator[int]:
     """The daemon's process id."""
-    command = [sys.executable, "-m", "cornplug.store.daemon", "--socket", str(config.socket)]
+    command = [sys.executable, "-m", "cornplug.store.daemon.main", "--socket", str(config.socket)]
     command += ["--size", str(config.size_bytes), "--secret-file", str(config.secret_file)]
     daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

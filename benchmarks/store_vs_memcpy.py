@@ -5,7 +5,7 @@
 A daemon process, and this process as its client, pinned to one core. For each size the
 working set is many times the L3 cache, so that memcpy and store both move data between
 DRAM and DRAM, and every buffer was touched before. `put`, `get_into` and `get_fresh` are whole calls
-of `cornplug.store.entry`, one entry each: control messages, copy, checksum, verification.
+of `cornplug.store.payload`, one entry each: control messages, copy, checksum, verification.
 `put_batch` and `get_batch` do the same for 16 MiB of entries a call, as connectors do;
 `get_unverified` is the latter without checksums, to show what verification costs.
 """
@@ -31,9 +31,9 @@ from rich.table import Table
 
 from cornplug.codec import Header, Kind, decode_header, encode_header
 from cornplug.config import StoreConfig
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
-from cornplug.store.pool import PoolStore
+from cornplug.store.client import PoolStore
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 WORKING_SET = 512 << 20
@@ -83,7 +83,7 @@ def warm(store: PoolStore) -> None:
 
 
 def _serve(config: StoreConfig, cores: set[int]) -> Callable[[], object]:
-    command = [sys.executable, "-m", "cornplug.store.daemon", "--socket", str(config.socket)]
+    command = [sys.executable, "-m", "cornplug.store.daemon.main", "--socket", str(config.socket)]
     command += ["--size", str(config.size_bytes), "--secret-file", str(config.secret_file)]
     daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     os.sched_setaffinity(daemon.pid, cores)

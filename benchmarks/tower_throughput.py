@@ -28,15 +28,15 @@ from driver.table import Report, Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.compiling import Compiled
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import varlen
+from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.base import Item, Projector, Tower
-from cornplug.encoder_service.towers.tensors import float_dtype
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
-from cornplug.testing.checkpoints import CLIP_L_336, QWEN2_5_VISION
+from cornplug.encoder_service.towers.input_checks import float_dtype
+from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from devkit.checkpoints import CLIP_L_336, QWEN2_5_VISION
 
 TIMES_NAIVE: Final = 3.0
 OF_CEILING: Final = 0.5
@@ -120,7 +120,7 @@ class Ours:
             with (
                 FlopCounterMode(display=False) as counted,
                 sdpa_kernel(SDPBackend.MATH),
-                mock.patch.object(varlen, "attention", varlen.batched_attention),
+                mock.patch.object(varlen_attention, "attention", varlen_attention.batched_attention),
             ):
                 self._projector.project(self._plain.encode([item]), [item])
             total += counted.get_total_flops() * grids[grid]

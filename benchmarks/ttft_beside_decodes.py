@@ -22,7 +22,7 @@ from driver.requests import Request, words
 from driver.stage import SGLANG, Pair, hits, options, stage
 from driver.table import Report, Row
 
-from cornplug.testing.engines import EngineServer
+from devkit.engines import EngineServer
 
 TARGET = 1.03
 _PAGE = 64

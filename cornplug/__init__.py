@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.client import AsyncEncoderClient, EncoderClient
+    from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EncoderClient
 
 __version__ = "0.1.0"
 
@@ -18,5 +18,5 @@ __all__ = ["AsyncEncoderClient", "EncoderClient", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name in ("AsyncEncoderClient", "EncoderClient"):
-        return getattr(import_module("cornplug.encoder_service.client"), name)
+        return getattr(import_module("cornplug.encoder_service.client.sync_client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

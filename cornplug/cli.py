@@ -22,18 +22,22 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "serve-store": Command("cornplug.store.daemon:main", "run the cache daemon (the store) of this host"),
+    "serve-store": Command(
+        "cornplug.store.daemon.main:main", "run the cache daemon (the store) of this host"
+    ),
     "encoder": Command(
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),
-    "plan": Command("cornplug.planner.commands:main", "plan what to run where, from SLOs and prices"),
-    "launch": Command("cornplug.planner.launching.launch:main", "start a plan of one host"),
-    "replan": Command("cornplug.planner.replanning.replan:main", "compare the observed load with a plan"),
-    "profile": Command("cornplug.planner.measuring.measure:main", "measure a component's times here"),
+    "plan": Command("cornplug.planner.plan_command:main", "plan what to run where, from SLOs and prices"),
+    "launch": Command("cornplug.planner.launch.launcher:main", "start a plan of one host"),
+    "replan": Command("cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"),
+    "profile": Command("cornplug.planner.profiler.profile_command:main", "measure a component's times here"),
     "fingerprint": Command(
-        "cornplug.fingerprint:main", "print the fingerprints of checkpoints and their common parts"
+        "cornplug.commands.fingerprint:main", "print the fingerprints of checkpoints and their common parts"
     ),
-    "doctor": Command("cornplug.doctor:main", "check this host's set-up, with a remedy for each fault"),
+    "doctor": Command(
+        "cornplug.commands.doctor:main", "check this host's set-up, with a remedy for each fault"
+    ),
 }
 
 # Top-level module -> the extra of ours that brings it.

@@ -1,8 +1,8 @@
 """All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
 
 Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
-processes hand one to their children (`sglang_hooks/active.py`), and one names the programs of another
-environment (`planner/launching/processes.py`). Precedence: explicit arguments (engine flags), environment,
+processes hand one to their children (`sglang_hooks/activation.py`), and one names the programs of another
+environment (`planner/launch/process_runner.py`). Precedence: explicit arguments (engine flags), environment,
 the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a setting is its entry in
 `docs/configuration.md`, which `script/docs` writes.
 """

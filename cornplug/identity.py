@@ -13,7 +13,7 @@ vectors in tests/golden/identity.json freeze them.
                                   └ of text its tokens, of a medium what its lineage (embedding
                                     key and number of rows) makes of its placeholders
 
-`tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoint`.
+`tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoints.checkpoint`.
 """
 
 from __future__ import annotations

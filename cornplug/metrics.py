@@ -2,7 +2,7 @@
 
 Engine halves cannot own a Prometheus registry (Prometheus does not scrape their process), so they count into
 a `Tally`, which the engine's own connector hooks carry to its `/metrics`. The encoder service's names are in
-`encoder_service/meters.py`. `script/docs` makes docs/metrics.md of both.
+`encoder_service/telemetry/service_metrics.py`. `script/docs` makes docs/metrics.md of both.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.testing.photos import Photo, photos
-from cornplug.testing.processes import (
+from devkit.photos import Photo, photos
+from devkit.processes import (
     EncoderProcess,
     ManagedProcess,
     ProcessFailed,

@@ -24,7 +24,7 @@ import httpx
 
 from cornplug.config import load
 from cornplug.store.base import StoreStat
-from cornplug.store.pool import PoolStore
+from cornplug.store.client import PoolStore
 
 T = TypeVar("T")
 

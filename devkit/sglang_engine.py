@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Final
 
 import httpx
 
-from cornplug.testing.engines import EngineServer, RequestFailed, data_url, has_gpu
-from cornplug.testing.processes import ProcessFailed, free_port
+from devkit.engines import EngineServer, RequestFailed, data_url, has_gpu
+from devkit.processes import ProcessFailed, free_port
 
 # Small and exact, unless the caller says otherwise.
 _DEFAULTS: Final[Mapping[str, str | None]] = {
@@ -158,7 +158,7 @@ def sglang_python() -> Path | None:
     None where there is neither. Not resolved: an environment's interpreter is a link.
     """
     named = os.environ.get("CORNPLUG_SGLANG_PYTHON")
-    python = Path(named) if named else Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+    python = Path(named) if named else Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
     return python if python.exists() else None
 
 

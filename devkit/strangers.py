@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.handshake import Answering
-from cornplug.encoder_service.protocol import PROTOCOL_VERSION, Described, Encoded, Tensor
+from cornplug.encoder_service.wire.handshake import Answering
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, Described, Encoded, Tensor
 
 NOBODY: Final = 65534
 BODY: Final = b"\x66" * 96

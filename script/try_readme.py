@@ -51,7 +51,7 @@ class Place:
     def __init__(self, folder: Path, plan: Path) -> None:
         from PIL import Image
 
-        from cornplug.testing import checkpoints
+        from devkit import checkpoints
 
         self._folder = folder
         a, b = (folder / "llava-7b", folder / "llava-13b")

@@ -51,8 +51,8 @@ def known() -> dict[str, Any]:
 if __name__ == "__main__":
     import tempfile
 
-    from cornplug.engine_side.adapters import Adapters
-    from cornplug.engine_side.page_roots import page_root
+    from cornplug.engine_common.kv_root import page_root
+    from cornplug.engine_common.lora_digests import Adapters
 
     with tempfile.TemporaryDirectory() as place:
         lora = Adapters().digest(adapter(Path(place) / "lora"))

@@ -13,11 +13,11 @@ import pytest
 
 from cornplug import __version__, cli
 from cornplug.errors import ConfigError
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 LIGHT = """
 import sys
-import cornplug.cli, cornplug.checkpoint, cornplug.store.pool, cornplug.encoder_service.client
+import cornplug.cli, cornplug.checkpoints.checkpoint, cornplug.store.client, cornplug.encoder_service.client.sync_client
 heavy = {"torch", "transformers", "vllm", "fastapi"} & sys.modules.keys()
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """

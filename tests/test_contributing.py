@@ -40,7 +40,7 @@ def edit(file: Path, old: str, new: str) -> None:
 
 def test_a_family_is_one_file_found_by_itself(scratch: Path) -> None:
     """Gemma 3's, taken away and written again; the line in test_towers compares it with transformers'."""
-    line = ("tests/encoder_service/test_towers.py", "-k", "equals_the_reference and gemma3")
+    line = ("tests/encoder_service/towers/test_towers.py", "-k", "equals_the_reference and gemma3")
     file = scratch / "cornplug" / "families" / "gemma3.py"
     text = file.read_text()
     file.unlink()
@@ -60,10 +60,10 @@ def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> 
     compat.write_text(re.sub(r'\n\s+"gemma3"[^\n]*', "", text, count=1))
     ask = (
         "from pathlib import Path; import sys, tempfile\n"
-        "from cornplug.checkpoint import Checkpoint\n"
-        "from cornplug.engine_side.model import EngineModel\n"
+        "from cornplug.checkpoints.checkpoint import Checkpoint\n"
+        "from cornplug.engine_common.model_identity import EngineModel\n"
         "from cornplug.errors import CheckpointError\n"
-        "from cornplug.testing.tile_checkpoints import gemma3\n"
+        "from devkit.checkpoints.tiles import gemma3\n"
         "from cornplug.vllm_connector.compat import PROVEN\n"
         "found = Checkpoint.open(str(gemma3(Path(tempfile.mkdtemp()))))\n"
         "model = EngineModel(checkpoint=found, dtype='float32',\n"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cornplug.config import EncoderConfig, StoreConfig
-from cornplug.testing.engines import Answer, wait_until
+from devkit.engines import Answer, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples" / "two_apps_one_encoder"
 

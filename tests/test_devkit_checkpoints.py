@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.tensor_files import read_header
-from cornplug.testing import checkpoints, tokenizers
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.safetensors_digest import read_header
+from devkit import checkpoints, tokenizers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cornplug.testing import engines
-from cornplug.testing.engines import ManagedProcess, ProcessFailed, RequestFailed, photos, wait_until
+from devkit import engines
+from devkit.engines import ManagedProcess, ProcessFailed, RequestFailed, photos, wait_until
 
 # Starts a child that ignores SIGTERM, as a wedged engine core would, then waits.
 STUBBORN = """
@@ -130,7 +130,7 @@ def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from cornplug.testing.engines import ManagedProcess\n"
+        "import sys; from pathlib import Path; from devkit.engines import ManagedProcess\n"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         f"p = ManagedProcess(sleeper, log=Path({str(tmp_path / 'l')!r}))\n"
         "print(p.start().pid)"

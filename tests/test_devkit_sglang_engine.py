@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.testing import engines, sglang_engine
-from cornplug.testing.engines import ProcessFailed, RequestFailed
-from cornplug.testing.sglang_engine import SglangServer, sglang_python
+from devkit import engines, sglang_engine
+from devkit.engines import ProcessFailed, RequestFailed
+from devkit.sglang_engine import SglangServer, sglang_python
 
 
 def command(*args: str, python: Path = Path("/env/bin/python")) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.engine_checks import SGLANG, VLLM, Engine
+from cornplug.commands.engine_checks import SGLANG, VLLM, Engine
 
 # A scratch copy of the checkout, where a test follows the recipe.
 TREE = Path(os.environ.get("CORNPLUG_TEST_TREE", Path(__file__).parents[1]))

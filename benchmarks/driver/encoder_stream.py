@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from cornplug import EncoderClient
-from cornplug.testing.photos import photos
+from devkit.photos import photos
 
 _IN_FLIGHT = 6
 """Requests that one app has under way."""

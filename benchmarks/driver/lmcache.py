@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.testing.engines import ManagedProcess, VllmServer, free_port
-from cornplug.testing.processes import answers
-from cornplug.testing.sglang_engine import SglangServer, sglang_python
+from devkit.engines import ManagedProcess, VllmServer, free_port
+from devkit.processes import answers
+from devkit.sglang_engine import SglangServer, sglang_python
 
 SITE: Final = Path(__file__).parents[2] / ".lmcache-site"
 PAGE: Final = "64"

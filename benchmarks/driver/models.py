@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from cornplug.config import cache_dir
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 
 def llava(**parameters: Any) -> Path:
-    """The folder of a LLaVA-1.5 with these parameters of `cornplug.testing.checkpoints.llava`."""
+    """The folder of a LLaVA-1.5 with these parameters of `devkit.checkpoints.llava`."""
     return _made("llava", checkpoints.llava, parameters)
 
 
 def qwen2_vl(**parameters: Any) -> Path:
-    """The folder of a Qwen2-VL with these parameters of `cornplug.testing.checkpoints.qwen2_vl`."""
+    """The folder of a Qwen2-VL with these parameters of `devkit.checkpoints.qwen2_vl`."""
     return _made("qwen2-vl", checkpoints.qwen2_vl, parameters)
 
 
 def qwen2_5_vl(**parameters: Any) -> Path:
-    """The folder of a Qwen2.5-VL with these parameters of `cornplug.testing.checkpoints.qwen2_5_vl`."""
+    """The folder of a Qwen2.5-VL with these parameters of `devkit.checkpoints.qwen2_5_vl`."""
     return _made("qwen2-5-vl", checkpoints.qwen2_5_vl, parameters)
 
 

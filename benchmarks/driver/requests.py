@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cornplug.testing.engines import Answer, EngineServer, photos
+from devkit.engines import Answer, EngineServer, photos
 
 _WORDS = (
     *("the", "picture", "shows", "a", "house", "beside", "water", "and", "people", "who", "walk"),

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cornplug.testing.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
-from cornplug.testing.sglang_engine import SglangServer
+from devkit.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
+from devkit.sglang_engine import SglangServer
 
 VLLM: Final = "vLLM"
 SGLANG: Final = "SGLang"

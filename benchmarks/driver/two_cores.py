@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cornplug.planner.given import tables
-from cornplug.planner.simulation.times import Curve
+from cornplug.planner.inputs import profile_tables
+from cornplug.planner.simulator.step_times import Curve
 
 GPU: Final = "cpu-core"
 PICTURE_TOKENS: Final = 256
@@ -69,7 +69,7 @@ class Profiles:
 
 def _curves(path: Path) -> dict[str, Curve]:
     points: dict[str, dict[float, float]] = {}
-    for row in tables.read(path).rows:
+    for row in profile_tables.read(path).rows:
         points.setdefault(row.kind, {})[row.x] = row.seconds or 0.0
     wanted = {"prefill", "decode", "encode"} & points.keys()
     return {kind: Curve.through([*points[kind]], [*points[kind].values()]) for kind in wanted}

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoint_files import cached_snapshot, processor_jsons, read_json
+from cornplug.checkpoints.families import FAMILIES, Family, Modality, Part, unusual_classes, without_inert
+from cornplug.checkpoints.hub_cache import cached_snapshot, processor_jsons, read_json
+from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES, Family, Modality, Part, unusual_classes, without_inert
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
-from cornplug.tensor_files import TensorEntry, read_header, tensor_digests, tensor_files
 
 __all__ = ["Checkpoint", "ModelIdentity", "Part"]
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from cornplug.checkpoints.families import Modality
 from cornplug.errors import CheckpointError
-from cornplug.families import Modality
 
 _MAX_JSON_BYTES: Final = 16 << 20
 _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {

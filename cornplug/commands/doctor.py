@@ -16,17 +16,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cornplug import config, engine_checks, fingerprint
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import ServedModel
-from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.engine_checks import Finding
+from cornplug import config
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.commands import engine_checks, fingerprint
+from cornplug.commands.engine_checks import Finding
+from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, secret_problem
 from cornplug.store.arena import fitting_size
+from cornplug.store.backends import open_store
 from cornplug.store.base import StoreStat
 from cornplug.store.host_memory import host_memory
-from cornplug.store.opening import open_store
 
 _ANSWER_S = 2.0
 

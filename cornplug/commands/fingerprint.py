@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from cornplug.checkpoint import Checkpoint, Part
+from cornplug.checkpoints.checkpoint import Checkpoint, Part
 from cornplug.errors import CheckpointError
 
 _PARTS: tuple[Part, ...] = ("tower", "projector", "language_model")

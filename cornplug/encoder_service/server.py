@@ -25,26 +25,31 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from cornplug.config import Config, EncoderConfig, load, read_secret
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.configured import url_name
-from cornplug.encoder_service.doorman import check_exposure
-from cornplug.encoder_service.endpoint import Endpoint, claim
-from cornplug.encoder_service.flags import check, overrides, parser
-from cornplug.encoder_service.gate import Gate
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.impatient import BACKLOG, connections_allowed, limited, raise_descriptors
-from cornplug.encoder_service.registry import Registry, Report
-from cornplug.encoder_service.remote import Rules
-from cornplug.encoder_service.replica import Replica, Settings
-from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
-from cornplug.encoder_service.sglang_epd import SGLANG_FAMILIES
-from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.tracing import open_tracing
-from cornplug.encoder_service.worker import MAX_BATCH_TOKENS, Encoder
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, Encoder
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.http.access_control import check_exposure
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.http.drain import Gate
+from cornplug.encoder_service.http.head_timeout import (
+    BACKLOG,
+    connections_allowed,
+    limited,
+    raise_descriptors,
+)
+from cornplug.encoder_service.http.url_fetcher import Rules
+from cornplug.encoder_service.models.registry import Registry, Report
+from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replicas.replica import Replica, Settings
+from cornplug.encoder_service.server_flags import check, overrides, parser
+from cornplug.encoder_service.sglang.epd_server import SGLANG_FAMILIES
+from cornplug.encoder_service.telemetry.tracing import open_tracing
+from cornplug.encoder_service.unix_server import Endpoint, claim
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.qos import Classes
+from cornplug.store.backends import open_store
 from cornplug.store.host_memory import host_memory
-from cornplug.store.opening import open_store
 
 log = logging.getLogger(__name__)
 

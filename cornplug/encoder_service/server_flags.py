@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cornplug.encoder_service.replica_set import devices_of
+from cornplug.encoder_service.replicas.pool import devices_of
 from cornplug.errors import ConfigError
 
 

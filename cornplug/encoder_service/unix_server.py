@@ -17,10 +17,11 @@ from typing import Final
 
 import msgspec
 
-from cornplug.encoder_service.batcher import Answer
-from cornplug.encoder_service.framing import LENGTH
-from cornplug.encoder_service.handshake import MAX_BYTES, PATIENCE_S, Answering, Untrusted, peer_uid
-from cornplug.encoder_service.protocol import (
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.wire.framing import LENGTH
+from cornplug.encoder_service.wire.handshake import MAX_BYTES, PATIENCE_S, Answering, Untrusted, peer_uid
+from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Describe,
@@ -29,7 +30,6 @@ from cornplug.encoder_service.protocol import (
     Reply,
     Request,
 )
-from cornplug.encoder_service.worker import Encoder
 from cornplug.errors import ConfigError
 from cornplug.private_paths import open_folder
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
-from cornplug.engine_side.runtime import Runtime
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import CornplugError
-from cornplug.store import entry
+from cornplug.store import payload as entry
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side import engine_config
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import FAMILIES
+from cornplug.engine_common import resolved_config
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES
 from cornplug.identity import overridden
 
 
@@ -87,7 +87,7 @@ class EngineModel:
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
-        overrides = self._overrides(name, engine_config.of_towers(self.config_changes))
+        overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
         inputs = self.checkpoint.family.inputs.get("image", ())
         return TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
 
@@ -97,13 +97,13 @@ class EngineModel:
         Raises CheckpointError.
         """
         text_config = self.checkpoint.kv_spec()
-        changed = engine_config.of_language_model(self.config_changes)
+        changed = resolved_config.of_language_model(self.config_changes)
         spec: dict[str, Any] = {
             "config": text_config,
             "dtype": self.dtype,
             "overrides": self._overrides(str(text_config["model_type"]), changed),
         }
-        if engine_config.length_matters(text_config, self.checkpoint.config, changed):
+        if resolved_config.length_matters(text_config, self.checkpoint.config, changed):
             spec["length"] = {
                 "max_model_len": self.max_model_len,
                 "engine": self.engine,

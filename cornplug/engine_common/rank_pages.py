@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from cornplug.codec import checksum
-from cornplug.engine_side.page_header import read_page_header
-from cornplug.engine_side.tensors import rows
+from cornplug.engine_common.page_envelope import read_page_header
+from cornplug.engine_common.page_tensors import rows
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Lease, Location, Store

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoint_files import read_json
-from cornplug.engine_side.allow_lists import plain
+from cornplug.checkpoints.families import unusual_classes, without_inert
+from cornplug.checkpoints.hub_cache import read_json
+from cornplug.engine_common.allow_lists import plain
 from cornplug.errors import CheckpointError
-from cornplug.families import unusual_classes, without_inert
 from cornplug.identity import digest
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from cornplug.config import Config, read_secret
 from cornplug.errors import ConfigError, CornplugError
 from cornplug.metrics import Tally
+from cornplug.store.backends import open_store
 from cornplug.store.base import Store
-from cornplug.store.off import OffStore
-from cornplug.store.opening import open_store
+from cornplug.store.disabled import OffStore
 
 _log = logging.getLogger("cornplug")
 

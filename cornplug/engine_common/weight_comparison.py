@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.checkpoint import Checkpoint, Part
-from cornplug.engine_side import engine_state
+from cornplug.checkpoints.checkpoint import Checkpoint, Part
+from cornplug.checkpoints.families import FAMILIES
+from cornplug.engine_common import engine_state
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES
 
 _LARGEST_BYTES: Final = 1 << 20
 _TORCH: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

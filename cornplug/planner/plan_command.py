@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner import plan_folder, progress_line
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given import toml_source
-from cornplug.planner.given.inputs import PlanInput
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.reporting import summary, why
+from cornplug.planner.report import explanation, plan_folder, progress
+from cornplug.planner.report import terminal as summary
 
 INFEASIBLE: Final = 1
 """Exit status; 2 is a wrong input's, as everywhere in cornplug."""
@@ -49,17 +49,17 @@ def main(argv: list[str]) -> int:
 
 def read(path: Path) -> tuple[PlanInput, str]:
     """The input and its digest."""
-    given = toml_source.read(path)
+    given = toml_reader.read(path)
     return given, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def planned(given: PlanInput, digest: str, console: Console, *, quiet: bool, reasons_s: float) -> Plan:
     """The plan with its reasons, progress shown on `console`."""
-    with progress_line.shown(console, quiet=quiet) as line:
+    with progress.shown(console, quiet=quiet) as line:
         decision = decide(given, digest=digest, progress=line.phase, watch=line.watch)
         if not reasons_s:
             return decision.plan
-        found = why.explain(given, decision, budget_s=reasons_s, progress=line.phase)
+        found = explanation.explain(given, decision, budget_s=reasons_s, progress=line.phase)
         return decision.plan.model_copy(update={"why": found})
 
 
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--why",
         type=_seconds,
-        default=why.BUDGET_S,
+        default=explanation.BUDGET_S,
         metavar="S",
         help="seconds for reasons, alternatives and the cost curve; 0: none of them (default: %(default)g)",
     )

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 
 from cornplug.config import Config
-from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.settings import settings
+from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.shared_flags import settings
 from cornplug.identity import digest
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.stats import ServerTally

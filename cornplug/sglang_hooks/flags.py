@@ -15,9 +15,9 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cornplug.engine_side.settings import SETTINGS, dest
+from cornplug.engine_common.shared_flags import SETTINGS, dest
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
 ENABLE: Final = "--enable-cornplug"
@@ -36,7 +36,7 @@ def share(extra: Mapping[str, str] | None = None) -> None:
 
     if why := plugin.untested():
         raise ConfigError(ENABLE, why, "Or do not ask for it.")
-    active.turn_on(extra or {})
+    activation.turn_on(extra or {})
 
 
 def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -64,26 +64,27 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     if extra or getattr(args, dest(ENABLE), False):
         share(extra)
     else:
-        active.turn_off()
+        activation.turn_off()
     return original(cls, args)
 
 
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     """The last moment before SGLang seals what the operator gave, of command lines and of
     `Engine(...)` alike, and before any process is started."""
-    if not active.is_on() or getattr(server_args, "_resolution_finished", False):
+    if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
         return
-    from cornplug.engine_side import engine_state
-    from cornplug.sglang_hooks import hicache_settings, parts, plugin
+    from cornplug.engine_common import engine_state
+    from cornplug.sglang_hooks import hook_selection, plugin
+    from cornplug.sglang_hooks.kv import hicache_config
 
     engine_state.begin(anew=True)
-    plugin.install(parts.RESOLUTION)
+    plugin.install(hook_selection.RESOLUTION)
     _say_what_is_not_shared(server_args)
-    hicache_settings.check(server_args, active.config())
+    hicache_config.check(server_args, activation.config())
     original(server_args)
-    needed = parts.needed(server_args)
-    active.need(needed)
+    needed = hook_selection.needed(server_args)
+    activation.need(needed)
     plugin.install(needed)
 
 

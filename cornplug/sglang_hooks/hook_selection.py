@@ -35,13 +35,13 @@ def needed(server_args: Any) -> frozenset[str]:
     """The parts of a server with these settings, which SGLang has resolved."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
-    from cornplug.sglang_hooks import hicache_settings
+    from cornplug.sglang_hooks.kv import hicache_config
 
     settled = resolved_view(server_args)
     found = {"weights"}
     if str(settled.model_path).lower() in ("none", "dummy"):  # SGLang resolves no model of these names
         return frozenset(found)
-    if settled.enable_hierarchical_cache and hicache_settings.is_ours(settled):
+    if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
         found.add("kv")
         # An adapter may come while the server runs, but only where LoRA was asked for at its start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()

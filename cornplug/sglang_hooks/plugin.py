@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Final
 
-from cornplug.engine_side.settings import SETTINGS
+from cornplug.engine_common.shared_flags import SETTINGS
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import active, compat
+from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.flags import ENABLE
 
@@ -29,7 +29,7 @@ def register() -> None:
     Raises SystemExit, which SGLang lets through, where cornplug was asked for and this SGLang
     is not one that it knows.
     """
-    from cornplug.sglang_hooks import flags, parts
+    from cornplug.sglang_hooks import flags, hook_selection
 
     why = untested()
     if why and _asked_for():
@@ -37,9 +37,11 @@ def register() -> None:
     if why:
         return
     _register(flags.HOOKS)
-    needed = active.needed() if active.is_on() else None
+    needed = activation.needed() if activation.is_on() else None
     if needed is not None:
-        _register((*parts.hooks(needed), _LAST))  # SGLang applies them when all plugins have had their turn
+        _register(
+            (*hook_selection.hooks(needed), _LAST)
+        )  # SGLang applies them when all plugins have had their turn
 
 
 def install(needed: Iterable[str]) -> None:
@@ -50,9 +52,9 @@ def install(needed: Iterable[str]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from cornplug.sglang_hooks import parts
+    from cornplug.sglang_hooks import hook_selection
 
-    _register((*parts.hooks(needed), _LAST))
+    _register((*hook_selection.hooks(needed), _LAST))
     HookRegistry.apply_hooks()
     verify()
 
@@ -149,4 +151,4 @@ def _register(hooks: tuple[Hook, ...]) -> None:
 
 def _asked_for() -> bool:
     names = {argument.partition("=")[0] for argument in sys.argv[1:]}
-    return active.is_on() or not names.isdisjoint({ENABLE, *SETTINGS})
+    return activation.is_on() or not names.isdisjoint({ENABLE, *SETTINGS})

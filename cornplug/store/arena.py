@@ -18,8 +18,8 @@ from typing import Final
 
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import Location
-from cornplug.store.fences import MappedFences
 from cornplug.store.host_memory import Memory, host_memory
+from cornplug.store.write_fences import MappedFences
 
 STEP_BYTES: Final = 8 << 20
 """Least that is set aside at once; about 2 ms of the kernel's time."""

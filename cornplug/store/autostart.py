@@ -30,7 +30,7 @@ _LOG_BYTES: Final = 1 << 20
 # folder not at all: a user's secrets.py there is none of ours.
 _START: Final = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from cornplug.store.daemon import main; sys.exit(main(sys.argv[1:]))"
+    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
 _log = logging.getLogger("cornplug.store")

@@ -12,7 +12,7 @@ from typing import Final
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError
 from cornplug.store.base import Store
-from cornplug.store.pool import PoolStore
+from cornplug.store.client import PoolStore
 
 GROUP: Final = "cornplug.stores"
 POOL: Final = "pool"

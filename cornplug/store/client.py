@@ -19,11 +19,11 @@ from typing import Final, Protocol, TypeVar
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import autostart as starter
-from cornplug.store import wire
+from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 from cornplug.store.connection import Connection, Slow
+from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
 _FIRST_BACKOFF_S: Final = 0.1
 _LAST_BACKOFF_S: Final = 1.0

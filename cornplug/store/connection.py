@@ -26,11 +26,11 @@ from typing import Final
 import msgspec
 
 from cornplug.errors import ConfigError
-from cornplug.store import wire
+from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
-from cornplug.store.breaker import Breaker
-from cornplug.store.fences import MappedFences
+from cornplug.store.circuit_breaker import Breaker
+from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
 _log = logging.getLogger("cornplug.store")

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.checks import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
-from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
-from cornplug.store.fences import Fences
-from cornplug.store.index import Index
+from cornplug.store.daemon.index import Index
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
+from cornplug.store.write_fences import Fences
 
 
 class MemoryStore:

@@ -16,7 +16,7 @@ import xxhash
 
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import patience
+from cornplug.store import reserve_retry
 from cornplug.store.base import Lease, Refusal, Reservation, Store
 
 PIECE_BYTES: Final = 1 << 20
@@ -111,7 +111,7 @@ def put(
     source = memoryview(payload).cast("B")
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = patience.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
+    answer = reserve_retry.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
     if isinstance(answer, Refusal):
         return answer.value
     with contextlib.ExitStack() as on_error:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Location, Refusal, Reservation, Store
 from cornplug.testing.store_stage import (
     DEADLINE_S,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cornplug import codec
 from cornplug.codec import Kind
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, Store
 
 DEADLINE_S = 5.0

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Refusal, Reservation, Store
 from cornplug.testing.store_stage import (
     DEADLINE_S,

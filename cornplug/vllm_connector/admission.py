@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.config import Config, load
 from cornplug.qos import Classes, ServiceClass
-from cornplug.vllm_connector.queue_forecast import Forecast, Reading, Verdict
+from cornplug.vllm_connector.ttft_prediction import Forecast, Reading, Verdict
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}

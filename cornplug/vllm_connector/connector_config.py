@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR

@@ -12,9 +12,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.ec_moves import ECAcks, ECMoves
-from cornplug.vllm_connector.ec_scheduler import ECScheduler
-from cornplug.vllm_connector.ec_worker import ECWorker
+from cornplug.vllm_connector.ec.metadata import ECAcks, ECMoves
+from cornplug.vllm_connector.ec.scheduler import ECScheduler
+from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
 

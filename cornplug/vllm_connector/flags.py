@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cornplug.engine_side.settings import SETTINGS, dest, settings
+from cornplug.engine_common.shared_flags import SETTINGS, dest, settings
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 
 NAME = "cornplug"

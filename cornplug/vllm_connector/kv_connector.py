@@ -12,16 +12,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side.runtime import Runtime
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves
-from cornplug.vllm_connector.kv_off_worker import OffWorker
-from cornplug.vllm_connector.kv_scheduler import KVScheduler
-from cornplug.vllm_connector.kv_worker import KVWorker
+from cornplug.vllm_connector.kv.disabled_worker import OffWorker
+from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves
+from cornplug.vllm_connector.kv.scheduler import KVScheduler
+from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 

@@ -52,14 +52,10 @@ def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector import (
-        engine_config,
-        flags,
-        identifiers,
-        loaded_weights,
-        provenance,
-        weights,
-    )
+    from cornplug.vllm_connector import connector_config, flags
+    from cornplug.vllm_connector.ec import mm_identifiers
+    from cornplug.vllm_connector.kv import provenance
+    from cornplug.vllm_connector.model import loaded_weights, weight_updates
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
@@ -69,6 +65,6 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    for seams in (flags, engine_config, identifiers, loaded_weights, provenance, weights):
+    for seams in (flags, connector_config, mm_identifiers, loaded_weights, provenance, weight_updates):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)

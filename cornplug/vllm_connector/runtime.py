@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.settings import settings
+from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector.plugin import register, registered, why_not
 

@@ -12,9 +12,9 @@ One module a group of families (`llava_checkpoints`, `qwen_checkpoints`, ...); a
 
 from __future__ import annotations
 
-from cornplug.testing.audio_checkpoints import TINY_WHISPER, qwen2_audio, ultravox
-from cornplug.testing.llava_checkpoints import CLIP_L_336, TINY_CLIP, llava
-from cornplug.testing.qwen_checkpoints import (
+from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
+from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
+from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
     TINY_QWEN2_5_VISION,
     TINY_QWEN2_VISION,
@@ -24,15 +24,8 @@ from cornplug.testing.qwen_checkpoints import (
     qwen3_vl,
     qwen3_vl_moe,
 )
-from cornplug.testing.text_checkpoints import deepseek_v2, qwen2_text
-from cornplug.testing.tile_checkpoints import (
-    TINY_INTERNVL,
-    TINY_SIGLIP,
-    gemma3,
-    internvl,
-    llava_next,
-    llava_onevision,
-)
+from devkit.checkpoints.text import deepseek_v2, qwen2_text
+from devkit.checkpoints.tiles import TINY_INTERNVL, TINY_SIGLIP, gemma3, internvl, llava_next, llava_onevision
 
 __all__ = [
     "CLIP_L_336",

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from cornplug.testing import tokenizers
-from cornplug.testing.checkpoint_parts import (
+from devkit import tokenizers
+from devkit.checkpoints.parts import (
     CLIP_PIXELS,
     Text,
     make_folder,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.testing import tokenizers
+from devkit import tokenizers
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.testing.checkpoint_parts import (
+from devkit.checkpoints.parts import (
     CLIP_PIXELS,
     Text,
     make_folder,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cornplug.testing.checkpoint_parts import (
-    Text,
-    make_folder,
-    qwen2_tokenizer,
-    token_ids,
-    write_json,
-    write_weights,
-)
+from devkit.checkpoints.parts import Text, make_folder, qwen2_tokenizer, token_ids, write_json, write_weights
 
 
 def qwen2_text(

@@ -8,8 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.testing import tokenizers
-from cornplug.testing.checkpoint_parts import (
+from devkit import tokenizers
+from devkit.checkpoints.llava import LLAVA_CHAT, TINY_CLIP, published_llava_name
+from devkit.checkpoints.parts import (
     CLIP_PIXELS,
     QWEN2_CHAT,
     QWEN2_SPECIAL,
@@ -19,7 +20,6 @@ from cornplug.testing.checkpoint_parts import (
     write_json,
     write_weights,
 )
-from cornplug.testing.llava_checkpoints import LLAVA_CHAT, TINY_CLIP, published_llava_name
 
 TINY_SIGLIP: Final[Mapping[str, Any]] = {
     "hidden_size": 64,

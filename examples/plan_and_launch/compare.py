@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cornplug.planner.plan import Outlook, Plan
-from cornplug.planner.reporting.wording import money, percent, seconds
+from cornplug.planner.report.formatting import money, percent, seconds
 
 HERE = Path(__file__).parent
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.fingerprint import describe
-from cornplug.testing import checkpoints
+from cornplug.commands.fingerprint import describe
+from devkit import checkpoints
 
 # CLIP at LLaVA's resolution (576 rows a picture), as wide as makes a pass take about a second.
 CLIP: Final[Mapping[str, Any]] = {

@@ -31,7 +31,7 @@ from rich.progress import (
 from tables import models, requests, totals
 
 from cornplug.errors import CornplugError
-from cornplug.testing.engines import Answer, ProcessFailed, RequestFailed
+from devkit.engines import Answer, ProcessFailed, RequestFailed
 
 _FAILURES = (ProcessFailed, RequestFailed, CornplugError, httpx.HTTPError, RuntimeError, OSError)
 

@@ -24,8 +24,8 @@ from checkpoints import DTYPE, App
 
 from cornplug.config import STORE_PROTOCOL, StoreConfig
 from cornplug.store.base import StoreStat
-from cornplug.store.pool import PoolStore
-from cornplug.testing.engines import EncoderProcess, ProcessFailed, VllmServer
+from cornplug.store.client import PoolStore
+from devkit.engines import EncoderProcess, ProcessFailed, VllmServer
 
 _ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
 # On a busy machine an answer may come late. Engines and service would then do without: the same

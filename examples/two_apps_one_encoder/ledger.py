@@ -15,7 +15,7 @@ from host import Engine
 from prometheus_client.parser import text_string_to_metric_families
 from questions import FRESH_ENGINE, OTHER_FAMILY, Request
 
-from cornplug.testing.engines import Answer, VllmServer
+from devkit.engines import Answer, VllmServer
 
 TOKENS: Final = 16
 _TOP: Final = 5

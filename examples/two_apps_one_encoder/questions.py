@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from checkpoints import App, Apps
 
-from cornplug.testing.photos import Photo, photos
+from devkit.photos import Photo, photos
 
 # JPEG and PNG, landscape, portrait and square.
 PICTURES: Final = ("china.jpg", "astronaut.png", "coffee.png", "grace_hopper.jpg")

@@ -23,16 +23,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import (
-    Answer,
-    EncoderProcess,
-    EngineServer,
-    StoreProcess,
-    VllmServer,
-    photos,
-)
-from cornplug.testing.sglang_engine import SglangServer
+from devkit import checkpoints
+from devkit.engines import Answer, EncoderProcess, EngineServer, StoreProcess, VllmServer, photos
+from devkit.sglang_engine import SglangServer
 
 MODEL: Final[Mapping[str, Any]] = {
     "hidden_size": 512,

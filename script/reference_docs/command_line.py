@@ -9,7 +9,7 @@ from typing import Final
 from unittest import mock
 
 from cornplug import cli
-from cornplug.engine_side.settings import SETTINGS
+from cornplug.engine_common.shared_flags import SETTINGS
 from cornplug.sglang_hooks.flags import ENABLE
 
 from .markdown import notice, table

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.config import load
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.models.registry import Registry
 
 from .markdown import notice, table
 

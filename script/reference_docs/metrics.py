@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.meters import Meters
-from cornplug.encoder_service.replica_set import ReplicaMeters
+from cornplug.encoder_service.replicas.pool import ReplicaMeters
+from cornplug.encoder_service.telemetry.service_metrics import Meters
 from cornplug.metrics import LABELS, METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 

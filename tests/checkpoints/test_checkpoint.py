@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug import tensor_files
-from cornplug.checkpoint import Checkpoint, Part
-from cornplug.engine_side.model import EngineModel
+from cornplug.checkpoints import safetensors_digest
+from cornplug.checkpoints.checkpoint import Checkpoint, Part
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key
-from cornplug.testing import bare_checkpoints as bare
-from cornplug.testing.bare_checkpoints import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG, Tensors
+from devkit.checkpoints import bare
+from devkit.checkpoints.bare import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG, Tensors
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "checkpoints.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "checkpoints.json").read_text())
 PARTS: tuple[Part, ...] = ("tower", "projector", "language_model")
 TOWER_IN_CUT = [
     name
@@ -323,7 +323,7 @@ def test_locate_names_files_and_published_names(tmp_path: Path) -> None:
     assert len(located) == len(TOWER_IN_CUT)
     file, published = located["encoder.layers.0.mlp.fc1.weight"]
     assert published == "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"
-    assert published in tensor_files.read_header(file)
+    assert published in safetensors_digest.read_header(file)
 
 
 def _no_projector(folder: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from cornplug.checkpoints.families import FAMILIES, without_inert
+from cornplug.checkpoints.families import family as base
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES, base, without_inert
 from cornplug.identity import canonical
-from cornplug.testing.bare_checkpoints import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG
+from devkit.checkpoints.bare import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG
 
 LLAVA, QWEN2_VL = FAMILIES["llava"], FAMILIES["qwen2_vl"]
 

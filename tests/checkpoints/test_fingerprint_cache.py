@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cornplug import tensor_files
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints import safetensors_digest
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.safetensors_digest import read_header, tensor_digests
 from cornplug.config import cache_dir
-from cornplug.tensor_files import read_header, tensor_digests
-from cornplug.testing import bare_checkpoints as bare
+from devkit.checkpoints import bare
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,14 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     A test before it in this process may have left a thread that still reads a checkpoint of its own.
     """
     seen: list[list[str]] = []
-    original = tensor_files._hash_tensors
+    original = safetensors_digest._hash_tensors
 
     def counted(path: Path, entries: Any, advance: Any) -> dict[str, bytes]:
         if path.is_relative_to(tmp_path):
             seen.append(sorted(entries))
         return original(path, entries, advance)
 
-    monkeypatch.setattr(tensor_files, "_hash_tensors", counted)
+    monkeypatch.setattr(safetensors_digest, "_hash_tensors", counted)
     return seen
 
 
@@ -46,7 +46,7 @@ def old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file whose time stamps may be trusted."""
     path = tmp_path / "old.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a"), "b": bare.bare("b")})
-    monkeypatch.setattr(tensor_files, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
     return path
 
 
@@ -126,7 +126,7 @@ def _llava(folder: Path) -> Checkpoint:
 
 
 def _many_fingerprints(folder: str, count: Any, start: Any) -> None:
-    original = tensor_files._hash_tensors
+    original = safetensors_digest._hash_tensors
 
     def counted(path: Path, entries: Any, advance: Any) -> dict[str, bytes]:
         with count.get_lock():
@@ -134,13 +134,13 @@ def _many_fingerprints(folder: str, count: Any, start: Any) -> None:
         time.sleep(0.1)  # long enough for the others to come by
         return original(path, entries, advance)
 
-    tensor_files._hash_tensors = counted  # in a process of its own
+    safetensors_digest._hash_tensors = counted  # in a process of its own
     start.wait(30)
     Checkpoint.open(folder).fingerprint("tower")
 
 
 def test_of_many_processes_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
     _llava(tmp_path / "x")
     fork = multiprocessing.get_context("fork")
     count, start = fork.Value("i", 0), fork.Barrier(4)
@@ -166,7 +166,7 @@ def test_an_unwritable_cache_costs_time_only(tmp_path: Path, monkeypatch: pytest
 def test_a_file_rewritten_with_its_time_set_back_is_not_taken_for_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
     checkpoint = _llava(tmp_path / "x")
     before = checkpoint.fingerprint("tower")
     file = tmp_path / "x" / "model.safetensors"

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cornplug import tensor_files
+from cornplug.checkpoints import safetensors_digest
+from cornplug.checkpoints.safetensors_digest import MAX_HEADER_BYTES, TensorEntry, read_header, tensor_digests
 from cornplug.errors import CheckpointError
-from cornplug.tensor_files import MAX_HEADER_BYTES, TensorEntry, read_header, tensor_digests
-from cornplug.testing import bare_checkpoints as bare
+from devkit.checkpoints import bare
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_an_absent_file_is_told(tmp_path: Path) -> None:
 def test_digests_are_sha256_of_the_raw_bytes_whatever_the_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(safetensors_digest, "_PIECE_BYTES", 7)
     tensors = {name: bare.bare(name, shape=(5, n)) for n, name in enumerate("abc")}
     path = tmp_path / "x.safetensors"
     bare.write_safetensors(path, tensors)
@@ -165,14 +165,14 @@ def test_a_file_that_shrinks_meanwhile_is_told(tmp_path: Path) -> None:
 def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a")})
-    original = tensor_files._hash_tensors
+    original = safetensors_digest._hash_tensors
 
     def meanwhile(*args: Any) -> dict[str, bytes]:
         out = original(*args)
         os.utime(path, ns=(1, 1))
         return out
 
-    monkeypatch.setattr(tensor_files, "_hash_tensors", meanwhile)
+    monkeypatch.setattr(safetensors_digest, "_hash_tensors", meanwhile)
     with pytest.raises(CheckpointError, match="changed while"):
         tensor_digests({path: read_header(path)})
 
@@ -185,7 +185,7 @@ def test_only_a_long_reading_shows_a_bar(
     bare.write_safetensors(path, {"a": bare.bare("a")})
     tensor_digests({path: read_header(path)})
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(tensor_files, "_SHOW_PROGRESS_BYTES", 0)
+    monkeypatch.setattr(safetensors_digest, "_SHOW_PROGRESS_BYTES", 0)
     tensor_digests({path: read_header(path)})
     shown = capsys.readouterr()
     assert "reading big-file.safetensors" in shown.err

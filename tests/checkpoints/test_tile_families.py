@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES
 from cornplug.identity import canonical
 
 transformers = pytest.importorskip("transformers")

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cornplug import config, doctor
-from cornplug.encoder_service.protocol import ServedModel
+from cornplug import config
+from cornplug.commands import doctor
+from cornplug.commands.fingerprint import describe
+from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import EncoderUnavailable
-from cornplug.fingerprint import describe
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import StoreProcess
+from devkit import checkpoints
+from devkit.engines import StoreProcess
 
 DOWN = EncoderUnavailable("no service", reason="encoder_down")
 

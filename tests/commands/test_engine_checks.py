@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cornplug import engine_checks
-from cornplug.engine_checks import SGLANG, VLLM, Engine, Finding
+from cornplug.commands import engine_checks
+from cornplug.commands.engine_checks import SGLANG, VLLM, Engine, Finding
 from cornplug.sglang_hooks import compat as sglang
 from cornplug.vllm_connector import compat as vllm
 

@@ -15,15 +15,15 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug import identity
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config, load
-from cornplug.encoder_service.protocol import Encode, Tensor
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.wire_tensors import to_wire
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.wire.messages import Encode, Tensor
+from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.store.memory import MemoryStore
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 SECRET = b"s" * 32
 torch.set_num_threads(1)

@@ -8,9 +8,9 @@ import anyio
 import httpx
 
 from cornplug.config import Config
-from cornplug.encoder_service.gate import Gate
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.http.drain import Gate
 
 from .conftest import SECRET
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from cornplug.testing.processes import wait_until
+from devkit.processes import wait_until
 
 Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

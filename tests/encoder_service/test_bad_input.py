@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service import media
+from cornplug.encoder_service.media import image as media
 from cornplug.errors import MediaError
-from cornplug.testing.processes import EncoderProcess
+from devkit.processes import EncoderProcess
 
 from . import hostile_pictures
 from .conftest import eventually

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from cornplug.config import Config, load
-from cornplug.encoder_service import preparation
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.prepared_budget import PreparedBudget
-from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.preprocess import decode_lanes
+from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
 from cornplug.errors import EncoderRefused
 from cornplug.qos import Classes, ServiceClass
 
@@ -95,7 +95,7 @@ def test_decoders_that_are_held_are_killed_and_others_are_served(
 ) -> None:
     """Before: once every thread was held, nobody was answered, and `/ready` said ok."""
     served = serve(encoder={"decode_deadline_s": 1.0})
-    monkeypatch.setattr(preparation, "STUCK_S", 0.3)
+    monkeypatch.setattr(decode_lanes, "STUCK_S", 0.3)
     with ThreadPoolExecutor(2) as attackers:
         attacks = [attackers.submit(ask, served.url, llava, slow) for _ in range(2)]
         eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503, 10)

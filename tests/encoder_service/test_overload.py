@@ -17,11 +17,11 @@ import torch
 
 from cornplug import identity
 from cornplug.config import QosConfig
-from cornplug.encoder_service.batcher import Answer
-from cornplug.encoder_service.compute import Made, Task
-from cornplug.encoder_service.protocol import Encode, Encoded, Refused
-from cornplug.encoder_service.registry import Loaded
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.executor import Made, Task
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
 from cornplug.qos import Classes
 
 from .conftest import SECRET, MakeEncoder, Requests

@@ -16,20 +16,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug import identity
-from cornplug.encoder_service.batcher import Answer
-from cornplug.encoder_service.compute import InProcess
-from cornplug.encoder_service.loading import Loaded
-from cornplug.encoder_service.preparing import Preparer
-from cornplug.encoder_service.protocol import Encode, Encoded, Refused
-from cornplug.encoder_service.readers.base import Limits
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.replica import Settings
-from cornplug.encoder_service.replica_set import open_replicas
-from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.executor import InProcess
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.models.loader import Loaded
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.preprocess.preparer import Preparer
+from cornplug.encoder_service.preprocess.preprocessor import Limits
+from cornplug.encoder_service.replicas.pool import open_replicas
+from cornplug.encoder_service.replicas.replica import Settings
+from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
 from cornplug.errors import CheckpointError, EncoderRefused
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 from .conftest import SECRET, MakeEncoder, eventually, inputs_of, picture, png
 from .test_socket import RealService

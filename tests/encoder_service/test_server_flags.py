@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.encoder_service.replica_set import cores
+from cornplug.encoder_service.replicas.pool import cores
 from cornplug.encoder_service.server import main
 from cornplug.errors import ConfigError
 

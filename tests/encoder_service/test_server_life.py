@@ -22,9 +22,9 @@ import uvicorn
 from PIL import Image
 
 from cornplug.config import Config
-from cornplug.encoder_service import impatient
 from cornplug.encoder_service import server as service
-from cornplug.testing.processes import EncoderProcess
+from cornplug.encoder_service.http import head_timeout
+from devkit.processes import EncoderProcess
 
 from .conftest import eventually, picture, png
 from .hostile_pictures import many_scans
@@ -119,9 +119,11 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(impatient, "HEAD_S", 0.15)
+    monkeypatch.setattr(head_timeout, "HEAD_S", 0.15)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(_app, http=impatient.Impatient, lifespan="off", log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(_app, http=head_timeout.Impatient, lifespan="off", log_level="error")
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield listener.getsockname()[1]

@@ -20,12 +20,12 @@ import msgspec
 import pytest
 
 from cornplug.config import load, read_secret
-from cornplug.encoder_service.client import EncoderClient
-from cornplug.encoder_service.endpoint import Endpoint, claim
-from cornplug.encoder_service.handshake import Challenge
-from cornplug.encoder_service.protocol import MAX_FRAME_BYTES, Describe, Encode, Encoded, Reply
-from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.unix_server import Endpoint, claim
+from cornplug.encoder_service.wire.handshake import Challenge
+from cornplug.encoder_service.wire.messages import MAX_FRAME_BYTES, Describe, Encode, Encoded, Reply
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture

@@ -15,11 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoVideoProcessor
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers.base import Item, Projector, Tower
-from cornplug.families import Modality
+from cornplug.encoder_service.wire.messages import Tensor
 
 from .conftest import picture, to_wire
 from .recordings import tone
@@ -138,7 +138,7 @@ class Case:
     """One line of the table."""
 
     recipe: Callable[..., Path]
-    """Of `cornplug.testing.checkpoints`: takes path, hidden_size, heads and what `kwargs` hold."""
+    """Of `devkit.checkpoints`: takes path, hidden_size, heads and what `kwargs` hold."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     modality: Modality = "image"
     wider: Mapping[str, Any] = field(default_factory=lambda: {"hidden_size": 96, "heads": 3})

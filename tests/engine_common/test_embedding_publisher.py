@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.engine_side import publisher
-from cornplug.engine_side.publisher import EmbeddingPublisher
+from cornplug.engine_common import embedding_publisher
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.testing import FaultyStore
 
 
 def test_waiting_embeddings_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
-    monkeypatch.setattr(publisher, "_MAX_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING_BYTES", 10_000)
     go, outcomes = threading.Event(), list[str]()
 
     def put(*args: Any, **kwargs: Any) -> str:
         assert go.wait(20)
         return "stored"
 
-    monkeypatch.setattr(publisher.entry, "put", put)
+    monkeypatch.setattr(embedding_publisher.entry, "put", put)
 
     class Here:
         app, patience_s, store = "test", 1.0, FaultyStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.engine_side.pays import FetchRule, LoadRule, Pace, StepTimes
+from cornplug.engine_common.load_policy import FetchRule, LoadRule, Pace, StepTimes
 
 PAGE = 8 << 20  # 64 tokens of an 8B model
 

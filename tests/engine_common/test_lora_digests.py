@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from page_root_vectors import adapter
 
-from cornplug.engine_side.adapters import Adapters, note
+from cornplug.engine_common.lora_digests import Adapters, note
 from cornplug.errors import CheckpointError
 
 

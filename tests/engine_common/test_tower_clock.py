@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.engine_side.tower_clock import TowerClock
+from cornplug.engine_common.tower_clock import TowerClock
 
 
 def test_the_tower_is_timed_as_its_device_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The KV mover's copies on a GPU. Needs torch with CUDA and numpy, no engine and nothing else.
 
-Strides are those of vLLM 0.32's layouts; `tests/vllm_connector/test_kv_copies.py` makes the same
+Strides are those of vLLM 0.32's layouts; `tests/vllm_connector/kv/test_block_copies.py` makes the same
 caches by vLLM's own code, on a CPU.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv_copies import BlockCopies, CudaSide, kernel_table
-from cornplug.vllm_connector.kv_layout import derive
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
+from cornplug.vllm_connector.kv.layout import derive
 
 pytestmark = pytest.mark.gpu
 

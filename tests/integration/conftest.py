@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from integration.stack import ASKS, Stack
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import Answer, EncoderProcess, VllmServer, free_port
-from cornplug.testing.processes import at_once
+from devkit import checkpoints
+from devkit.engines import Answer, EncoderProcess, VllmServer, free_port
+from devkit.processes import at_once
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 """Small blocks and chunked prefill."""

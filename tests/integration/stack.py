@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cornplug.store.base import StoreStat
-from cornplug.testing.engines import (
+from devkit.engines import (
     Answer,
     EncoderProcess,
     EngineServer,
@@ -23,7 +23,7 @@ from cornplug.testing.engines import (
     photos,
     wait_until,
 )
-from cornplug.testing.sglang_engine import SglangServer
+from devkit.sglang_engine import SglangServer
 
 STORE_DEADLINE_S = 0.2
 ENCODER_DEADLINE_S = 3.0

@@ -19,10 +19,10 @@ import torch
 from integration.stack import PREAMBLE, STORE_DEADLINE_S, count, forget_prefixes
 from safetensors.torch import save_file
 
-from cornplug.testing.checkpoints import qwen2_text
-from cornplug.testing.engines import Answer, EngineServer, StoreProcess, VllmServer
-from cornplug.testing.processes import at_once
-from cornplug.testing.sglang_engine import SglangServer
+from devkit.checkpoints import qwen2_text
+from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
+from devkit.processes import at_once
+from devkit.sglang_engine import SglangServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import VllmServer
+from devkit import checkpoints
+from devkit.engines import VllmServer
 
 QOS = """
 [qos]

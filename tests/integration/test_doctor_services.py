@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cornplug.config import STORE_PROTOCOL
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import EncoderProcess, StoreProcess
+from devkit import checkpoints
+from devkit.engines import EncoderProcess, StoreProcess
 
 
 def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:

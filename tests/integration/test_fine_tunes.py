@@ -14,10 +14,11 @@ import torch
 from integration.stack import PREAMBLE, Ask, Stack, count
 from safetensors.torch import load_file, save_file
 
-from cornplug.encoder_service.client import EncoderClient
-from cornplug.testing import checkpoints, qwen_checkpoints
-from cornplug.testing.engines import Answer, EncoderProcess, VllmServer, free_port, photos
-from cornplug.testing.quantised import quantised
+from cornplug.encoder_service.client.sync_client import EncoderClient
+from devkit import checkpoints
+from devkit.checkpoints import qwen
+from devkit.engines import Answer, EncoderProcess, VllmServer, free_port, photos
+from devkit.quantised import quantised
 
 SHARED = Ask(f"{PREAMBLE} What is shown?", (0,))
 SALT = "fine-tunes"
@@ -53,9 +54,9 @@ FAMILIES = {
         tower_tensor="vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias",
     ),
     "qwen2_vl": Kin(
-        base=lambda path: qwen_checkpoints.qwen2_vl(path, llm_seed=1),
-        wider=lambda path: qwen_checkpoints.qwen2_vl(path, llm_seed=2, hidden_size=128),
-        tuned=lambda path: qwen_checkpoints.qwen2_vl(path, llm_seed=3, projector_seed=1),
+        base=lambda path: qwen.qwen2_vl(path, llm_seed=1),
+        wider=lambda path: qwen.qwen2_vl(path, llm_seed=2, hidden_size=128),
+        tuned=lambda path: qwen.qwen2_vl(path, llm_seed=3, projector_seed=1),
         tower_tensor="visual.blocks.0.mlp.fc1.bias",
     ),
 }

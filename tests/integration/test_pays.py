@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import VllmServer
+from devkit import checkpoints
+from devkit.engines import VllmServer
 
 WORDS = "the cat sat on a mat and then it went to the door of the house where nobody was "
 

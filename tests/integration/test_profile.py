@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given import tables, toml_source
-from cornplug.planner.measuring import measure
-from cornplug.testing import checkpoints
+from cornplug.planner.inputs import profile_tables, toml_reader
+from cornplug.planner.pipeline.decide import decide
+from cornplug.planner.profiler import profile_command
+from devkit import checkpoints
 
 PLAN = """
 [[components]]
@@ -60,14 +60,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = ["--model", model, "--gpu", "cpu-core", "--repeats", "3"]
     llm = ["llm", *common, "--prompts", "64,512", "--batches", "1,4", "--out", str(folder / "llm.csv")]
     flags = ["--enforce-eager", "--max-model-len", "2048", "--limit-mm-per-prompt", '{"image": 0}']
-    assert measure.main([*llm, "--", *flags]) == 0
+    assert profile_command.main([*llm, "--", *flags]) == 0
     tower = ["encoder", *common, "--edges", "112,224", "--batches", "1,2"]
-    assert measure.main([*tower, "--out", str(folder / "tower.csv"), "--", "--dtype", "float32"]) == 0
+    assert profile_command.main([*tower, "--out", str(folder / "tower.csv"), "--", "--dtype", "float32"]) == 0
     return folder
 
 
 def seconds(path: Path) -> dict[tuple[str, float], float]:
-    return {(row.kind, row.x): row.seconds or 0.0 for row in tables.read(path).rows}
+    return {(row.kind, row.x): row.seconds or 0.0 for row in profile_tables.read(path).rows}
 
 
 def test_an_engines_table_grows_with_the_work(measured: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_engines_table_grows_with_the_work(measured: Path) -> None:
     assert 0 < llm["prefill", 64] < llm["prefill", 512]
     # Four requests in one iteration take less than four iterations: they were batched.
     assert 0 < llm["decode", 4] < 4 * llm["decode", 1]
-    about = tables.read(measured / "llm.csv").provenance
+    about = profile_tables.read(measured / "llm.csv").provenance
     assert about["measured"].startswith("vllm 0.")
     assert "cornplug profile llm" in about["command"]
 
@@ -93,7 +93,7 @@ def test_a_towers_table_counts_patches(measured: Path) -> None:
 
 def test_a_plan_is_made_of_both(measured: Path) -> None:
     (measured / "plan.toml").write_text(PLAN.format(model=measured / "model"))
-    plan = decide(toml_source.read(measured / "plan.toml"), digest="").plan
+    plan = decide(toml_reader.read(measured / "plan.toml"), digest="").plan
 
     assert {group.tasks for group in plan.groups} == {"E", "PD"}
     assert all("measured" in group.profile for group in plan.groups)

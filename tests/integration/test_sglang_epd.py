@@ -17,18 +17,10 @@ from pathlib import Path
 import pytest
 from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import (
-    Answer,
-    EncoderProcess,
-    RequestFailed,
-    StoreProcess,
-    free_port,
-    photos,
-    wait_until,
-)
-from cornplug.testing.processes import at_once
-from cornplug.testing.sglang_engine import SglangServer, sglang_python
+from devkit import checkpoints
+from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, free_port, photos, wait_until
+from devkit.processes import at_once
+from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
     pytest.mark.integration,

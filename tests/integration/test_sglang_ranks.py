@@ -11,9 +11,9 @@ import httpx
 import pytest
 from integration.stack import forget_prefixes
 
-from cornplug.testing import checkpoints
-from cornplug.testing.processes import StoreProcess
-from cornplug.testing.sglang_engine import SglangServer, sglang_python
+from devkit import checkpoints
+from devkit.processes import StoreProcess
+from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
     pytest.mark.integration,

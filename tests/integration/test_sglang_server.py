@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import photos, wait_until
-from cornplug.testing.sglang_engine import SglangServer, sglang_python
+from devkit import checkpoints
+from devkit.engines import photos, wait_until
+from devkit.sglang_engine import SglangServer, sglang_python
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

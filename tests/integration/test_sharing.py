@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from integration.stack import ASKS, PREAMBLE, Ask, Stack, count, forget_prefixes
 
-from cornplug.testing.engines import VllmServer, photos, wait_until
+from devkit.engines import VllmServer, photos, wait_until
 
 PICTURES = {i for ask in ASKS for i in ask.pictures}
 

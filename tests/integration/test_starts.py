@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cornplug.testing.audio_checkpoints import whisper
-from cornplug.testing.checkpoints import llava, qwen2_text
-from cornplug.testing.engines import VllmServer
-from cornplug.testing.text_checkpoints import deepseek_v2
-from cornplug.testing.tile_checkpoints import gemma3
+from devkit.checkpoints import llava, qwen2_text
+from devkit.checkpoints.audio import whisper
+from devkit.checkpoints.text import deepseek_v2
+from devkit.checkpoints.tiles import gemma3
+from devkit.engines import VllmServer
 
 
 def _says(server: VllmServer) -> object:

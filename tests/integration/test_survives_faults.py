@@ -29,11 +29,11 @@ from integration.stack import (
 )
 
 from cornplug.config import load
-from cornplug.encoder_service.client import EncoderClient
-from cornplug.store import entry
-from cornplug.store.pool import PoolStore
-from cornplug.testing.engines import EngineServer, photos, wait_until
-from cornplug.testing.processes import at_once
+from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.store import payload as entry
+from cornplug.store.client import PoolStore
+from devkit.engines import EngineServer, photos, wait_until
+from devkit.processes import at_once
 
 UNSEEN = 8
 """A picture that no ask shows."""

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes
 
-from cornplug.testing.engines import Answer, EngineServer, VllmServer
-from cornplug.testing.processes import at_once
-from cornplug.testing.sglang_engine import SglangServer
+from devkit.engines import Answer, EngineServer, VllmServer
+from devkit.processes import at_once
+from devkit.sglang_engine import SglangServer
 
 V_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 S_ARGS = ("--chunked-prefill-size", "256")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import RequestFailed, VllmServer, photos
+from devkit import checkpoints
+from devkit.engines import RequestFailed, VllmServer, photos
 
 
 @pytest.fixture(scope="module")

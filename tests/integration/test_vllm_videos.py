@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 pytestmark = pytest.mark.integration
 

@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 
 from cornplug.config import load
-from cornplug.encoder_service.client import EmbeddingRef, EncoderClient
-from cornplug.store.pool import PoolStore
-from cornplug.testing import checkpoints
-from cornplug.testing.engines import (
-    Answer,
-    EncoderProcess,
-    RequestFailed,
-    StoreProcess,
-    VllmServer,
-    photos,
-)
-from cornplug.testing.processes import at_once
+from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
+from cornplug.store.client import PoolStore
+from devkit import checkpoints
+from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, VllmServer, photos
+from devkit.processes import at_once
 
 MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 

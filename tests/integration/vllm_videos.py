@@ -17,10 +17,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 
 CPU = torch.device("cpu")
 GRID = (3, 8, 4)

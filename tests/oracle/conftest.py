@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 
 
 @pytest.fixture(scope="module", autouse=True)  # before the checkpoints that a module shares are made

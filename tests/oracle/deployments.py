@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
 Tensors = dict[str, torch.Tensor]
 Names = Callable[[str], str]

@@ -26,8 +26,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cornplug.testing.llava_checkpoints import published_llava_name
-from cornplug.testing.qwen_checkpoints import _flat_name
+from devkit.checkpoints.llava import published_llava_name
+from devkit.checkpoints.qwen import _flat_name
 
 from .deployments import LENGTH, TEXT_BEFORE, Deployment, Names
 

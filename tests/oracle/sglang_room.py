@@ -13,14 +13,16 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.encoder_service.media import digest_image
-from cornplug.engine_side.model import EngineModel
+from cornplug.encoder_service.media.image import digest_image
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import active, lora, media
-from cornplug.sglang_hooks.kv_book import Book, Space
-from cornplug.sglang_hooks.kv_roots import Roots
-from cornplug.sglang_hooks.model import describe
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv.namespace_roots import Roots
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.mm import mm_identifiers
+from cornplug.sglang_hooks.model import lora_adapters
+from cornplug.sglang_hooks.model.model_config import describe
 
 from .deployments import TEXT_BEFORE, Deployment
 from .numbers import PAGE
@@ -53,11 +55,11 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
     options: dict[str, Any] = {}
     if deployment.options:
         options = {"sglang": {"request": deployment.options, "picture": {}}}
-    runtime, active.runtime = active.runtime, lambda: SimpleNamespace(secret=secret)  # type: ignore[assignment]
+    runtime, activation.runtime = activation.runtime, lambda: SimpleNamespace(secret=secret)  # type: ignore[assignment]
     try:
-        found = media._key(tower, digest_image(deployment.picture), options, deployment.salt)
+        found = mm_identifiers._key(tower, digest_image(deployment.picture), options, deployment.salt)
     finally:
-        active.runtime = runtime
+        activation.runtime = runtime
     assert found is not None
     return found
 
@@ -98,5 +100,5 @@ def _loaded(adapter: Path) -> str:
     weights = {"layers.0.q_proj.lora_A.weight": None}
     loaded = SimpleNamespace(layers=[SimpleNamespace(weights=weights)], embedding_layers={})
     manager = SimpleNamespace(loras={name: loaded}, target_modules={"q_proj", "v_proj"})
-    lora._managers[name], lora._paths[name] = manager, str(adapter)
+    lora_adapters._managers[name], lora_adapters._paths[name] = manager, str(adapter)
     return name

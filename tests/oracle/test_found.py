@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.testing import checkpoints
+from cornplug.checkpoints.checkpoint import Checkpoint
+from devkit import checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug import checkpoint
-from cornplug.engine_side.adapters import Adapters
-from cornplug.engine_side.model import EngineModel
-from cornplug.families import FAMILIES
+from cornplug.checkpoints import checkpoint
+from cornplug.checkpoints.families import FAMILIES
+from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.model_identity import EngineModel
 
 from .changes import renamed
 from .deployments import base
@@ -105,7 +105,7 @@ def test_keys_that_follow_names_are_found(
     whole = FAMILIES["llava"].classify
     assert renamed("llava", "vision_tower.x") == "model.vision_tower.x"
     monkeypatch.setattr(
-        "cornplug.families.Family.classify",
+        "cornplug.checkpoints.families.Family.classify",
         lambda family, name: (whole(name)[0], name) if family.name == "llava" else whole(name),
     )
     assert oracle().run(seed=1, cases=2, kinds=["tensor names"]).parted

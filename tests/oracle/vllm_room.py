@@ -12,15 +12,15 @@ from typing import Any, Final
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.multimodal.inputs import PlaceholderRange
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side import engine_config
-from cornplug.engine_side.adapters import Adapters
-from cornplug.engine_side.model import EngineModel
-from cornplug.engine_side.page_roots import page_root
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import resolved_config
+from cornplug.engine_common.kv_root import page_root
+from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.compat import PROVEN
-from cornplug.vllm_connector.identifiers import Identifiers, key_of
-from cornplug.vllm_connector.page_keys import PageKeys
+from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.kv.page_keys import PageKeys
 
 from .deployments import TEXT_BEFORE, Deployment
 from .numbers import PAGE, updated
@@ -33,7 +33,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
     changed = {}
     if deployment.hf_overrides:
         running = _as_read(updated(deployment.config, deployment.hf_overrides))
-        changed = engine_config.changes(running, _as_read(deployment.config))
+        changed = resolved_config.changes(running, _as_read(deployment.config))
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)),
         dtype=deployment.dtype,

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import linprog
 
-from cornplug.planner.solving.pool import Cell, Pool, Running, Variant
+from cornplug.planner.optimizer.optimization_problem import Cell, Pool, Running, Variant
 
 TOLERANCE = 1e-9
 NOTHING = 1e-5

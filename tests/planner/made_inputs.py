@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.schema import PlanInput
 
 QWEN_7B = {
     "kind": "llm", "layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128,

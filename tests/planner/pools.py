@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 
 EXACT = Solver(gap=0, time_limit_s=20)
 NO_RESERVE = Limits(max_utilisation=1.0, online_share=1.0)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from cornplug.planner.solving.pool import (
+from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
     Demand,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.schema import PlanInput
 
 
 def given(*, rate: float = 7.5, **changes: Any) -> PlanInput:

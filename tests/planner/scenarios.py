@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.inputs import QWEN_7B, QWEN_VIT
+from planner.made_inputs import QWEN_7B, QWEN_VIT
 
 Table = dict[str, Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from cornplug.planner.simulation.simulator import Job, Station
+from cornplug.planner.simulator.simulator import Job, Station
 
 
 @dataclass

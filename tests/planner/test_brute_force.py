@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-
-from cornplug.errors import PlanInfeasible
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.milp import solve
-from cornplug.planner.solving.pool import Pool, Solution
 from planner.brute_force import best, change
 from planner.pools import EXACT
 from planner.random_pools import KINDS, random_pool
+
+from cornplug.errors import PlanInfeasible
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.milp import solve
+from cornplug.planner.optimizer.optimization_problem import Pool, Solution
 
 CASES = 208
 """Issue 5 asks for 200; each of the 8 kinds gets as many."""

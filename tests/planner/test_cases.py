@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given import toml_source
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
 
 CASES = Path(__file__).parent / "cases"
 
 
 def read(name: str) -> PlanInput:
-    return toml_source.read(CASES / f"{name}.toml")
+    return toml_reader.read(CASES / f"{name}.toml")
 
 
 def plan(given: PlanInput) -> Plan:

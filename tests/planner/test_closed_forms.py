@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.queueing import erlang_c
-from cornplug.planner.simulation import arrivals
-from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model.queueing import erlang_c
+from cornplug.planner.simulator import arrivals
+from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 from .closed_forms import ttft_single, wait_exceeds
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner import plan_folder, progress_line
+from cornplug.planner.optimizer.optimization_problem import Progress
 from cornplug.planner.plan import Plan
-from cornplug.planner.solving.pool import Progress
+from cornplug.planner.report import plan_folder, progress
 
 from .sample_plan import plan
 
@@ -167,4 +167,4 @@ def test_a_file_that_is_not_ours_is_left(tmp_path: Path) -> None:
     ],
 )
 def test_the_line_tells_incumbent_bound_and_gap(at: Progress, said: str) -> None:
-    assert progress_line.found(at) == said
+    assert progress.found(at) == said

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from cornplug.planner.solving.milp import solve
-from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 from planner.pools import EXACT, NO_RESERVE, one_service
+
+from cornplug.planner.optimizer.milp import solve
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
 
 A10G, A100 = 1.01, 3.67
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given.inputs import PlanInput
 from planner.scenarios import SCENARIOS
+
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.pipeline.decide import decide
 
 QUICK = {"one class, one model"}
 TIMES = ("ttft", "tpot", "e2e")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given import toml_source
+from cornplug.planner.inputs import toml_reader
+from cornplug.planner.pipeline.decide import decide
 
 CASE = Path(__file__).parent / "cases" / "a06_slo_flips_gpu.toml"
 
 
 def test_loose_bounds_and_small_requests_go_to_the_cheap_gpu() -> None:
-    given = toml_source.read(CASE)
+    given = toml_reader.read(CASE)
     plan = decide(given, digest="0" * 64).plan
     gpu = {group.name: group.gpu for group in plan.groups}
     on: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.given import traces
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation import arrivals
-from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs import traces
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator import arrivals
+from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 from .closed_forms import wait_percentile
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 
 from .zygote import Zygote
 

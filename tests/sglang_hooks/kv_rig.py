@@ -19,16 +19,16 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_parallel
 
-from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.settings import settings
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_book import Book, Space
-from cornplug.sglang_hooks.kv_layout import HostPages, host_pages, page_geometry, rank_heads
-from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_reader import Reader
-from cornplug.sglang_hooks.kv_roots import Roots
-from cornplug.sglang_hooks.kv_writer import Writer, part_of
+from cornplug.sglang_hooks.kv.layout import HostPages, host_pages, page_geometry, rank_heads
+from cornplug.sglang_hooks.kv.namespace_roots import Roots
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.kv.reader import Reader
+from cornplug.sglang_hooks.kv.writer import Writer, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 

@@ -12,7 +12,7 @@ from PIL import Image
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig
-from cornplug.encoder_service.protocol import Encode, Encoded
+from cornplug.encoder_service.wire.messages import Encode, Encoded
 from cornplug.errors import EncoderError
 from cornplug.store.base import Store
 

@@ -19,8 +19,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import active, compat, flags, hicache_settings, plugin
-from cornplug.testing import checkpoints
+from cornplug.sglang_hooks import activation, compat, flags, plugin
+from cornplug.sglang_hooks.kv import hicache_config
+from devkit import checkpoints
 
 from .zygote import Zygote
 
@@ -36,10 +37,10 @@ ALL = [
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Compiling takes half a minute, and what is here tested does not need it.
-    monkeypatch.setattr(hicache_settings, "compile_hash", lambda: None)
+    monkeypatch.setattr(hicache_config, "compile_hash", lambda: None)
     load_plugins()
     yield
-    active.turn_off()
+    activation.turn_off()
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_golden(text: str) -> None:
     """What each set of flags changes, field by field; {} without any."""
     stock = resolved(text)
     produced = {
-        name: {"settings": differences(resolved(text, *args), stock), "is_on": active.is_on()}
+        name: {"settings": differences(resolved(text, *args), stock), "is_on": activation.is_on()}
         for name, args in (("none", []), ("--enable-cornplug", ["--enable-cornplug"]), ("all", ALL))
     }
     assert produced == json.loads(GOLDEN.read_text())
@@ -90,7 +91,7 @@ def test_golden(text: str) -> None:
 
 def test_settings_reach_the_processes(text: str) -> None:
     given(text, *ALL)
-    config = active.config()
+    config = activation.config()
     assert (config.engine.app, config.engine.page_tokens) == ("chat", 128)
     assert (config.store.socket, config.store.size_bytes) == (Path("/run/s.sock"), 1 << 30)
     assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3)
@@ -105,31 +106,31 @@ def test_settings_edited_under_a_server_change_nothing(
     file.write_text('[engine]\napp = "chat"\n')
     monkeypatch.setenv("CORNPLUG_CONFIG", str(file))
     given(text, "--enable-cornplug")
-    assert active.config().engine.app == "chat"
+    assert activation.config().engine.app == "chat"
     file.write_text("no settings")
-    assert active.config().engine.app == "chat"
+    assert activation.config().engine.app == "chat"
     with pytest.raises(ConfigError):
         given(text, "--enable-cornplug")
 
 
 def test_any_option_turns_it_on(text: str) -> None:
     given(text)
-    assert not active.is_on()
+    assert not activation.is_on()
     given(text, "--cornplug-app", "chat")
-    assert active.is_on()
+    assert activation.is_on()
 
 
 def test_the_next_server_of_a_process_shares_only_when_asked(text: str) -> None:
     given(text, "--enable-cornplug")
     given(text)
-    assert not active.is_on()
+    assert not activation.is_on()
 
 
 def test_a_config_file_says_the_same(text: str, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump({"enable-cornplug": True, "cornplug-app": "chat", "page-size": 128}))
     found = resolved(text, "--config", str(file))
-    assert active.config().engine.app == "chat"
+    assert activation.config().engine.app == "chat"
     assert (found["page_size"], found["enable_hierarchical_cache"]) == (128, True)
 
 
@@ -151,7 +152,7 @@ def test_given_settings_stay(text: str) -> None:
 
 
 def test_our_own_storage_may_be_given_by_hand(text: str) -> None:
-    by_hand = json.dumps(hicache_settings.BACKEND)
+    by_hand = json.dumps(hicache_config.BACKEND)
     args = (
         "--enable-cornplug", "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
         "--hicache-storage-backend-extra-config", by_hand,
@@ -304,7 +305,7 @@ def test_without_a_compiler_the_server_starts_all_the_same(
         raise ConfigError("--enable-cornplug", "SGLang cannot compile its page hash", "Install one.")
 
     stock = resolved(text)
-    monkeypatch.setattr(hicache_settings, "compile_hash", fail)
+    monkeypatch.setattr(hicache_config, "compile_hash", fail)
     assert differences(resolved(text, "--enable-cornplug"), stock) == {}
 
 
@@ -320,7 +321,7 @@ def test_what_sglang_decides_itself_leaves_kv_alone(text: str) -> None:
     ):
         record = given(text, "--enable-cornplug")
         declare_resolution(record, "a model", **decision)
-        hicache_settings.settle(record)
+        hicache_config.settle(record)
         settled = resolving_view(record)
         assert settled.enable_hierarchical_cache is shares
         assert (settled.hicache_storage_backend == "dynamic") is shares
@@ -338,7 +339,7 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
     folder = getattr(checkpoints, model)(tmp_path / model)
     record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_settings.settle(record)
+        hicache_config.settle(record)
     assert resolving_view(record).enable_hierarchical_cache is not blind
     assert ("no prefix cache for pictures" in str(warning.call_args)) is blind
 
@@ -367,7 +368,7 @@ def test_a_server_has_the_hooks_that_it_needs(
 ) -> None:
     folder = getattr(checkpoints, model)(tmp_path / model)
     resolved(str(folder), "--enable-cornplug", *args)
-    assert active.needed() == wanted
+    assert activation.needed() == wanted
 
 
 def test_front_ends_that_lose_pictures_are_named(text: str) -> None:
@@ -378,7 +379,7 @@ def test_front_ends_that_lose_pictures_are_named(text: str) -> None:
 
 def test_share_from_python(text: str) -> None:
     flags.share({"engine.app": "batch"})
-    assert active.config().engine.app == "batch"
+    assert activation.config().engine.app == "batch"
     with pytest.raises(ConfigError, match=r"engine\.nonsense"):
         flags.share({"engine.nonsense": "1"})
 

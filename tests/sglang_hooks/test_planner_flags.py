@@ -13,9 +13,10 @@ import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from cornplug.planner.launching.emit import Command, commands
-from cornplug.sglang_hooks import active, hicache_settings
-from cornplug.testing.checkpoints import qwen2_vl
+from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv import hicache_config
+from devkit.checkpoints import qwen2_vl
 
 
 def _plans() -> ModuleType:
@@ -41,7 +42,7 @@ VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}
 def loaded() -> Iterator[None]:
     load_plugins()
     yield
-    active.turn_off()
+    activation.turn_off()
 
 
 def engines(case: Any, **how: Any) -> list[Command]:
@@ -96,7 +97,7 @@ def test_the_language_model_alone_asks_every_encoder() -> None:
     assert made.language_only
     assert made.encoder_urls == ["http://10.0.0.1:8750"]
     assert made.dtype == "bfloat16"
-    assert active.is_on()
+    assert activation.is_on()
 
 
 def test_speculation_gives_all_three_numbers() -> None:
@@ -185,7 +186,7 @@ def test_lines_pass_sglangs_checks_of_one_flag_against_another(
 ) -> None:
     """On a model of 4096 positions, and this machine's device: without a GPU the kernels are others."""
     # Compiling takes half a minute, and what is here tested does not need it.
-    monkeypatch.setattr(hicache_settings, "compile_hash", lambda: None)
+    monkeypatch.setattr(hicache_config, "compile_hash", lambda: None)
     for command in engines(case):
         words = list(command.argv[3:])
         for flag, value in (("--model-path", checkpoint), ("--context-length", "4096")):

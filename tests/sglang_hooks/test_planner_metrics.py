@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from cornplug.planner.replanning import observed
+from cornplug.planner.replan import observed_load
 
 
 def test_sglang_still_has_these_names() -> None:
@@ -13,6 +13,12 @@ def test_sglang_still_has_these_names() -> None:
     assert spec is not None
     (root,) = spec.submodule_search_locations or []
     source = (Path(root) / "observability" / "metrics_collector.py").read_text()
-    read = observed.FINISHED + observed.PRESENT + observed.PROMPT + observed.OUTPUT + observed.TTFT
-    names = [n for n in read + observed.CACHED + observed.LOOKED_UP if n.startswith("sglang:")]
+    read = (
+        observed_load.FINISHED
+        + observed_load.PRESENT
+        + observed_load.PROMPT
+        + observed_load.OUTPUT
+        + observed_load.TTFT
+    )
+    names = [n for n in read + observed_load.CACHED + observed_load.LOOKED_UP if n.startswith("sglang:")]
     assert [n for n in names if f'"{n}"' not in source] == []

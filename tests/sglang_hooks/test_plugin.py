@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import active, compat, parts, plugin
+from cornplug.sglang_hooks import activation, compat, hook_selection, plugin
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -39,8 +39,8 @@ def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else(zygote: Zygote
         f"sglang.srt.server_args.ServerArgs.{name}"
         for name in ("add_cli_args", "from_cli_args", "resolve_once")
     }
-    assert "cornplug.sglang_hooks.hicache" not in modules
-    assert "cornplug.sglang_hooks.media" not in modules
+    assert "cornplug.sglang_hooks.kv.hicache_storage" not in modules
+    assert "cornplug.sglang_hooks.mm.mm_identifiers" not in modules
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_a_child_has_the_hooks_that_its_server_needs(
     zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
 ) -> None:
     targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
-    assert targets >= {hook.target for hook in parts.hooks(said.split(","))}
+    assert targets >= {hook.target for hook in hook_selection.hooks(said.split(","))}
     assert any(target.endswith(hooked) for target in targets)
     assert not any(other in target for target in targets for other in free)
 
 
 def test_every_target_is_there_and_installing_twice_hooks_once() -> None:
     load_plugins()
-    plugin.install(parts.ALL)
-    plugin.install(parts.ALL)
-    for hook in parts.hooks(parts.ALL):
+    plugin.install(hook_selection.ALL)
+    plugin.install(hook_selection.ALL)
+    for hook in hook_selection.hooks(hook_selection.ALL):
         assert plugin.is_applied(hook), hook
         assert plugin.misfit(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
@@ -110,8 +110,8 @@ def test_hooks_do_nothing_where_nobody_asked() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    plugin.install(parts.ALL)
-    active.turn_off()
+    plugin.install(hook_selection.ALL)
+    activation.turn_off()
     record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
     record.resolve_once()
     assert (record.page_size, record.hicache_storage_backend) == (None, None)

@@ -16,8 +16,8 @@ import pytest
 
 from cornplug.config import StoreConfig, read_secret
 from cornplug.store.arena import Arena
-from cornplug.store.pool import PoolStore
-from cornplug.store.server import Server
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon.server import Server
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -84,7 +84,7 @@ def start_daemon(store_config: StoreConfig) -> Iterator[Callable[..., subprocess
     started: list[subprocess.Popen[str]] = []
 
     def start(*extra: str, wait: bool = True) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "cornplug.store.daemon", "--size", str(store_config.size_bytes)]
+        command = [sys.executable, "-m", "cornplug.store.daemon.main", "--size", str(store_config.size_bytes)]
         command += ["--socket", str(store_config.socket), "--secret-file", str(store_config.secret_file)]
         command += ["--quarantine-s", str(store_config.quarantine_s), *extra]
         daemon = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig, load
-from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import ConfigError
+from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.opening import open_store
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage
 

@@ -19,8 +19,8 @@ from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
 from cornplug.store.base import Refusal, Reservation
-from cornplug.store.pool import PoolStore
-from cornplug.store.server import Server
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon.server import Server
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, fill, lease, present, reserve
 
@@ -173,7 +173,7 @@ def test_threads_share_a_connection(connect: Connect, serve_in_thread: Callable[
 CLIENT = """
 import sys, time
 from cornplug.config import StoreConfig
-from cornplug.store.pool import PoolStore
+from cornplug.store.client import PoolStore
 from cornplug.testing.store import lease, reserve
 store = PoolStore(StoreConfig(socket=sys.argv[1], secret_file=sys.argv[2], autostart=False))
 assert lease(store, "leased") is not None
@@ -261,9 +261,9 @@ def test_a_daemon_that_does_not_come_up_is_started_less_and_less_often(
 ) -> None:
     starts: list[float] = []
     monkeypatch.setattr(autostart, "spawn", lambda *a, **k: starts.append(time.monotonic()))
-    monkeypatch.setattr("cornplug.store.pool._START_WAIT_S", 0.01)
-    monkeypatch.setattr("cornplug.store.pool._LAST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("cornplug.store.pool._FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr("cornplug.store.client._START_WAIT_S", 0.01)
+    monkeypatch.setattr("cornplug.store.client._LAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("cornplug.store.client._FIRST_PAUSE_S", 0.2)
     store = PoolStore(store_config, autostart=True, connect_timeout_s=0)
     time.sleep(2.5)
     store.close()
@@ -311,7 +311,7 @@ def _daemons_of(path: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"cornplug.store.daemon" in command and str(path).encode() in command:
+            if b"cornplug.store.daemon.main" in command and str(path).encode() in command:
                 found.append(int(entry.name))
     return found
 

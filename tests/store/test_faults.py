@@ -17,12 +17,12 @@ import pytest
 from cornplug.codec import Header, Kind, encode_header
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import StoreUnavailable
-from cornplug.store import wire
+from cornplug.store import messages as wire
 from cornplug.store.base import OTHER_APPS, Refusal, Reservation
-from cornplug.store.breaker import Breaker
-from cornplug.store.fences import Fences
-from cornplug.store.index import MAX_LOOKS, SWEEP, Index
-from cornplug.store.pool import PoolStore
+from cornplug.store.circuit_breaker import Breaker
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon.index import MAX_LOOKS, SWEEP, Index
+from cornplug.store.write_fences import Fences
 from cornplug.testing.store import fill, key, lease, present, reserve
 
 from .conftest import eventually

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.codec import Kind
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Refusal
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore, StoreContract

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cornplug import codec
 from cornplug.codec import Kind
 from cornplug.store.base import Part, Refusal, Reservation
-from cornplug.store.index import Index
+from cornplug.store.daemon.index import Index
 from cornplug.testing.store import key
 
 CAPACITY, SIZE = 64 * 12, 64 * 2

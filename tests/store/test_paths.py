@@ -15,12 +15,14 @@ import pytest
 from cornplug import codec, private_paths
 from cornplug.config import StoreConfig
 from cornplug.errors import CodecError, ConfigError, StoreUnavailable
-from cornplug.store import autostart, claim, entry
+from cornplug.store import autostart
+from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
-from cornplug.store.claim import Claim, Taken
-from cornplug.store.daemon import EXIT_TAKEN
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon import socket_claim
+from cornplug.store.daemon.main import EXIT_TAKEN
+from cornplug.store.daemon.socket_claim import Claim, Taken
 from cornplug.store.memory import MemoryStore
-from cornplug.store.pool import PoolStore
 from cornplug.testing.store import fill, key, present, reserve
 
 from .conftest import answers, eventually
@@ -146,7 +148,7 @@ def test_a_daemon_that_was_replaced_ends_and_leaves_the_others_socket(
 def test_a_claim_whose_folder_went_away_takes_it_anew(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
     path = short_path / "run" / "s.sock"
     ours = Claim(path)
     path.parent.rename(short_path / "elsewhere")
@@ -174,7 +176,7 @@ def test_a_claim_without_a_folder_serves_on(short_path: Path, caplog: pytest.Log
 
 
 def test_two_that_wait_for_one_lock(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
     first = Claim(short_path / "s.sock")
     with pytest.raises(Taken):
         Claim(short_path / "s.sock")
@@ -189,7 +191,7 @@ def test_files_stay_young(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
     for path in files:
         os.utime(path, (1, 1))
-    monkeypatch.setattr(claim, "_TOUCH_S", 0.0)
+    monkeypatch.setattr(socket_claim, "_TOUCH_S", 0.0)
     ours.renew()
     assert all(time.time() - path.stat().st_mtime < 60 for path in files)
     ours.close()
@@ -202,7 +204,7 @@ def test_a_users_modules_are_none_of_the_daemons(store_config: StoreConfig, tmp_
     (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong secrets')")
     code = (
         "import sys; from pathlib import Path; from cornplug.config import StoreConfig\n"
-        "from cornplug.store.pool import PoolStore\n"
+        "from cornplug.store.client import PoolStore\n"
         "import os; os.chdir(sys.argv[3])\n"
         "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 24)\n"
         "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
@@ -229,7 +231,7 @@ def test_a_store_of_another_release_starts_nobody_late_and_says_so(
     start_daemon: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_daemon()
-    monkeypatch.setattr("cornplug.store.wire.PROTOCOL_VERSION", 99)
+    monkeypatch.setattr("cornplug.store.messages.PROTOCOL_VERSION", 99)
     store = connect()
     with pytest.raises(StoreUnavailable, match="protocol") as e:
         present(store, "a")
@@ -240,7 +242,7 @@ def test_a_store_of_another_release_starts_nobody_late_and_says_so(
 
 
 def test_each_protocol_has_a_socket_of_its_own() -> None:
-    from cornplug.store.wire import PROTOCOL_VERSION
+    from cornplug.store.messages import PROTOCOL_VERSION
 
     assert StoreConfig().socket.name == f"store-{PROTOCOL_VERSION}.sock"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 

@@ -28,9 +28,10 @@ from vllm.v1.worker.gpu import kv_connector as second_runner
 from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
-from cornplug.vllm_connector import kv_connector, kv_scheduler
+from cornplug.vllm_connector import kv_connector
+from cornplug.vllm_connector.kv import scheduler as kv_scheduler
+from cornplug.vllm_connector.kv.block_copies import BlockCopies
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.kv_copies import BlockCopies
 
 from .late_device import LateDevice
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.wire_tensors import to_wire
-from cornplug.testing import checkpoints
+from cornplug.encoder_service.wire.tensors import to_wire
+from devkit import checkpoints
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

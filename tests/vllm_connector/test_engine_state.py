@@ -13,18 +13,18 @@ from unittest import mock
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.model import EngineModel
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.testing import checkpoints
-from cornplug.vllm_connector import weights
-from cornplug.vllm_connector.vouchers import Vouchers
+from cornplug.vllm_connector.ec.embedding_handles import Vouchers
+from cornplug.vllm_connector.model import weight_updates
+from devkit import checkpoints
 
 CHILD = """
 import sys
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.vllm_connector import weights
 print(engine_state.current().began_ns(), flush=True)
 for line in sys.stdin:
@@ -67,10 +67,10 @@ def test_every_process_of_the_engine_stops_at_once() -> None:
     one, two = Child(), Child()
     try:
         assert one.began_ns == two.began_ns == engine_state.current().began_ns()
-        assert [one.tell(""), two.tell(""), weights.replaced()] == [False] * 3
+        assert [one.tell(""), two.tell(""), weight_updates.replaced()] == [False] * 3
         assert one.tell("replace")
         assert two.tell("")
-        assert weights.replaced()
+        assert weight_updates.replaced()
     finally:
         one.close()
         two.close()
@@ -89,7 +89,7 @@ def test_another_server_s_update_ends_vouchers_here(tmp_path: Path) -> None:
     name = "cpv1-" + "11" * 32 + "-" + "22" * 32
     with pytest.raises(VLLMValidationError, match="another salt"):
         taken.key(name, None)
-    weights.note_replaced("a trainer, by another API server")
+    weight_updates.note_replaced("a trainer, by another API server")
     with pytest.raises(VLLMValidationError, match="weights were replaced"):
         taken.key(name, None)
 

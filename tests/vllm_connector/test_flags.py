@@ -11,11 +11,11 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cornplug.engine_side.settings import settings
+from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.testing.checkpoints import qwen2_text, qwen2_vl
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
+from devkit.checkpoints import qwen2_text, qwen2_vl
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_flags.json"
 

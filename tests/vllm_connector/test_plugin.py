@@ -21,13 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.lora_digests import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
-from cornplug.vllm_connector import compat, plugin, stats, weights
+from cornplug.vllm_connector import compat, plugin, stats
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv_connector import CornplugConnector
+from cornplug.vllm_connector.model import weight_updates
 
 # -- register ---------------------------------------------------------------------------------
 
@@ -189,33 +190,33 @@ def test_calls_that_may_replace_weights_end_sharing(method: Any) -> None:
     core = Core()
     core.collective_rpc(method, None, (1,))
     assert core.calls == [(method, None, (1,), None)]
-    assert weights.replaced()
+    assert weight_updates.replaced()
 
 
 @pytest.mark.parametrize("method", ["add_lora", "profile", "synchronize_device", "reset_mm_cache", "wake_up"])
 def test_harmless_calls_do_not(method: str) -> None:
     Core().collective_rpc(method)
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
 
 
 def test_calls_of_the_start_do_not() -> None:
     Core(started=False).collective_rpc("load_model")
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
 
 
 @pytest.mark.parametrize(("args", "ends"), [((), False), ((1,), False), ((2,), True), ((3,), True)])
 def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
     Core().sleep(*args)
-    assert weights.replaced() is ends
+    assert weight_updates.replaced() is ends
     engine_state.current().note_replaced(False)
     Core().sleep(level=args[0] if args else 1)
-    assert weights.replaced() is ends
+    assert weight_updates.replaced() is ends
 
 
 def test_every_harmless_name_is_a_method_of_vllms_workers() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    unknown = [name for name in weights._HARMLESS if not hasattr(Worker, name)]
+    unknown = [name for name in weight_updates._HARMLESS if not hasattr(Worker, name)]
     assert unknown == []
 
 

@@ -18,10 +18,10 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.errors import ConfigError
-from cornplug.testing.checkpoints import llava, qwen2_text, qwen2_vl
-from cornplug.testing.text_checkpoints import deepseek_v2
-from cornplug.testing.tile_checkpoints import gemma3
-from cornplug.vllm_connector import engine_config, plugin
+from cornplug.vllm_connector import connector_config, plugin
+from devkit.checkpoints import llava, qwen2_text, qwen2_vl
+from devkit.checkpoints.text import deepseek_v2
+from devkit.checkpoints.tiles import gemma3
 
 pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
 
@@ -201,4 +201,4 @@ def test_a_backend_that_takes_no_connector_runs_without_one() -> None:
         model_config=SimpleNamespace(is_encoder_decoder=False),
         attention_config=SimpleNamespace(backend=backend),
     )
-    assert engine_config._kv_impossible(config) == "attention backend ROCM_ATTN takes no KV connector"
+    assert connector_config._kv_impossible(config) == "attention backend ROCM_ATTN takes no KV connector"

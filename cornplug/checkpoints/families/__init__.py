@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from cornplug.families.base import Family, Json, Modality, Part, Spec, unusual_classes, without_inert
+from cornplug.checkpoints.families.family import (
+    Family,
+    Json,
+    Modality,
+    Part,
+    Spec,
+    unusual_classes,
+    without_inert,
+)
 
 __all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "unusual_classes", "without_inert"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from cornplug.checkpoints.families.family import Json, Spec, known_sides, pixel_spec, without_inert
 from cornplug.errors import CheckpointError
-from cornplug.families.base import Json, Spec, known_sides, pixel_spec, without_inert
 
 CLIP_DEFAULTS: Final[Json] = {
     "model_type": "clip_vision_model",

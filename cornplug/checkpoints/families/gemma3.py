@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cornplug.families import llava
-from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec, without_inert
-from cornplug.families.llava_cut import SIGLIP_DEFAULTS
+from cornplug.checkpoints.families import llava
+from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec, without_inert
+from cornplug.checkpoints.families.feature_layer import SIGLIP_DEFAULTS
 
 _HALF: Final = [0.5, 0.5, 0.5]
 _PIXELS: Final[Json] = {

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from cornplug.checkpoints.families import llava
+from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec, without_inert
 from cornplug.errors import CheckpointError
-from cornplug.families import llava
-from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec, without_inert
 
 _VISION_DEFAULTS: Final[Json] = {
     "model_type": "internvl_vision",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.families.base import Family, Json, Spec
-from cornplug.families.llava_cut import CLIP_L_336, LlavaCut, llava_projector, sized_pixels
+from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.feature_layer import CLIP_L_336, LlavaCut, llava_projector, sized_pixels
 
 _CUT: Final = LlavaCut(vision=CLIP_L_336, layer=-2, select="default")
 _CLIP_PIXELS: Final[Json] = {

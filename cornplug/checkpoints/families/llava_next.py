@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cornplug.families import llava
-from cornplug.families.base import Family, Json, Spec
-from cornplug.families.llava_cut import CLIP_L_336, LlavaCut, one_row_a_patch, sized_pixels, tiled_projector
+from cornplug.checkpoints.families import llava
+from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.feature_layer import (
+    CLIP_L_336,
+    LlavaCut,
+    one_row_a_patch,
+    sized_pixels,
+    tiled_projector,
+)
 
 _PINPOINTS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _CUT: Final = LlavaCut(vision=CLIP_L_336, layer=-2, select="default")

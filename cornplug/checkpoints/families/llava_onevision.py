@@ -7,10 +7,15 @@ from dataclasses import replace
 from itertools import product
 from typing import Final
 
+from cornplug.checkpoints.families import llava_next
+from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.feature_layer import (
+    LlavaCut,
+    one_row_a_patch,
+    sized_pixels,
+    tiled_projector,
+)
 from cornplug.errors import CheckpointError
-from cornplug.families import llava_next
-from cornplug.families.base import Family, Json, Spec
-from cornplug.families.llava_cut import LlavaCut, one_row_a_patch, sized_pixels, tiled_projector
 
 _SIDES: Final = range(384, 2304 + 1, 384)
 _PINPOINTS: Final = [list(sides) for sides in product(_SIDES, _SIDES)]

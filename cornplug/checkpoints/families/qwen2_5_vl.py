@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.families.base import Family, Json, Spec
-from cornplug.families.qwen2_vl import (
+from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.qwen2_vl import (
     QWEN_INPUTS,
     QWEN_LANGUAGE_MODEL,
     picture_spec,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from cornplug.checkpoints.families.family import Family, Json, Spec, without_inert
 from cornplug.errors import CheckpointError
-from cornplug.families.base import Family, Json, Spec, without_inert
 
 WHISPER_DEFAULTS: Final[Json] = {
     "num_mel_bins": 80,

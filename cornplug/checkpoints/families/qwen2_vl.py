@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cornplug.families.base import Family, Json, Modality, Spec, known_sides, pixel_spec, without_inert
+from cornplug.checkpoints.families.family import (
+    Family,
+    Json,
+    Modality,
+    Spec,
+    known_sides,
+    pixel_spec,
+    without_inert,
+)
 
 _VISION_DEFAULTS: Final[Json] = {
     "model_type": "qwen2_vl",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.errors import CheckpointError
-from cornplug.families.base import Family, Json, Spec, known_sides, pixel_spec
-from cornplug.families.qwen2_vl import (
+from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec
+from cornplug.checkpoints.families.qwen2_vl import (
     QWEN_INPUTS,
     QWEN_LANGUAGE_MODEL,
     VIDEO_DEFAULTS,
     picture_spec,
     vision_spec,
 )
+from cornplug.errors import CheckpointError
 
 _VISION_DEFAULTS: Final[Json] = {
     "model_type": "qwen3_vl",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cornplug.families.base import Family
-from cornplug.families.qwen3_vl import FAMILY as DENSE
+from cornplug.checkpoints.families.family import Family
+from cornplug.checkpoints.families.qwen3_vl import FAMILY as DENSE
 
 FAMILY: Final[Family] = replace(DENSE, name="qwen3_vl_moe")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from cornplug.checkpoints.families.family import Base, Family, Json, Spec
+from cornplug.checkpoints.families.qwen2_audio import mel_spec, whisper_spec
 from cornplug.errors import CheckpointError
-from cornplug.families.base import Base, Family, Json, Spec
-from cornplug.families.qwen2_audio import mel_spec, whisper_spec
 
 _PROJECTOR_DEFAULTS: Final[Json] = {
     "hidden_size": 4096,

@@ -19,13 +19,14 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 
 from cornplug.config import load
-from cornplug.encoder_service import answers, exchange, rendezvous
-from cornplug.encoder_service.answers import Busy, Failed, HttpAnswer
-from cornplug.encoder_service.attempts import Attempts, Circuits, Try, Wait
-from cornplug.encoder_service.configured import configured, is_here, local_store
-from cornplug.encoder_service.many import Result, Window
-from cornplug.encoder_service.outgoing import Item, Medium, Outgoing
-from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.encoder_service.client import http_transport, rendezvous
+from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.client.encode_many import Result, Window
+from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
+from cornplug.encoder_service.client.media_payload import Item, Medium, Outgoing
+from cornplug.encoder_service.client.responses import Busy, Failed, HttpAnswer
+from cornplug.encoder_service.client.retry import Attempts, Circuits, Try, Wait
 from cornplug.errors import EncoderError, EncoderUnavailable
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
@@ -171,7 +172,9 @@ class AsyncEncoderClient:
         dtype, hidden_size."""
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
-            return answers.models(await exchange.exchange(self._http, "GET", f"{url}/v1/models", timeout_s))
+            return answers.models(
+                await http_transport.exchange(self._http, "GET", f"{url}/v1/models", timeout_s)
+            )
 
         return await self._attempt(b"", send, None)
 
@@ -243,12 +246,12 @@ class AsyncEncoderClient:
         store = self._stores[url]
         # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
         for source in [store, None] if store is not None else [None]:
-            answer = await exchange.exchange(
+            answer = await http_transport.exchange(
                 self._http,
                 "POST",
                 f"{url}/v1/encode",
                 timeout_s,
-                data=exchange.form(model, salt, timeout_s, inline=source is None),
+                data=http_transport.form(model, salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store answers in microseconds, within its own deadline: not worth a thread.
@@ -269,8 +272,8 @@ class AsyncEncoderClient:
         self, url: str, media: Sequence[Outgoing], *, model: str, salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
         """As `exchange.stream`."""
-        fields = exchange.form(model, salt, timeout_s, inline=self._stores[url] is None)
-        return exchange.stream(self._http, url, media, fields, timeout_s)
+        fields = http_transport.form(model, salt, timeout_s, inline=self._stores[url] is None)
+        return http_transport.stream(self._http, url, media, fields, timeout_s)
 
 
 def _unavailable(url: str, e: Exception) -> EncoderUnavailable:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cornplug.codec import Kind
-from cornplug.encoder_service import request_parts
+from cornplug.encoder_service.client import openai_parts
 from cornplug.errors import CodecError, StoreError
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Store
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EmbeddingRef:
 
     def as_vllm_part(self, *, by_value: bool = False) -> dict[str, object]:
         """A content part for vLLM's OpenAI API, in the picture's place. See `request_parts.vllm_part`."""
-        return request_parts.vllm_part(self, by_value=by_value)
+        return openai_parts.vllm_part(self, by_value=by_value)
 
 
 def from_store(

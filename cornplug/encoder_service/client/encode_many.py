@@ -15,11 +15,11 @@ from typing import Final, Protocol
 
 import httpx
 
-from cornplug.encoder_service import answers
-from cornplug.encoder_service.answers import Busy, Failed, HttpAnswer
-from cornplug.encoder_service.attempts import Circuits
-from cornplug.encoder_service.outgoing import Item, Outgoing
-from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.client.media_payload import Item, Outgoing
+from cornplug.encoder_service.client.responses import Busy, Failed, HttpAnswer
+from cornplug.encoder_service.client.retry import Circuits
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable
 
 ITEMS: Final = 16

@@ -8,8 +8,8 @@ from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from cornplug.config import Config
+from cornplug.store.backends import open_store
 from cornplug.store.base import Store
-from cornplug.store.opening import open_store
 
 
 def configured(config: Config) -> Sequence[str]:

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import httpx
 
-from cornplug.encoder_service import answers
-from cornplug.encoder_service.answers import HttpAnswer
-from cornplug.encoder_service.many import part_answer
-from cornplug.encoder_service.outgoing import Outgoing
-from cornplug.encoder_service.parts import MIXED, Parts
-from cornplug.encoder_service.tracing_headers import trace_headers
+from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client.encode_many import part_answer
+from cornplug.encoder_service.client.media_payload import Outgoing
+from cornplug.encoder_service.client.multipart import MIXED, Parts
+from cornplug.encoder_service.client.responses import HttpAnswer
+from cornplug.encoder_service.client.trace_headers import trace_headers
 from cornplug.errors import EncoderUnavailable
 
 _CONNECT_S: Final = 1.0

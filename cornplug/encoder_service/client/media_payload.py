@@ -11,8 +11,8 @@ from typing import Self
 
 from PIL import Image
 
+from cornplug.checkpoints.families import Modality
 from cornplug.errors import MediaError
-from cornplug.families import Modality
 from cornplug.identity import pixels_digest
 
 Medium = str | Path | bytes | Image.Image

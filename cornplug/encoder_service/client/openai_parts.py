@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cornplug.encoder_service.voucher import Voucher
+from cornplug.encoder_service.wire.embedding_handle import Voucher
 from cornplug.errors import EncoderRefused
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.reference import EmbeddingRef
+    from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 
 _VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
 """Families whose model takes `image_embeds` in vLLM 0.32 -> whether it wants their grid as well."""

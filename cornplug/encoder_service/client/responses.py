@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.reference import EmbeddingRef, from_store
-from cornplug.encoder_service.refusals import status_of
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
+from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 

@@ -19,11 +19,11 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from cornplug.encoder_service.async_client import CONCURRENCY, AsyncEncoderClient, Services
-from cornplug.encoder_service.many import Result
-from cornplug.encoder_service.outgoing import Item, Medium
-from cornplug.encoder_service.reference import EmbeddingRef
-from cornplug.encoder_service.socket_client import SocketEncoder
+from cornplug.encoder_service.client.async_client import CONCURRENCY, AsyncEncoderClient, Services
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.client.encode_many import Result
+from cornplug.encoder_service.client.media_payload import Item, Medium
+from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.errors import EncoderUnavailable
 from cornplug.store.base import Store
 

@@ -24,9 +24,9 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.framing import LENGTH, Frames, Garbage
-from cornplug.encoder_service.handshake import PATIENCE_S, Asking, check_user
-from cornplug.encoder_service.protocol import (
+from cornplug.encoder_service.wire.framing import LENGTH, Frames, Garbage
+from cornplug.encoder_service.wire.handshake import PATIENCE_S, Asking, check_user
+from cornplug.encoder_service.wire.messages import (
     Describe,
     Described,
     Encode,

@@ -21,15 +21,15 @@ from typing import Final, Literal, Protocol
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.compute import Executor, Made, Task
-from cornplug.encoder_service.observer import Observer
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.refusals import A_FAULT
-from cornplug.encoder_service.registry import Loaded
-from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.execution.executor import Executor, Made, Task
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.telemetry.observer import Observer
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire_tensors import to_wire
+from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
 Origin = Literal["ran", "joined", "reused"]

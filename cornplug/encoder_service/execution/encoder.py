@@ -20,22 +20,22 @@ import msgspec
 from cornplug import identity
 from cornplug.codec import Kind
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.admission import Admission, Verdict
-from cornplug.encoder_service.batcher import Answer, Batcher, Flight, Wait
-from cornplug.encoder_service.compute import Executor, InProcess
-from cornplug.encoder_service.dispatch import Dispatcher, Origin, Work
-from cornplug.encoder_service.meters import Meters
-from cornplug.encoder_service.observer import Observer
-from cornplug.encoder_service.preparation import Limits, Preparation
-from cornplug.encoder_service.prepared_budget import PreparedBudget, Room
-from cornplug.encoder_service.protocol import Encode, Encoded, Refused, ServedModel, Tensor
-from cornplug.encoder_service.refusals import A_FAULT
-from cornplug.encoder_service.registry import Loaded, Registry
-from cornplug.encoder_service.reloading import Reloader
-from cornplug.encoder_service.shelf import Shelf
-from cornplug.encoder_service.tracing import OFF, Tracing
-from cornplug.encoder_service.waiting_room import WaitingRoom
-from cornplug.encoder_service.wire_tensors import to_wire
+from cornplug.encoder_service.execution.dispatcher import Dispatcher, Origin, Work
+from cornplug.encoder_service.execution.executor import Executor, InProcess
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.execution.weight_reload import Reloader
+from cornplug.encoder_service.models.registry import Loaded, Registry
+from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget, Room
+from cornplug.encoder_service.preprocess.decode_lanes import Limits, Preparation
+from cornplug.encoder_service.scheduling.admission import Admission, Verdict
+from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.telemetry.observer import Observer
+from cornplug.encoder_service.telemetry.service_metrics import Meters
+from cornplug.encoder_service.telemetry.tracing import OFF, Tracing
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused, ServedModel, Tensor
+from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.qos import Caller, Classes, ServiceClass
 

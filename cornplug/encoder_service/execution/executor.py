@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.models.registry import Loaded
 from cornplug.encoder_service.towers.base import Item
 
 

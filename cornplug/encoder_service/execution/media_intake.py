@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
+from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.admission import Verdict
-from cornplug.encoder_service.guessed_cost import guessed_cost
-from cornplug.encoder_service.prepared_budget import Room
-from cornplug.encoder_service.preparing import Prepared
-from cornplug.encoder_service.readers.base import Bench
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.preprocess.byte_budget import Room
+from cornplug.encoder_service.preprocess.decode_cost import guessed_cost
+from cornplug.encoder_service.preprocess.preparer import Prepared
+from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.scheduling.admission import Verdict
 from cornplug.errors import EncoderRefused
-from cornplug.families import Modality
 from cornplug.qos import Caller, ServiceClass
 
 Parts = Sequence[bytes]

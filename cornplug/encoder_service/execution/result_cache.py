@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.quota import Quota
-from cornplug.encoder_service.towers.tensors import from_bytes
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.execution.store_quota import Quota
+from cornplug.encoder_service.towers.input_checks import from_bytes
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CodecError, StoreError
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.base import Store
 
 KEPT_BYTES: Final = 256 << 20

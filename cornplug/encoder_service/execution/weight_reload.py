@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Final
 
-from cornplug.encoder_service.compute import Executor
-from cornplug.encoder_service.loading import Loaded
-from cornplug.encoder_service.protocol import ServedModel
-from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.execution.executor import Executor
+from cornplug.encoder_service.models.loader import Loaded
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 FORGET_S: Final = 600.0

@@ -20,8 +20,8 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig, QosConfig
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.http_answers import Failed, refused
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.http.responses import Failed, refused
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import Caller, Classes
 

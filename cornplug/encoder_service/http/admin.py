@@ -15,10 +15,10 @@ import pydantic
 from fastapi import APIRouter, Request
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import openapi
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.http_models import ModelList, Models
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.http import openapi
+from cornplug.encoder_service.http.models import ModelList, Models
 from cornplug.errors import CheckpointError, EncoderRefused
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")

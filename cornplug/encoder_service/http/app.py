@@ -24,22 +24,24 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import http_admin, openapi, sglang_epd, status
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.body_guard import BodyGuard
-from cornplug.encoder_service.door import Door
-from cornplug.encoder_service.doorman import Doorman, json_only
-from cornplug.encoder_service.gate import CLOSED, Gate, Gated
-from cornplug.encoder_service.history import History
-from cornplug.encoder_service.http_answers import EncodeAnswer, Failed, refused
-from cornplug.encoder_service.http_encode import Encodes
-from cornplug.encoder_service.http_models import ModelList, Models, Status
-from cornplug.encoder_service.preparing import Preparer
-from cornplug.encoder_service.readers.base import Limits
-from cornplug.encoder_service.refusals import A_FAULT
-from cornplug.encoder_service.status import StatusReport
-from cornplug.encoder_service.tracing import TraceRequests
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.media_intake import Door
+from cornplug.encoder_service.http import admin as http_admin
+from cornplug.encoder_service.http import dashboard, openapi
+from cornplug.encoder_service.http.access_control import Doorman, json_only
+from cornplug.encoder_service.http.body_limits import BodyGuard
+from cornplug.encoder_service.http.dashboard import StatusReport
+from cornplug.encoder_service.http.drain import CLOSED, Gate, Gated
+from cornplug.encoder_service.http.encode import Encodes
+from cornplug.encoder_service.http.models import ModelList, Models, Status
+from cornplug.encoder_service.http.responses import EncodeAnswer, Failed, refused
+from cornplug.encoder_service.preprocess.preparer import Preparer
+from cornplug.encoder_service.preprocess.preprocessor import Limits
+from cornplug.encoder_service.sglang import epd_server
+from cornplug.encoder_service.telemetry.history import History
+from cornplug.encoder_service.telemetry.tracing import TraceRequests
+from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 
 
@@ -57,7 +59,7 @@ def create_app(
     history = History(encoder.meters)
     audit = Audit()
 
-    parts = sglang_epd.SglangParts(encoder, preparer, threads, config, door, secret=secret)
+    parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,8 +78,8 @@ def create_app(
         dependencies=[Depends(json_only)],
     )
     if config.sglang:
-        app.include_router(sglang_epd.router(parts, encoder, audit))
-    app.include_router(status.router(StatusReport(encoder, history, gate, served)))
+        app.include_router(epd_server.router(parts, encoder, audit))
+    app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
     app.include_router(http_admin.router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,

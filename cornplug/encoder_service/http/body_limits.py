@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cornplug.encoder_service.http_answers import Failed, refused
+from cornplug.encoder_service.http.responses import Failed, refused
 from cornplug.errors import EncoderRefused
 
 _FORM_OVERHEAD_BYTES: Final = 64 << 10

@@ -17,10 +17,10 @@ import pydantic
 from fastapi import APIRouter, Query, Response
 
 from cornplug import __version__
-from cornplug.encoder_service.gate import Gate
-from cornplug.encoder_service.history import History, largest, totals
-from cornplug.encoder_service.http_models import ModelRow, Models
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.http.drain import Gate
+from cornplug.encoder_service.http.models import ModelRow, Models
+from cornplug.encoder_service.telemetry.history import History, largest, totals
 
 State = Literal["serving", "draining", "down"]
 APPS_SHOWN: Final = 20
@@ -28,7 +28,7 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PAGE: Final = Path(__file__).with_name("page")
+_PAGE: Final = Path(__file__).with_name("static")
 _TYPES: Final[Mapping[str, str]] = {
     "index.html": "text/html; charset=utf-8",
     "status.js": "text/javascript; charset=utf-8",

@@ -9,7 +9,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cornplug.encoder_service.http_answers import Failed, refused
+from cornplug.encoder_service.http.responses import Failed, refused
 
 CLOSED: Final = Failed(
     reason="draining", message="the service is stopping; ask another one", retry_after_s=1.0

@@ -21,19 +21,20 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import http_answers, http_bodies
-from cornplug.encoder_service.door import Door, Parts
-from cornplug.encoder_service.doorman import salt_of
-from cornplug.encoder_service.http_answers import Done, Failed, Outcome
-from cornplug.encoder_service.http_bodies import Asked, Source
-from cornplug.encoder_service.prepared_budget import Room
-from cornplug.encoder_service.preparing import APP, Prepared, Preparer, unknown_model
-from cornplug.encoder_service.protocol import Refused
-from cornplug.encoder_service.readers.base import Bench
-from cornplug.encoder_service.refusals import A_FAULT
-from cornplug.encoder_service.remote import Fetcher
-from cornplug.encoder_service.voucher import LIFETIME_S, Voucher
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.media_intake import Door, Parts
+from cornplug.encoder_service.http import requests as http_bodies
+from cornplug.encoder_service.http import responses as http_answers
+from cornplug.encoder_service.http.access_control import salt_of
+from cornplug.encoder_service.http.requests import Asked, Source
+from cornplug.encoder_service.http.responses import Done, Failed, Outcome
+from cornplug.encoder_service.http.url_fetcher import Fetcher
+from cornplug.encoder_service.preprocess.byte_budget import Room
+from cornplug.encoder_service.preprocess.preparer import APP, Prepared, Preparer, unknown_model
+from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, Voucher
+from cornplug.encoder_service.wire.messages import Refused
+from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import Caller
 

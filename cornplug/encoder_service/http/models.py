@@ -8,12 +8,12 @@ from typing import Final, Literal
 import pydantic
 from PIL import Image
 
-from cornplug.encoder_service.http_bodies import MODALITIES
-from cornplug.encoder_service.preparing import Preparer
-from cornplug.encoder_service.protocol import Encode, ServedModality, ServedModel
-from cornplug.encoder_service.registry import Registry
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.http.requests import MODALITIES
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.preprocess.preparer import Preparer
+from cornplug.encoder_service.wire.messages import Encode, ServedModality, ServedModel
 from cornplug.errors import CornplugError
-from cornplug.families import Modality
 
 Rows = Literal["fixed", "by medium"]
 _SIDES: Final = ((224, 224), (896, 224))

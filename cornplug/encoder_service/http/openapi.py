@@ -10,9 +10,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cornplug.encoder_service.doorman import OPEN
-from cornplug.encoder_service.http_answers import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
-from cornplug.encoder_service.http_bodies import MODALITIES, EncodeBody
+from cornplug.encoder_service.http.access_control import OPEN
+from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
+from cornplug.encoder_service.http.responses import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"

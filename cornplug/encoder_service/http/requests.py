@@ -15,10 +15,10 @@ from pydantic import JsonValue
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from cornplug.encoder_service.preparing import medium_bytes
-from cornplug.encoder_service.readers.base import Sampling
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.preprocess.preparer import medium_bytes
+from cornplug.encoder_service.preprocess.preprocessor import Sampling
 from cornplug.errors import EncoderRefused
-from cornplug.families import Modality
 
 MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]

@@ -15,8 +15,8 @@ from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cornplug.encoder_service.protocol import Encoded, Refused
-from cornplug.encoder_service.refusals import status_of
+from cornplug.encoder_service.wire.messages import Encoded, Refused
+from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 
 RAW: Final = "application/octet-stream"

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cornplug.encoder_service.sounds import Samples, Sound
+from cornplug.encoder_service.media.audio import Samples, Sound
 from cornplug.errors import MediaError
 
 _ZERO_CROSSINGS: Final = 6

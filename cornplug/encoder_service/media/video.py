@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cornplug.encoder_service import media
-from cornplug.encoder_service.sounds import BROKEN, announced_duration_s, frames, opened
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.audio import BROKEN, announced_duration_s, frames, opened
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 

@@ -9,12 +9,12 @@ import msgspec
 import torch
 
 from cornplug import identity
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.compiling import Compiled
-from cornplug.encoder_service.protocol import ServedModality, ServedModel
+from cornplug.encoder_service.models.torch_compile import Compiled
 from cornplug.encoder_service.towers.base import Projector, Tower
-from cornplug.encoder_service.towers.tensors import float_dtype
+from cornplug.encoder_service.towers.input_checks import float_dtype
+from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError
 
 

@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from cornplug.encoder_service.loading import Loaded, Place, load, read
-from cornplug.encoder_service.protocol import ServedModel
+from cornplug.encoder_service.models.loader import Loaded, Place, load, read
+from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError
 
 __all__ = ["Loaded", "Registry", "Report"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers.base import Item, Tower
+from cornplug.encoder_service.wire.messages import Tensor
 
 log = logging.getLogger(__name__)
 

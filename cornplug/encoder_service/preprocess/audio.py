@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.registry import Loaded
-from cornplug.encoder_service.resampling import resampled
+from cornplug.encoder_service.media.audio_resample import resampled
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0

@@ -12,10 +12,10 @@ from typing import Final
 
 from PIL import Image
 
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.media import BROKEN
-from cornplug.encoder_service.preparation import work_of
-from cornplug.families import Modality
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.media.image import BROKEN
+from cornplug.encoder_service.preprocess.decode_lanes import work_of
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
 """Whose header Pillow reads in Python and within the first bytes: no decoder runs."""

@@ -18,18 +18,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from cornplug.encoder_service.admission import Admission, Verdict
-from cornplug.encoder_service.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.jail.decoder_process import DecoderProcess
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.jail.jailed import Jailed
-from cornplug.encoder_service.meters import Queue
-from cornplug.encoder_service.prepared_budget import Room
-from cornplug.encoder_service.protocol import Encode
-from cornplug.encoder_service.readers.base import Bench
-from cornplug.encoder_service.waiting_room import WaitingRoom
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.preprocess.byte_budget import Room
+from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import Jailed
+from cornplug.encoder_service.scheduling.admission import Admission, Verdict
+from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.telemetry.service_metrics import Queue
+from cornplug.encoder_service.wire.messages import Encode
 from cornplug.errors import EncoderRefused
-from cornplug.families import Modality
 from cornplug.qos import ServiceClass
 
 STUCK_S: Final = 10.0

@@ -7,10 +7,10 @@ from typing import Any, Final
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from cornplug.encoder_service import media
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)

@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug import identity
-from cornplug.encoder_service.protocol import Encode
-from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reader, Reading, Sampling
-from cornplug.encoder_service.readers.clips import Clips
-from cornplug.encoder_service.readers.pictures import Pictures
-from cornplug.encoder_service.readers.sounds import Sounds
-from cornplug.encoder_service.registry import Loaded, Registry
-from cornplug.encoder_service.wire_tensors import to_wire
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.models.registry import Loaded, Registry
+from cornplug.encoder_service.preprocess.audio import Sounds
+from cornplug.encoder_service.preprocess.image import Pictures
+from cornplug.encoder_service.preprocess.preprocessor import (
+    IN_PROCESS,
+    Bench,
+    Limits,
+    Reader,
+    Reading,
+    Sampling,
+)
+from cornplug.encoder_service.preprocess.video import Clips
+from cornplug.encoder_service.wire.messages import Encode
+from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
-from cornplug.families import Modality
 
 APP: Final = "http"
 """In whose name media that came by HTTP are stored."""

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 import torch
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.clips import ClipLimits
-from cornplug.encoder_service.jail.decoders import Decoder, Header, Heard, InProcess
-from cornplug.encoder_service.media import COMMON
+from cornplug.encoder_service.media.image import COMMON
+from cornplug.encoder_service.media.video import ClipLimits
+from cornplug.encoder_service.preprocess.sandbox.decoders import Decoder, Header, Heard, InProcess
 from cornplug.errors import EncoderRefused
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import AutoVideoProcessor
 
-from cornplug.encoder_service.clips import Clip, Source
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.readers.base import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.registry import Loaded
+from cornplug.encoder_service.media.video import Clip, Source
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
 from cornplug.errors import CheckpointError, MediaError
 
 Sampler = Callable[[Source, Sampling], Sequence[int]]

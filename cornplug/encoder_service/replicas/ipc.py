@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 import msgspec
 import torch
 
-from cornplug.encoder_service.framing import LENGTH
-from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.encoder_service.wire.framing import LENGTH
+from cornplug.encoder_service.wire.tensors import dtype_name
 
 _ALIGN: Final = 64
 

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cornplug.encoder_service.loading import Loaded
-from cornplug.encoder_service.replica import Replica, Settings
+from cornplug.encoder_service.models.loader import Loaded
+from cornplug.encoder_service.replicas.replica import Replica, Settings
 from cornplug.errors import CheckpointError, ConfigError
 
 

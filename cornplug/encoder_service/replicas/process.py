@@ -10,8 +10,8 @@ import sys
 import time
 from typing import Final
 
-from cornplug.encoder_service import replica_wire as wire
-from cornplug.encoder_service.compute import Made, Task
+from cornplug.encoder_service.execution.executor import Made, Task
+from cornplug.encoder_service.replicas import ipc as wire
 from cornplug.errors import ReplicaLost
 
 START_S: Final = 900.0
@@ -72,7 +72,7 @@ class Life:
         self.idle: queue.SimpleQueue[Lane | None] = queue.SimpleQueue()
         fds = [theirs.fileno(), *(fd for lane in self._all for fd in lane.fds)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cornplug.encoder_service.replica_process", *map(str, fds)],
+            [sys.executable, "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.encoder_service import replica_wire as wire
-from cornplug.encoder_service.compute import Made, Task
-from cornplug.encoder_service.loading import Loaded
-from cornplug.encoder_service.replica_life import RUN_S, START_S, Life
+from cornplug.encoder_service.execution.executor import Made, Task
+from cornplug.encoder_service.models.loader import Loaded
+from cornplug.encoder_service.replicas import ipc as wire
+from cornplug.encoder_service.replicas.process import RUN_S, START_S, Life
 from cornplug.errors import CheckpointError, ReplicaLost
 
 _FIRST_PAUSE_S: Final = 0.2

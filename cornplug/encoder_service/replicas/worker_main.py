@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cornplug.encoder_service import replica_wire as wire
-from cornplug.encoder_service.compiling import Compiled
-from cornplug.encoder_service.compute import Executor, InProcess, Task
-from cornplug.encoder_service.loading import Loaded, Place, load, read
+from cornplug.encoder_service.execution.executor import Executor, InProcess, Task
+from cornplug.encoder_service.models.loader import Loaded, Place, load, read
+from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.replicas import ipc as wire
 from cornplug.encoder_service.towers.base import Item
 from cornplug.errors import CheckpointError, ReplicaLost
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.ahead import Ahead, Batch, Load
-from cornplug.encoder_service.arrivals import Arrivals
-from cornplug.encoder_service.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.packing import Waiting
-from cornplug.encoder_service.pass_time import PassTime
+from cornplug.encoder_service.scheduling.arrival_rate import Arrivals
+from cornplug.encoder_service.scheduling.backlog import Ahead, Batch, Load
+from cornplug.encoder_service.scheduling.batch_former import Waiting
+from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.latency_model import PassTime
 from cornplug.qos import ServiceClass
 
 _HEADROOM: Final = 1.5

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from cornplug.encoder_service.fair_order import FairOrder
-from cornplug.encoder_service.packing import Waiting
+from cornplug.encoder_service.scheduling.batch_former import Waiting
+from cornplug.encoder_service.scheduling.fair_queue import FairOrder
 from cornplug.qos import ServiceClass
 
 

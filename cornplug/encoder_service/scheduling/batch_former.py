@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cornplug.encoder_service.fair_order import FairOrder
+from cornplug.encoder_service.scheduling.fair_queue import FairOrder
 from cornplug.qos import ServiceClass
 
 

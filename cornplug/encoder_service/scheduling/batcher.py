@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from cornplug.encoder_service.ahead import Ahead, Batch, Load, look
-from cornplug.encoder_service.fair_order import FairOrder
-from cornplug.encoder_service.packing import Waiting, pack
-from cornplug.encoder_service.protocol import Encode, Encoded, Refused
+from cornplug.encoder_service.scheduling.backlog import Ahead, Batch, Load, look
+from cornplug.encoder_service.scheduling.batch_former import Waiting, pack
+from cornplug.encoder_service.scheduling.fair_queue import FairOrder
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
 from cornplug.qos import ONE_CLASS, ServiceClass
 
 Answer = Encoded | Refused

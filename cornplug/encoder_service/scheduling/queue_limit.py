@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from cornplug.encoder_service.batcher import Wait
+from cornplug.encoder_service.scheduling.batcher import Wait
 from cornplug.qos import ServiceClass
 
 Full = tuple[Literal["over_share", "overloaded"], str]

@@ -36,19 +36,19 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service import sglang_wire as wire
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.configured import url_name
-from cornplug.encoder_service.door import Door, Parts
-from cornplug.encoder_service.doorman import salt_of
-from cornplug.encoder_service.preparing import SGLANG, Prepared, Preparer, medium_bytes
-from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
-from cornplug.encoder_service.readers.base import Bench
-from cornplug.encoder_service.refusals import status_of
-from cornplug.encoder_service.registry import Loaded, Registry
-from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.statement import Statement, salt_proof
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.media_intake import Door, Parts
+from cornplug.encoder_service.http.access_control import salt_of
+from cornplug.encoder_service.models.registry import Loaded, Registry
+from cornplug.encoder_service.preprocess.preparer import SGLANG, Prepared, Preparer, medium_bytes
+from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.sglang import wire
+from cornplug.encoder_service.sglang.delivery import Guard, Rendezvous, Sender
+from cornplug.encoder_service.wire.messages import Encoded, Refused, Tensor
+from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, Caller
 

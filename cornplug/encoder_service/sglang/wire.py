@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.wire.signed_claims import Statement
 from cornplug.errors import EncoderRefused
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
@@ -42,7 +42,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content_hash: str | None = None
     """A client's word on the content; ours is a digest of the pixels."""
     cornplug_salt: str | None = None
-    """The request's tenant, where the server has our plugin (`sglang_hooks/epd.py`)."""
+    """The request's tenant, where the server has our plugin (`sglang_hooks/mm/epd.py`)."""
     cornplug_salt_proof: str | None = None
     """`statement.salt_proof` of it: no stranger names a tenant."""
 

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from prometheus_client import Counter, Histogram
 
-from cornplug.encoder_service.meters import Meters
+from cornplug.encoder_service.telemetry.service_metrics import Meters
 
 PERIOD_S: Final = 1.0
 KEPT: Final = 900

@@ -13,10 +13,10 @@ from typing import Any
 
 from opentelemetry.trace import Span, SpanKind, StatusCode, get_current_span
 
-from cornplug.encoder_service.batcher import Flight, Wait
-from cornplug.encoder_service.meters import Meters, Stage
-from cornplug.encoder_service.registry import Loaded
-from cornplug.encoder_service.tracing import OFF, Tracing
+from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.scheduling.batcher import Flight, Wait
+from cornplug.encoder_service.telemetry.service_metrics import Meters, Stage
+from cornplug.encoder_service.telemetry.tracing import OFF, Tracing
 
 
 class Observer:

@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug import __version__
-from cornplug.encoder_service.protocol import trace_of
+from cornplug.encoder_service.wire.messages import trace_of
 
 _SWITCHES: Final = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import Family
 from cornplug.encoder_service.towers.base import Architecture
 from cornplug.errors import CheckpointError
-from cornplug.families import Family
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.towers.mels import Mels
+    from cornplug.encoder_service.towers.log_mel import Mels
 
 
 def architecture(family: Family) -> Architecture:

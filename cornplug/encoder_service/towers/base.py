@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.wire.messages import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.identity import array_digest
 

@@ -17,8 +17,8 @@ from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
 from transformers.activations import ACT2FN
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import vit, weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import vit, weight_loader
 from cornplug.encoder_service.towers.base import Item
 from cornplug.encoder_service.towers.tiles import AnyTiles, Pinpoints, TileTower, Tiling
 
@@ -172,5 +172,5 @@ def _linears(
             config.text_config.hidden_size,
             config.multimodal_projector_bias,
         )
-    weights.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+    weight_loader.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
     return linears, ACT2FN[config.projector_hidden_act]

@@ -20,13 +20,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
-from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
+from cornplug.encoder_service.wire.messages import Tensor
 
 
 class Qwen25Vl:
@@ -37,7 +37,7 @@ class Qwen25Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Blocks(config)
-        weights.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
         return Qwen25VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -49,7 +49,7 @@ class Qwen25Vl:
             merger = Qwen2_5_VLPatchMerger(
                 dim=config.out_hidden_size, context_dim=config.hidden_size, spatial_merge_size=merge
             )
-        weights.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge=merge)
 
 

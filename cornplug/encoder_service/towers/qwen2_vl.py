@@ -20,12 +20,12 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 from transformers.vision_utils import get_vision_position_ids
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
-from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
+from cornplug.encoder_service.wire.messages import Tensor
 
 
 class Qwen2Vl:
@@ -36,7 +36,7 @@ class Qwen2Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Blocks(config)
-        weights.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2VLVisionRotaryEmbedding(config).to(device)
         return Qwen2VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -49,7 +49,7 @@ class Qwen2Vl:
                 context_dim=config.embed_dim,
                 spatial_merge_size=config.spatial_merge_size,
             )
-        weights.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.hidden_size, merge=config.spatial_merge_size)
 
 

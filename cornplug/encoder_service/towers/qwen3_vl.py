@@ -23,12 +23,12 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.patches import HalfTurns, PatchInputs, embedded, frames, packed
-from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
+from cornplug.encoder_service.wire.messages import Tensor
 
 
 class Qwen3Vl:
@@ -39,7 +39,7 @@ class Qwen3Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Blocks(config)
-        weights.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen3VLVisionRotaryEmbedding(config).to(device)
         return Qwen3VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -49,7 +49,7 @@ class Qwen3Vl:
         with torch.device("meta"):
             mergers = _Mergers(config)
         located = {_merger_name(name): where for name, where in checkpoint.locate("projector").items()}
-        weights.fill(mergers, located, dtype=dtype, device=device)
+        weight_loader.fill(mergers, located, dtype=dtype, device=device)
         return Qwen3VlMergers(mergers, config)
 
 

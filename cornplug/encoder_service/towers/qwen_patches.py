@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import tensors
+from cornplug.encoder_service.towers import input_checks
 from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.wire.messages import Tensor
 
 _PICTURE: Final = ("pixel_values", "image_grid_thw")
 _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -44,31 +44,31 @@ class PatchInputs:
         Raises EncoderRefused("bad_input").
         """
         names = _VIDEO if any(name in inputs for name in _VIDEO) else _PICTURE
-        tensors.check_names(inputs, names)
-        grid = tensors.from_wire(names[1], inputs[names[1]], tensors.INTEGERS).to(torch.int64)
+        input_checks.check_names(inputs, names)
+        grid = input_checks.from_wire(names[1], inputs[names[1]], input_checks.INTEGERS).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
-            raise tensors.bad_input(names[1], f"shape {tuple(grid.shape)}, want (3,) for one medium")
+            raise input_checks.bad_input(names[1], f"shape {tuple(grid.shape)}, want (3,) for one medium")
         t, h, w = grid.reshape(3).tolist()
         if min(t, h, w) <= 0 or h % self.merge or w % self.merge:
-            raise tensors.bad_input(
+            raise input_checks.bad_input(
                 names[1], f"{t, h, w}: height and width must be multiples of {self.merge}"
             )
-        pixels = tensors.from_wire(names[0], inputs[names[0]], tensors.FLOATS)
+        pixels = input_checks.from_wire(names[0], inputs[names[0]], input_checks.FLOATS)
         if tuple(pixels.shape) != (t * h * w, self.values):
-            raise tensors.bad_input(
+            raise input_checks.bad_input(
                 names[0], f"shape {tuple(pixels.shape)}, want {(t * h * w, self.values)} for grid {t, h, w}"
             )
         pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
         return Item(
             tensors=(pixels, grid),
-            digests=(tensors.digest_of(pixels), tensors.digest_of(grid)),
+            digests=(input_checks.digest_of(pixels), input_checks.digest_of(grid)),
             tokens=t * h * w,
         )
 
 
 def packed(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
-    pixels = tensors.together([item.tensors[0] for item in items], device)
+    pixels = input_checks.together([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
 
 

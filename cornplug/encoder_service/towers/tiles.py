@@ -12,9 +12,9 @@ from typing import Final, Protocol
 import torch
 from transformers.image_processing_utils import select_best_resolution
 
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import tensors
+from cornplug.encoder_service.towers import input_checks
 from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.wire.messages import Tensor
 
 _LONGEST_SIDE: Final = 1 << 24
 
@@ -56,7 +56,7 @@ class AnyTiles:
 
     def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
         if self.most is not None and tiles > self.most:
-            raise tensors.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
+            raise input_checks.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
         return (tiles,)
 
 
@@ -73,17 +73,19 @@ class Pinpoints:
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
     def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
-        size = tensors.from_wire("image_sizes", inputs["image_sizes"], tensors.INTEGERS)
+        size = input_checks.from_wire("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
-            raise tensors.bad_input("image_sizes", f"shape {tuple(size.shape)}, want (2,) for one picture")
+            raise input_checks.bad_input(
+                "image_sizes", f"shape {tuple(size.shape)}, want (2,) for one picture"
+            )
         height, width = (int(side) for side in size.reshape(2).tolist())
         if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
-            raise tensors.bad_input("image_sizes", f"{height} x {width} is no picture's size")
+            raise input_checks.bad_input("image_sizes", f"{height} x {width} is no picture's size")
         best = select_best_resolution((height, width), self.resolutions)
         down, across = best[0] // self.side, best[1] // self.side
         wanted = 1 + down * across
         if tiles < wanted:
-            raise tensors.bad_input(
+            raise input_checks.bad_input(
                 "pixel_values", f"shape: {tiles} tiles, want {wanted} for {height} x {width}"
             )
         return (wanted, down, across, height, width)
@@ -101,29 +103,29 @@ class TileTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
-        tensors.check_names(inputs, self._tiling.names)
-        pixels = tensors.from_wire("pixel_values", inputs["pixel_values"], tensors.FLOATS)
+        input_checks.check_names(inputs, self._tiling.names)
+        pixels = input_checks.from_wire("pixel_values", inputs["pixel_values"], input_checks.FLOATS)
         wanted = self._layers.tile_shape
         if pixels.ndim == 5 and pixels.shape[0] == 1:
             pixels = pixels[0]
         if pixels.ndim == 3:
             pixels = pixels[None]
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != wanted:
-            raise tensors.bad_input(
+            raise input_checks.bad_input(
                 "pixel_values", f"shape {tuple(pixels.shape)}, want (tiles, {', '.join(map(str, wanted))})"
             )
         geometry = self._tiling.geometry(inputs, len(pixels))
         pixels = pixels[: geometry[0]].to(self._dtype).contiguous()
         return Item(
             tensors=(pixels,),
-            digests=(tensors.digest_of(pixels),),
+            digests=(input_checks.digest_of(pixels),),
             tokens=len(pixels) * self._layers.positions,
             geometry=geometry,
         )
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
-        pixels = tensors.together([item.tensors[0] for item in items], self._device)
+        pixels = input_checks.together([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
         # A copy: one kept item is not to hold its whole batch.
         return [item.flatten(0, 1).clone() for item in tiles]

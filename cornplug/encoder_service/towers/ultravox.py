@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import tensors, weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import input_checks, weight_loader
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.mels import ChunkedMels, Mels
+from cornplug.encoder_service.towers.log_mel import ChunkedMels, Mels
 from cornplug.encoder_service.towers.whisper import Encoder, Shape
+from cornplug.encoder_service.wire.messages import Tensor
 from cornplug.errors import CheckpointError
 
 _RMS_EPS: Final = 1e-6
@@ -44,7 +44,7 @@ class Ultravox:
         out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
         with torch.device("meta"):
             module = _Projector(spec, out)
-        weights.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return StackingProjector(module, int(spec["stack_factor"]))
 
     @staticmethod
@@ -62,17 +62,19 @@ class UltravoxTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
-        tensors.check_names(inputs, ("audio_features", "audio_lens"))
-        mels = tensors.from_wire("audio_features", inputs["audio_features"], tensors.FLOATS)
-        lens = tensors.from_wire("audio_lens", inputs["audio_lens"], tensors.INTEGERS).reshape(-1)
+        input_checks.check_names(inputs, ("audio_features", "audio_lens"))
+        mels = input_checks.from_wire("audio_features", inputs["audio_features"], input_checks.FLOATS)
+        lens = input_checks.from_wire("audio_lens", inputs["audio_lens"], input_checks.INTEGERS).reshape(-1)
         if mels.ndim != 3 or mels.shape[1] != self._shape.num_mel_bins:
             want = ("chunks", self._shape.num_mel_bins, "frames")
-            raise tensors.bad_input("audio_features", f"shape {tuple(mels.shape)}, want {want}")
+            raise input_checks.bad_input("audio_features", f"shape {tuple(mels.shape)}, want {want}")
         chunks, _, frames = mels.shape
         if frames > self._shape.max_frames:
-            raise tensors.bad_input("audio_features", f"{frames} frames, at most {self._shape.max_frames}")
+            raise input_checks.bad_input(
+                "audio_features", f"{frames} frames, at most {self._shape.max_frames}"
+            )
         if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
-            raise tensors.bad_input("audio_lens", f"want {chunks} lengths of 1 to {frames} frames")
+            raise input_checks.bad_input("audio_lens", f"want {chunks} lengths of 1 to {frames} frames")
         if chunks == 1:  # what an engine pads for its other sounds is none of this one's
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
@@ -80,7 +82,7 @@ class UltravoxTower:
         rows = _rows(frames)
         return Item(
             tensors=(mels, lens),
-            digests=(tensors.digest_of(mels), tensors.digest_of(lens)),
+            digests=(input_checks.digest_of(mels), input_checks.digest_of(lens)),
             tokens=chunks * rows,
             geometry=(rows, *(_rows(length) for length in lens.tolist())),
         )

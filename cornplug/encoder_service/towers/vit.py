@@ -11,8 +11,8 @@ from transformers import CLIPVisionConfig, SiglipVisionConfig
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionEmbeddings
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import weight_loader
 
 VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
@@ -62,7 +62,7 @@ class VitLayers(nn.Module):
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
     """Load the tower's weights into layers made on the meta device. Raises as `weights.fill`."""
-    weights.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+    weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # Not a weight, so on the meta device still.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
 

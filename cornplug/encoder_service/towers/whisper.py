@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers import tensors, varlen, weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.mels import Mels, WholeMels
+from cornplug.encoder_service.towers.log_mel import Mels, WholeMels
+from cornplug.encoder_service.wire.messages import Tensor
 from cornplug.errors import CheckpointError
 
 
@@ -70,7 +70,7 @@ class Encoder(nn.Module):
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Encoder:
         with torch.device("meta"):
             encoder = cls(Shape.of(checkpoint))
-        weights.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
+        weight_loader.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
         return encoder
 
     def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
     def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """The layers, without the final norm. Attention stays inside each of `lengths` rows."""
-        segments = varlen.Segments(lengths, hidden.device)
+        segments = varlen_attention.Segments(lengths, hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, segments)
         return hidden
@@ -98,7 +98,7 @@ class _Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(width)
         self._activation = ACT2FN[shape.activation_function]
 
-    def forward(self, hidden: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, segments: varlen_attention.Segments) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
         hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
         if hidden.dtype == torch.float16:  # as transformers does: its layers overflow there
@@ -116,9 +116,9 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, segments: varlen_attention.Segments) -> torch.Tensor:
         q, k, v = (p(hidden).unflatten(1, (self._heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        out: torch.Tensor = self.out_proj(varlen.attention(q, k, v, segments).flatten(1))
+        out: torch.Tensor = self.out_proj(varlen_attention.attention(q, k, v, segments).flatten(1))
         return out
 
 
@@ -135,7 +135,7 @@ class Qwen2Audio:
         hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
         with torch.device("meta"):
             module = nn.ModuleDict({"linear": nn.Linear(Shape.of(checkpoint).d_model, hidden)})
-        weights.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return LinearProjector(module)
 
     @staticmethod
@@ -153,26 +153,26 @@ class Qwen2AudioTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
-        tensors.check_names(inputs, ("input_features", "feature_attention_mask"))
-        mel = tensors.from_wire("input_features", inputs["input_features"], tensors.FLOATS)
-        mask = tensors.from_wire(
-            "feature_attention_mask", inputs["feature_attention_mask"], tensors.INTEGERS
+        input_checks.check_names(inputs, ("input_features", "feature_attention_mask"))
+        mel = input_checks.from_wire("input_features", inputs["input_features"], input_checks.FLOATS)
+        mask = input_checks.from_wire(
+            "feature_attention_mask", inputs["feature_attention_mask"], input_checks.INTEGERS
         ).reshape(-1)
         want = (self._shape.num_mel_bins, self._shape.max_frames)
         if tuple(mel.shape) not in (want, (1, *want)):
-            raise tensors.bad_input("input_features", f"shape {tuple(mel.shape)}, want {want}")
+            raise input_checks.bad_input("input_features", f"shape {tuple(mel.shape)}, want {want}")
         frames = int(mask.sum())
         if len(mask) != want[1] or not bool((mask[:frames] == 1).all()):
-            raise tensors.bad_input("feature_attention_mask", f"want {want[1]} values: ones, then zeros")
+            raise input_checks.bad_input("feature_attention_mask", f"want {want[1]} values: ones, then zeros")
         rows = (frames - 1) // 2 + 1
         if rows < 2:
-            raise tensors.bad_input("feature_attention_mask", f"{frames} frames are too short for a row")
+            raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too short for a row")
         # The last row's convolutions see one frame beyond its own two.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])
         return Item(
             tensors=(mel, length),
-            digests=(tensors.digest_of(mel), tensors.digest_of(length)),
+            digests=(input_checks.digest_of(mel), input_checks.digest_of(length)),
             tokens=rows,
         )
 

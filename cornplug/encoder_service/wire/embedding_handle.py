@@ -16,8 +16,8 @@ from typing import Final, Self
 
 import msgspec
 
+from cornplug.checkpoints.families import Modality
 from cornplug.errors import CodecError
-from cornplug.families import Modality
 from cornplug.identity import DIGEST_BYTES, keyed
 
 PREFIX: Final = "cornplug1."

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-from cornplug.encoder_service.protocol import MAX_FRAME_BYTES
+from cornplug.encoder_service.wire.messages import MAX_FRAME_BYTES
 
 LENGTH: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 1 << 20

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from cornplug.encoder_service.protocol import PROTOCOL_VERSION
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
 from cornplug.errors import EncoderUnavailable
 
 MAX_BYTES: Final = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cornplug.encoder_service.protocol import Tensor
+from cornplug.encoder_service.wire.messages import Tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

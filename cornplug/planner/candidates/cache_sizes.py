@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, Literal
 
-from cornplug.planner.deciding.services import towers
-from cornplug.planner.given import lengths, shapes
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.draws import Hits
-from cornplug.planner.given.inputs import Component, LLMShape, Media, PlanInput
-from cornplug.planner.performance import hit_rates
-from cornplug.planner.solving.pool import CacheLevel
+from cornplug.planner.candidates.services import towers
+from cornplug.planner.inputs import component_shapes, length_distributions
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_sampling import Hits
+from cornplug.planner.inputs.schema import Component, LLMShape, Media, PlanInput
+from cornplug.planner.optimizer.optimization_problem import CacheLevel
+from cornplug.planner.perf_model import hit_rates
 
 GIB: Final = 1 << 30
 ELEMENT_BYTES: Final = 2
@@ -108,12 +108,12 @@ def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
     """Of one item, as the language model takes it: tokens x hidden size, in 16 bits; 0: shape not known."""
     llm = given.component[of.app.llm]
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
-    return lengths.mean(media.tokens) * hidden * ELEMENT_BYTES
+    return length_distributions.mean(media.tokens) * hidden * ELEMENT_BYTES
 
 
 def kv_bytes_per_token(llm: Component) -> int:
     """Of the whole model; 0 where only a throughput is known."""
-    return shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
+    return component_shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
 
 
 def _embedding_hits(

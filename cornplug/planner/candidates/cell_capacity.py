@@ -9,20 +9,26 @@ from math import ceil, isinf
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.deciding import throughputs, work
-from cornplug.planner.deciding.caches import Assumed
-from cornplug.planner.deciding.cells import CellSpec, make_cell
-from cornplug.planner.deciding.equipped import FAVOURED, Equipped, undominated, without_needless_estimates
-from cornplug.planner.deciding.footprints import MAX_BATCH, Footprint, footprints
-from cornplug.planner.deciding.samples import Samples
-from cornplug.planner.deciding.service_times import service_times
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.deciding.settings import engine_settings
-from cornplug.planner.deciding.tiers import MOST, Chain, Tier
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.inputs import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
-from cornplug.planner.performance.capacity import Bound, capacity
-from cornplug.planner.simulation.times import Hardware
+from cornplug.planner.candidates import service_demand as work
+from cornplug.planner.candidates import throughput_profiles
+from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.cells import CellSpec, make_cell
+from cornplug.planner.candidates.engine_settings import engine_settings
+from cornplug.planner.candidates.latency_tiers import MOST, Chain, Tier
+from cornplug.planner.candidates.replica_configs import MAX_BATCH, Footprint, footprints
+from cornplug.planner.candidates.samples import Samples
+from cornplug.planner.candidates.service_times import service_times
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.candidates.timed_configs import (
+    FAVOURED,
+    Equipped,
+    undominated,
+    without_needless_estimates,
+)
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
+from cornplug.planner.perf_model.capacity import Bound, capacity
+from cornplug.planner.simulator.step_times import Hardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
@@ -200,7 +206,7 @@ class Equipment:
 
     def _throughputs(self, service: Service, footprint: Footprint) -> dict[str, Throughput]:
         """Component -> its throughput, of those that have one there."""
-        found = {c.name: throughputs.given(service, c, footprint) for c in service.components}
+        found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
     def _untimed(
@@ -212,7 +218,9 @@ class Equipment:
         tiers: Chain,
     ) -> Iterator[CellSpec]:
         rates = {
-            name: throughputs.rate(service, profiles, footprint, of, self._items(of), self.given.rules)
+            name: throughput_profiles.rate(
+                service, profiles, footprint, of, self._items(of), self.given.rules
+            )
             for name, of in users.items()
         }
         if not any(rates.values()):

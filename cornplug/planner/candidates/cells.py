@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.planner.deciding.equipped import Equipped
-from cornplug.planner.deciding.footprints import Footprint
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.deciding.tiers import Tier
-from cornplug.planner.given.inputs import RouterPolicy
+from cornplug.planner.candidates.latency_tiers import Tier
+from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.candidates.timed_configs import Equipped
+from cornplug.planner.inputs.schema import RouterPolicy
+from cornplug.planner.optimizer.optimization_problem import Cell
 from cornplug.planner.plan import EngineSettings
-from cornplug.planner.simulation.simulator import Station
-from cornplug.planner.simulation.times import Hardware
-from cornplug.planner.solving.pool import Cell
+from cornplug.planner.simulator.simulator import Station
+from cornplug.planner.simulator.step_times import Hardware
 
 MOST_RATE: Final = 1e9
 """Of a class whose requests bring a service no work at all."""

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.solving.pool import Variant
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.optimizer.optimization_problem import Variant
 
 TIGHTNESS: Final = 0.005
 """Of preferences: what tiers make of it, which is a tie-break among cells that are all needed."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner.deciding.footprints import Footprint
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given import shapes
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import LLMShape, Workload
-from cornplug.planner.performance import memory, roofline
+from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.schema import LLMShape, Workload
+from cornplug.planner.perf_model import kv_memory, roofline
 from cornplug.planner.plan import EngineSettings, KVGeometry
-from cornplug.planner.simulation.times import Hardware
+from cornplug.planner.simulator.step_times import Hardware
 
 PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
 ELEMENT_BYTES: Final = 2
@@ -23,7 +23,7 @@ def engine_settings(
 ) -> EngineSettings:
     llm = service.llm
     assert llm is not None, "settings are of an engine"
-    kv_rank_bytes = shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
+    kv_rank_bytes = component_shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
     speculates = llm.speculative if llm.acceptance else "none"
     context = llm.max_model_len or shape.max_context
     return EngineSettings(
@@ -32,7 +32,7 @@ def engine_settings(
         chunk_tokens=footprint.chunk_tokens,
         kv_tokens=hardware.kv_tokens,
         kv_bytes=hardware.kv_tokens * kv_rank_bytes,
-        memory_share=memory.engine_share(
+        memory_share=kv_memory.engine_share(
             footprint.gpu,
             engine=footprint.engine,
             ranks=footprint.tp * footprint.pp,
@@ -42,7 +42,9 @@ def engine_settings(
             towers="E" in service.tasks,
         ),
         prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
-        weights_bytes=shapes.weights_bytes(shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp),
+        weights_bytes=component_shapes.weights_bytes(
+            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp
+        ),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],
         speculative_model=llm.speculative_model if speculates != "none" else None,

@@ -8,14 +8,14 @@ from math import inf
 
 import numpy as np
 
-from cornplug.planner.deciding.equipped import Equipped
-from cornplug.planner.deciding.variants import Promise, Way
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.bounds import Bound
-from cornplug.planner.simulation.replicas import decode_alone_s, prefill_alone_s
-from cornplug.planner.simulation.simulator import Station
-from cornplug.planner.solving.pool import Pool
+from cornplug.planner.candidates.request_paths import Promise, Way
+from cornplug.planner.candidates.timed_configs import Equipped
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.simulator.replicas import decode_alone_s, prefill_alone_s
+from cornplug.planner.simulator.simulator import Station
 
 
 def unserved(pool: Pool) -> list[str]:

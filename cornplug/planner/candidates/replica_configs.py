@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given.inputs import Component, Gpu, LLMShape, NodeClass, Quantisation, Rules, Workload
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs.schema import Component, Gpu, LLMShape, NodeClass, Quantisation, Rules, Workload
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
 """Prompt tokens of one iteration: small ones keep TPOT short, large ones carry more."""

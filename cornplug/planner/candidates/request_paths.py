@@ -12,14 +12,14 @@ from itertools import product
 from math import inf
 from typing import Final
 
-from cornplug.planner.deciding import caches
-from cornplug.planner.deciding.caches import Assumed
-from cornplug.planner.deciding.samples import Samples, output_tokens, prompt_tokens
-from cornplug.planner.deciding.services import Path, Service
-from cornplug.planner.given import lengths
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.candidates import cache_sizes
+from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.samples import Samples, output_tokens, prompt_tokens
+from cornplug.planner.candidates.services import Path, Service
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import PlanInput
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
 """Parts of the time to first token that the encoders may take."""
@@ -122,9 +122,10 @@ def _moved_bytes(
     embeddings = kv = 0.0
     if "E" in tasks:
         embeddings = sum(
-            lengths.mean(m.items) * caches.embedding_bytes(given, of, m) for m in of.request.media
+            length_distributions.mean(m.items) * cache_sizes.embedding_bytes(given, of, m)
+            for m in of.request.media
         )
     if "D" in tasks:
-        per_token = caches.kv_bytes_per_token(given.component[of.app.llm])
+        per_token = cache_sizes.kv_bytes_per_token(given.component[of.app.llm])
         kv = per_token * prompt_tokens(samples.of(of, assumed), of.slo)
     return embeddings, kv

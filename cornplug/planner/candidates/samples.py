@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.deciding.caches import Assumed
-from cornplug.planner.deciding.services import Service, towers
-from cornplug.planner.given import draws
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import PlanInput, Slo, TowerShape
+from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.services import Service, towers
+from cornplug.planner.inputs import request_sampling
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import PlanInput, Slo, TowerShape
 
 SIZE: Final = 512
 QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -42,7 +42,7 @@ class Samples:
 
     def _draw(self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None) -> list[Draw]:
         rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode())])
-        drawn = draws.draw(
+        drawn = request_sampling.draw(
             of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
         )
         if encoders is None:
@@ -64,7 +64,9 @@ class Samples:
         mine = [m for m in of.request.media if shared[m.encoder].name in encoders]
         rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode()), 1])
         request = of.request.model_copy(update={"media": mine, "trace": None})
-        drawn = draws.draw(request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits)
+        drawn = request_sampling.draw(
+            request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
+        )
         return [d.patches for d in drawn]
 
     def _patches_per_token(self) -> Mapping[str, int]:

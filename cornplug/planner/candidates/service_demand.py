@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner.deciding.caches import Assumed
-from cornplug.planner.deciding.services import Service, towers
-from cornplug.planner.given import lengths
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import PlanInput
-from cornplug.planner.simulation.times import Hardware
+from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.services import Service, towers
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.simulator.step_times import Hardware
 
 TOGETHER: Final = 32
 """Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
@@ -26,7 +26,7 @@ def items_to_encode(given: PlanInput, of: RequestClass, assumed: Assumed) -> dic
     shared = towers(given)
     found: dict[str, float] = {}
     for media in of.request.media:
-        missed = lengths.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
+        missed = length_distributions.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
         name = shared[media.encoder].name
         found[name] = found.get(name, 0.0) + missed
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cornplug.planner.deciding.footprints import Footprint
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given.inputs import Component, GeneratorShape, Rules, TowerShape
-from cornplug.planner.performance import profiles
-from cornplug.planner.simulation.times import Hardware
+from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs.schema import Component, GeneratorShape, Rules, TowerShape
+from cornplug.planner.perf_model import profile_lookup
+from cornplug.planner.simulator.step_times import Hardware
 
 
 def service_times(
@@ -23,7 +23,7 @@ def service_times(
     one engine the largest stands for all: it takes longest.
     """
     main = service.components[0]
-    found = profiles.hardware(
+    found = profile_lookup.hardware(
         main,
         main.shape,
         footprint.gpu,

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.given.classes import RequestClass, request_classes
-from cornplug.planner.given.inputs import Component, PlanInput, Structure
+from cornplug.planner.inputs.request_classes import RequestClass, request_classes
+from cornplug.planner.inputs.schema import Component, PlanInput, Structure
 
 EVERY: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
 

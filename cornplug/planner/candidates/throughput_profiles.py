@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.deciding.footprints import Footprint
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.inputs import Component, Measured, Profile, Rules, Throughput
-from cornplug.planner.performance import profiles as measured
+from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import Component, Measured, Profile, Rules, Throughput
+from cornplug.planner.perf_model import profile_lookup as measured
 
 
 def given(service: Service, component: Component, footprint: Footprint) -> Throughput | None:

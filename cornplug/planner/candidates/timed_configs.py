@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.deciding.footprints import Footprint
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given.inputs import RouterPolicy
-from cornplug.planner.simulation.simulator import Station
-from cornplug.planner.simulation.times import Curve, Hardware
+from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs.schema import RouterPolicy
+from cornplug.planner.simulator.simulator import Station
+from cornplug.planner.simulator.step_times import Curve, Hardware
 
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 """Workload -> the engine that it goes to where nothing was measured on either."""

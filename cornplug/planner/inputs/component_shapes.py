@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from cornplug.checkpoint import Checkpoint, Part
+from cornplug.checkpoints.checkpoint import Checkpoint, Part
+from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError, ConfigError
-from cornplug.families import FAMILIES
-from cornplug.planner.given import llm_shapes, tower_shapes
-from cornplug.planner.given.inputs import Component, GeneratorShape, LLMShape, PlanInput, TowerShape
+from cornplug.planner.inputs import llm_shape, tower_shape
+from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, PlanInput, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
 """Of a linear layer's parameter. Four bits come with a scale and a zero point for each group of 128."""
@@ -63,8 +63,8 @@ def shape_of(
     try:
         if component.kind == "encoder":
             counted = _counted(checkpoint, "tower", "projector")
-            return tower_shapes.from_config(checkpoint.config, counted)
-        return llm_shapes.from_config(checkpoint.config, _counted(checkpoint, "language_model"))
+            return tower_shape.from_config(checkpoint.config, counted)
+        return llm_shape.from_config(checkpoint.config, _counted(checkpoint, "language_model"))
     except CheckpointError as e:
         raise ConfigError(
             f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or give shape."
@@ -160,7 +160,7 @@ def _holds_more(config: Mapping[str, Any]) -> bool:
 
 def _beyond(checkpoint: Checkpoint, name: str) -> bool:
     """Layers after the last one: for multi-token prediction, loaded for speculation only."""
-    layers = llm_shapes.text_config(checkpoint.config).get("num_hidden_layers")
+    layers = llm_shape.text_config(checkpoint.config).get("num_hidden_layers")
     found = _LAYER.search(name)
     return name.startswith("model.layers.") and bool(found and layers and int(found[1]) >= layers)
 

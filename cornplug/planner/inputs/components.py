@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cornplug.planner.given.input_types import (
+from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
     InputPath,

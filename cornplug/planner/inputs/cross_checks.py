@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import gpus, shapes, tables, traces
-from cornplug.planner.given.input_error import InputError, Place, nearest
-from cornplug.planner.given.inputs import (
+from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, traces
+from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.schema import (
     Application,
     Component,
     Kind,
@@ -59,14 +59,14 @@ def _duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
 
 def _machines(given: PlanInput) -> Iterator[InputError]:
     try:
-        prices = gpus.price_table(given)
+        prices = gpu_catalog.price_table(given)
     except ConfigError as e:
         yield _at(("prices",), e)
         return
-    table = gpus.gpu_table(given)
+    table = gpu_catalog.gpu_table(given)
     for i, nodes in enumerate(given.pool):
         try:
-            gpus.priced(i, nodes, table, prices)
+            gpu_catalog.priced(i, nodes, table, prices)
         except InputError as e:
             yield e
 
@@ -94,7 +94,7 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
     if component.shape is not None:
         return
     try:
-        checkpoint = shapes.checkpoint_of(component, given.component)
+        checkpoint = component_shapes.checkpoint_of(component, given.component)
     except ConfigError as e:
         key = e.field.removeprefix(f"components[{component.name}].")
         if key != e.field:  # otherwise it is told of at the LLM whose tower this is
@@ -131,7 +131,7 @@ def _quantised(place: Place, component: Component, config: dict[str, Any]) -> It
 
 def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[InputError]:
     if isinstance(profile, (Throughput, Measured)):
-        known = list(gpus.gpu_table(given))
+        known = list(gpu_catalog.gpu_table(given))
         if profile.gpu not in known:
             remedy = f"{nearest(profile.gpu, known)} Or describe it in a [[gpus]] table."
             yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
@@ -151,7 +151,7 @@ def _curves(place: Place, profile: Measured) -> Iterator[InputError]:
     given = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
     if profile.file is not None:
         try:
-            tables.read(profile.file)
+            profile_tables.read(profile.file)
         except ConfigError as e:
             yield _at((*place, "file"), e)
     if profile.file is None and not given:

@@ -11,8 +11,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.input_error import InputError, nearest
-from cornplug.planner.given.inputs import Gpu, NodeClass, PlanInput, Positive, Table
+from cornplug.planner.inputs.input_error import InputError, nearest
+from cornplug.planner.inputs.schema import Gpu, NodeClass, PlanInput, Positive, Table
 
 _PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
 

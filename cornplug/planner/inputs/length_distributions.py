@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.given.inputs import Histogram, Length, LogNormal
+from cornplug.planner.inputs.schema import Histogram, Length, LogNormal
 
 _NORMAL: Final = NormalDist()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cornplug.errors import CheckpointError
-from cornplug.planner.given.inputs import LLMShape
+from cornplug.planner.inputs.schema import LLMShape
 
 Json = Mapping[str, Any]
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.inputs import Measured
+from cornplug.planner.inputs.schema import Measured
 
 COLUMNS: Final = ("kind", "gpu", "tp", "pp", "engine", "quantisation", "quantity", "x", "seconds")
 QUANTITIES: Final = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cornplug.planner.given.inputs import Application, PlanInput, Request, Slo
+from cornplug.planner.inputs.schema import Application, PlanInput, Request, Slo
 
 
 @dataclass(frozen=True)

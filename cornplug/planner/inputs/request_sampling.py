@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.given import lengths, traces
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import Media, Request
+from cornplug.planner.inputs import length_distributions, traces
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.schema import Media, Request
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def draw(
         for i, size in zip(owner[missed].tolist(), (item_tokens[missed] * per_token).tolist(), strict=True):
             patches[i].append(size)
     cached = _cached(request, rng, text, hits.prefix)
-    units = lengths.sample(request.generates.units, rng, n) if request.generates else np.zeros(n)
+    units = length_distributions.sample(request.generates.units, rng, n) if request.generates else np.zeros(n)
     return [
         Draw(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
         for prompt_tokens, cached_tokens, items, output_tokens, work in zip(
@@ -62,8 +62,8 @@ def _text_and_output(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if request.trace is None:
         return (
-            lengths.sample(request.prompt, rng, n),
-            np.maximum(lengths.sample(request.output, rng, n), 1),
+            length_distributions.sample(request.prompt, rng, n),
+            np.maximum(length_distributions.sample(request.output, rng, n), 1),
         )
     trace = traces.read(request.trace, request.trace_format)
     # Both lengths of one request together: long prompts and short answers may go hand in hand.
@@ -73,8 +73,8 @@ def _text_and_output(
 
 def _items(media: Media, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each item of all requests: whose it is, and its tokens."""
-    owner = np.repeat(np.arange(n), lengths.sample(media.items, rng, n))
-    return owner, lengths.sample(media.tokens, rng, len(owner))
+    owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
+    return owner, length_distributions.sample(media.tokens, rng, len(owner))
 
 
 def _cached(

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cornplug.planner.given.input_components import (
+from cornplug.planner.inputs.components import (
     Component,
     GeneratorShape,
     LLMShape,
@@ -22,7 +22,7 @@ from cornplug.planner.given.input_components import (
     Throughput,
     TowerShape,
 )
-from cornplug.planner.given.input_types import (
+from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
     Histogram,

@@ -8,8 +8,8 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from cornplug.planner.given.input_error import InputError, Place, nearest
-from cornplug.planner.given.inputs import Histogram, LogNormal, PlanInput, Table
+from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.schema import Histogram, LogNormal, PlanInput, Table
 
 _LENGTH: Final = (
     "{0} = 600, {0} = {{ mean = 600, cv = 1.0 }} or {0} = {{ values = [100, 900], weights = [3, 1] }}"

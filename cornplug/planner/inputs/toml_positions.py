@@ -10,7 +10,7 @@ import tomllib
 from bisect import bisect_right
 from typing import Final
 
-from cornplug.planner.given.input_error import Place
+from cornplug.planner.inputs.input_error import Place
 
 _BLANK: Final = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
 _STRING: Final = re.compile(

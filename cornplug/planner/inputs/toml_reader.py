@@ -11,10 +11,10 @@ from typing import Final
 from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import input_checks, toml_problems
-from cornplug.planner.given.input_error import InputError, field
-from cornplug.planner.given.inputs import PlanInput
-from cornplug.planner.given.toml_lines import line_of, lines_of
+from cornplug.planner.inputs import cross_checks, toml_messages
+from cornplug.planner.inputs.input_error import InputError, field
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.inputs.toml_positions import line_of, lines_of
 
 _WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 
@@ -34,8 +34,8 @@ def read(path: Path) -> PlanInput:
     try:
         given = PlanInput.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
-        raise _together(path, text, toml_problems.problems(e, data)) from e
-    if errors := list(input_checks.errors(given)):
+        raise _together(path, text, toml_messages.problems(e, data)) from e
+    if errors := list(cross_checks.errors(given)):
         raise _together(path, text, errors)
     return given
 

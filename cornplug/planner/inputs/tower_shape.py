@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES
-from cornplug.planner.given.inputs import TowerShape
-from cornplug.planner.given.llm_shapes import text_config
+from cornplug.planner.inputs.llm_shape import text_config
+from cornplug.planner.inputs.schema import TowerShape
 
 Json = Mapping[str, Any]
 

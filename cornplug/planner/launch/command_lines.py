@@ -14,11 +14,10 @@ from pathlib import Path
 from string import Template
 from typing import Literal, assert_never
 
-from cornplug.planner.launching import flags_sglang, flags_vllm
-from cornplug.planner.launching import transfer as transfers
-from cornplug.planner.launching.addresses import Site, sites
-from cornplug.planner.launching.routers import Router, entries, routers
-from cornplug.planner.launching.surroundings import (
+from cornplug.planner.launch import kv_transfer as transfers
+from cornplug.planner.launch import sglang_flags, vllm_flags
+from cornplug.planner.launch.addresses import Site, sites
+from cornplug.planner.launch.group_context import (
     LEAST_STORE_GIB,
     STORE_SOCKET,
     Surroundings,
@@ -29,7 +28,8 @@ from cornplug.planner.launching.surroundings import (
     role_of,
     store_gib,
 )
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.routers import Router, entries, routers
 from cornplug.planner.plan import Plan
 
 Kind = Literal["store", "encoder", "engine", "router", "external"]
@@ -115,7 +115,7 @@ def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
     """Write launch scripts, one a host, and what they refer to; the paths, in the order to run them."""
-    from cornplug.planner.launching.scripts import scripts
+    from cornplug.planner.launch.scripts import scripts
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -241,9 +241,9 @@ def _engine(site: Site, its: Surroundings) -> Command:
     env: dict[str, str] = {}
     match group.engine:
         case "vllm":
-            argv, env = flags_vllm.argv(site, its), flags_vllm.env(site, its)
+            argv, env = vllm_flags.argv(site, its), vllm_flags.env(site, its)
         case "sglang":
-            argv, env = flags_sglang.argv(site, its), flags_sglang.env(site, its)
+            argv, env = sglang_flags.argv(site, its), sglang_flags.env(site, its)
         case "external":
             devices = ",".join(map(str, site.devices))
             env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}

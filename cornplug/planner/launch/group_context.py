@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cornplug.encoder_service.configured import url_name
-from cornplug.planner.launching.addresses import Site, sites
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.planner.launch.addresses import Site, sites
+from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, Group, Outlook, Plan
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"

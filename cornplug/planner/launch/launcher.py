@@ -26,10 +26,10 @@ from rich.table import Table
 
 from cornplug.config import runtime_dir
 from cornplug.errors import ConfigError
-from cornplug.planner.launching.emit import Command, commands, files
-from cornplug.planner.launching.processes import GRACE_S, Process, ProcessEnded
-from cornplug.planner.launching.scripts import READY_S
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.launch.command_lines import Command, commands, files
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.process_runner import GRACE_S, Process, ProcessEnded
+from cornplug.planner.launch.scripts import READY_S
 from cornplug.planner.plan import Plan
 
 Event = Callable[[Process, str], None]

@@ -17,8 +17,8 @@ from typing import Final
 import httpx
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.launching.emit import Command
-from cornplug.planner.launching.scripts import name_of
+from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.scripts import name_of
 
 GRACE_S: Final = 20.0
 """Beyond what an engine was given to finish its requests."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cornplug.planner.launching.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, Site
-from cornplug.planner.launching.surroundings import around, caches_for, one_a_host
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, Site
+from cornplug.planner.launch.group_context import around, caches_for, one_a_host
+from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Group, Plan, Route, Stage
 
 # Both routers know of the load what they sent and has not come back: the lesser of two drawn ones is

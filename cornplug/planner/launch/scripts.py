@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner.launching.emit import Command, commands
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 
 ROUTERS: Final = "routers.sh"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from cornplug.planner.launching import transfer
-from cornplug.planner.launching.addresses import Site
-from cornplug.planner.launching.attention import backend_of
-from cornplug.planner.launching.flags_vllm import settings_of
-from cornplug.planner.launching.surroundings import STORE_SOCKET, Surroundings, is_cpu
+from cornplug.planner.launch import kv_transfer
+from cornplug.planner.launch.addresses import Site
+from cornplug.planner.launch.attention_backends import backend_of
+from cornplug.planner.launch.group_context import STORE_SOCKET, Surroundings, is_cpu
+from cornplug.planner.launch.vllm_flags import settings_of
 from cornplug.planner.plan import EngineSettings, Group
 
 # The second: the first picture waits 16 s for the compiler without it.
@@ -51,7 +51,7 @@ def env(site: Site, around: Surroundings) -> dict[str, str]:
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
     if around.unequal_pair and group.kv is not None:
-        found |= transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
+        found |= kv_transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
     return found
 
 
@@ -69,7 +69,7 @@ def _parallel(site: Site) -> list[str]:
 
 def _batches(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
     # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
-    page = transfer.LEAST_PAGE_TOKENS
+    page = kv_transfer.LEAST_PAGE_TOKENS
     chunk = max(settings.chunk_tokens // page, 1) * page
     flags = [
         "--context-length", str(settings.max_model_len),
@@ -108,7 +108,7 @@ def _attention(group: Group, around: Surroundings) -> list[str]:
     backend = backend_of(group, around.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and ((backend is not None and group.kv.mla) or around.role != "PD"):
-        flags += ["--page-size", str(transfer.page_tokens(group.kv))]
+        flags += ["--page-size", str(kv_transfer.page_tokens(group.kv))]
     return flags
 
 

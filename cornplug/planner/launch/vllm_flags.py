@@ -7,10 +7,10 @@ import math
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.launching import transfer
-from cornplug.planner.launching.addresses import Site
-from cornplug.planner.launching.attention import backend_of
-from cornplug.planner.launching.surroundings import STORE_SOCKET, Sharing, Surroundings, is_cpu
+from cornplug.planner.launch import kv_transfer
+from cornplug.planner.launch.addresses import Site
+from cornplug.planner.launch.attention_backends import backend_of
+from cornplug.planner.launch.group_context import STORE_SOCKET, Sharing, Surroundings, is_cpu
 from cornplug.planner.plan import EngineSettings, Group
 
 _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -124,7 +124,7 @@ def _attention(group: Group, around: Surroundings) -> list[str]:
     backend = backend_of(group, around.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and (group.kv.mla or around.role != "PD"):
-        flags += ["--block-size", str(transfer.page_tokens(group.kv))]
+        flags += ["--block-size", str(kv_transfer.page_tokens(group.kv))]
     return flags
 
 
@@ -167,10 +167,10 @@ def _connectors(group: Group, around: Surroundings) -> list[str]:
     remote = ["--enable-mm-embeds"] if around.by_value else []
     if around.role == "PD":
         return [*_short(sharing), *remote]
-    connectors = [transfer.vllm_config(around.role, around.transfer)]
+    connectors = [kv_transfer.vllm_config(around.role, around.transfer)]
     if sharing.kv:
         connectors.append(_ours(sharing, "kv_connector", "CornplugConnector"))
-    flags = ["--kv-transfer-config", json.dumps(transfer.vllm_together(*connectors))]
+    flags = ["--kv-transfer-config", json.dumps(kv_transfer.vllm_together(*connectors))]
     if sharing.embeddings:
         flags += ["--ec-transfer-config", json.dumps(_ours(sharing, "ec_connector", "CornplugECConnector"))]
     return [*flags, *remote]

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from pulp import LpContinuous, lpSum
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.groups import alone, groups
-from cornplug.planner.solving.incumbent import Incumbent, Tell
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Pool
-from cornplug.planner.solving.solution import Values
-from cornplug.planner.solving.solvers import Limits, Run, relax
-from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.incumbent import Incumbent, Tell
+from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.optimizer.solution import Values
+from cornplug.planner.optimizer.solvers import Limits, Run, relax
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.subproblems import alone, groups
+from cornplug.planner.optimizer.variables import Model
 
 Build = Callable[[Pool], Model]
 

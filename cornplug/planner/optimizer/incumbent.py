@@ -7,12 +7,12 @@ from collections.abc import Callable
 from math import inf, isfinite
 from typing import Any, Literal
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Progress
-from cornplug.planner.solving.solution import Values
-from cornplug.planner.solving.solvers import Limits, Run, reached
-from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.optimization_problem import Progress
+from cornplug.planner.optimizer.solution import Values
+from cornplug.planner.optimizer.solvers import Limits, Run, reached
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.variables import Model
 
 Tell = Callable[[Progress], None]
 

@@ -14,12 +14,12 @@ from typing import Any
 from pulp import lpSum
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Pool, Shortfall
-from cornplug.planner.solving.solvers import Limits
-from cornplug.planner.solving.solvers import solve as run_solver
-from cornplug.planner.solving.switching import dear
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.optimization_problem import Pool, Shortfall
+from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.transition_costs import dear
+from cornplug.planner.optimizer.variables import Model
 
 UNLIMITED = 10**6
 """Nodes of a class, where its stock is lifted."""

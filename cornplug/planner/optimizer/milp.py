@@ -25,13 +25,13 @@ from typing import Any
 from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import pool_checks, search, shortfall, switching
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Cell, Pool, Progress, Solution
-from cornplug.planner.solving.solution import Values, read, signed
-from cornplug.planner.solving.solvers import Limits, Run
-from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import decomposition, infeasibility, problem_checks, transition_costs
+from cornplug.planner.optimizer.optimization_problem import Cell, Pool, Progress, Solution
+from cornplug.planner.optimizer.solution import Values, read, signed
+from cornplug.planner.optimizer.solvers import Limits, Run
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.variables import Model
 
 # Objectives -----------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def money(model: Model) -> Goal:
     running = model.pool.running
     if running is None:
         return Goal("money", nodes)
-    return Goal("money", running.horizon_hours * nodes + switching.cost(model))
+    return Goal("money", running.horizon_hours * nodes + transition_costs.cost(model))
 
 
 def goodput(model: Model) -> Goal:
@@ -100,7 +100,7 @@ def constrain(model: Model) -> None:
     cache(model)
     spare(model)
     if model.pool.running is not None:
-        switching.constrain(model, model.pool.running)
+        transition_costs.constrain(model, model.pool.running)
 
 
 def demand(model: Model) -> None:
@@ -246,7 +246,7 @@ def build(pool: Pool) -> Model:
     """Variables and all constraints, without an objective."""
     model = Model(pool)
     if pool.running is not None:
-        switching.variables(model, pool.running)
+        transition_costs.variables(model, pool.running)
     constrain(model)
     return model
 
@@ -265,18 +265,18 @@ def solve(
     plan, ConfigError when the pool itself is impossible.
     """
     began = time.monotonic()
-    pool_checks.check(pool)
+    problem_checks.check(pool)
     model = build(pool)
-    shortfall.refuse_unserved(model, notes or {})
+    infeasibility.refuse_unserved(model, notes or {})
     wanted = goals(model)
     seconds = _seconds(wanted, 0, settings, began)
     if pool.objective == "cost":
         money = wanted[0].expression
-        first, values = search.least_cost(model, money, settings, seconds, progress, build)
+        first, values = decomposition.least_cost(model, money, settings, seconds, progress, build)
     else:
         first, values = _minimise(model, wanted[0], settings, seconds, progress)
     if first.status == "infeasible":
-        raise shortfall.explain(pool, settings, build)
+        raise infeasibility.explain(pool, settings, build)
     if values is None:
         raise PlanUnfinished(
             f"no plan was found in {settings.time_limit_s:g} s, and none was proven impossible. "

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import isfinite, log2
 
 from cornplug.errors import ConfigError
-from cornplug.planner.solving.pool import Cell, Nodes, Pool
+from cornplug.planner.optimizer.optimization_problem import Cell, Nodes, Pool
 
 SMALLEST_SHARE = 0.125
 """Of a GPU. Footprints are halves of one another, or whole nodes: then counted nodes are exact."""

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from pulp import LpConstraintEQ, LpConstraintLE
 
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Flow, Progress, Solution
-from cornplug.planner.solving.solvers import Run
+from cornplug.planner.optimizer.optimization_problem import Flow, Progress, Solution
+from cornplug.planner.optimizer.solvers import Run
+from cornplug.planner.optimizer.variables import Model
 
 Key = TypeVar("Key")
 Values = Mapping[Any, float]

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import pulp
 from highspy import HighsModelStatus, HighsSolution, cb
 
-from cornplug.planner.solving.pool import Progress
+from cornplug.planner.optimizer.optimization_problem import Progress
 
 Watch = Callable[[Progress], None]
 NAME: Final = "HiGHS"

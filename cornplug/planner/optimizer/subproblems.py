@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cornplug.planner.solving.pool import Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import Pool, Variant
 
 
 def groups(pool: Pool) -> list[frozenset[str]]:

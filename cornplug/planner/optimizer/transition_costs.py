@@ -10,8 +10,8 @@ from typing import Any
 
 from pulp import lpSum
 
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Running
+from cornplug.planner.optimizer.optimization_problem import Running
+from cornplug.planner.optimizer.variables import Model
 
 
 def cost(model: Model) -> Any:

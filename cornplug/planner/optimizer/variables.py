@@ -11,7 +11,7 @@ from typing import Any
 
 import pulp
 
-from cornplug.planner.solving.pool import Cell, Need, Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import Cell, Need, Pool, Variant
 
 
 class Model:

@@ -16,13 +16,13 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.bounds import Bound
-from cornplug.planner.performance.queueing import erlang_c
-from cornplug.planner.performance.screened_load import Replica
-from cornplug.planner.performance.screened_state import State
-from cornplug.planner.performance.sizes import Sizes, sizes_of
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model.analytic_load import Replica
+from cornplug.planner.perf_model.analytic_state import State
+from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.perf_model.queueing import erlang_c
+from cornplug.planner.perf_model.request_costs import Sizes, sizes_of
+from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
 """Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too

@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from cornplug.planner.performance.queueing import wait_mean
-from cornplug.planner.performance.screened_state import State
-from cornplug.planner.performance.sizes import Floats, Sizes, decode_s, encode_s, generate_s, prefill_s
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.perf_model.analytic_state import State
+from cornplug.planner.perf_model.queueing import wait_mean
+from cornplug.planner.perf_model.request_costs import Floats, Sizes, decode_s, encode_s, generate_s, prefill_s
+from cornplug.planner.simulator.stations import Station
 
 _T = TypeVar("_T", float, Floats)
 _ROUNDS: Final = 24

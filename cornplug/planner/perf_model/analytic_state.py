@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cornplug.planner.performance.sizes import Floats
+from cornplug.planner.perf_model.request_costs import Floats
 
 
 @dataclass(frozen=True)

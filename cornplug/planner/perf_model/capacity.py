@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance import confirming, screening
-from cornplug.planner.performance.bounds import Bound
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model import analytic_capacity, simulated_capacity
+from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.simulator.stations import Station
 
 __all__ = ["Bound", "capacity"]
 
@@ -48,9 +48,9 @@ def _capacity(
     station: Station, draws: tuple[Draw, ...], bound: Bound, burst: float, seed: int, confirm: bool
 ) -> float:
     if not confirm:
-        return screening.screen(station, draws, bound, burst)
+        return analytic_capacity.screen(station, draws, bound, burst)
     # By way of the cache: a cell is confirmed after it was screened.
     screened = _capacity(station, draws, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened
-    return confirming.confirm(station, draws, bound, burst=burst, seed=seed, screened=screened)
+    return simulated_capacity.confirm(station, draws, bound, burst=burst, seed=seed, screened=screened)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.planner.given.inputs import Engine, Gpu, LLMShape
-from cornplug.planner.given.shapes import kv_bytes_per_token, weights_bytes
+from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights_bytes
+from cornplug.planner.inputs.schema import Engine, Gpu, LLMShape
 
 UTILISATION: Final = 0.92
 """vLLM's default of --gpu-memory-utilization."""

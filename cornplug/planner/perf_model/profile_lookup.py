@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import shapes, tables
-from cornplug.planner.given.inputs import (
+from cornplug.planner.inputs import component_shapes, profile_tables
+from cornplug.planner.inputs.schema import (
     Component,
     GeneratorShape,
     Gpu,
@@ -22,8 +22,8 @@ from cornplug.planner.given.inputs import (
     Throughput,
     TowerShape,
 )
-from cornplug.planner.performance import memory, roofline
-from cornplug.planner.simulation.times import ANY, Curve, Hardware, StepTimes
+from cornplug.planner.perf_model import kv_memory, roofline
+from cornplug.planner.simulator.step_times import ANY, Curve, Hardware, StepTimes
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
@@ -138,11 +138,11 @@ def _llm(
     else:
         if not _is_for(profile, place, place.quantisation):
             return None
-        profile = tables.loaded(profile, place.engine)
+        profile = profile_tables.loaded(profile, place.engine)
         steps, source = _measured_steps(profile, role, place.pp), profile.source
         kv_tokens = profile.kv_tokens if place.share == 1 else None
     if kv_tokens is None and llm is not None:
-        kv_tokens = memory.kv_tokens(
+        kv_tokens = kv_memory.kv_tokens(
             llm,
             place.gpu,
             engine="sglang" if place.engine == "sglang" else "vllm",
@@ -212,7 +212,7 @@ def _alone(
     if isinstance(profile, Measured):
         if not _is_for(profile, replace(place, pp=profile.pp), quantisation):
             return None
-        profile = tables.loaded(profile, place.engine)
+        profile = profile_tables.loaded(profile, place.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
         generate = _curve("units", profile.units, profile.unit_s)
         source = profile.source
@@ -275,12 +275,14 @@ def _is_for(profile: Throughput | Measured, place: Place, quantisation: str) -> 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: Place) -> bool:
     room = place.gpu.memory_gib * 2**30 * place.share * WEIGHTS_SHARE
-    return shapes.weights_bytes(shape, quantisation, tp=place.tp) <= room
+    return component_shapes.weights_bytes(shape, quantisation, tp=place.tp) <= room
 
 
 def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:
     """Bytes on a rank that towers and generators take from the KV cache."""
-    return sum(shapes.weights_bytes(shape, "none", tp=tp) for _, shape in parts if shape is not None)
+    return sum(
+        component_shapes.weights_bytes(shape, "none", tp=tp) for _, shape in parts if shape is not None
+    )
 
 
 def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> Curve | None:

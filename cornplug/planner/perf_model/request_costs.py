@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.replicas import batches_s
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.replicas import batches_s
+from cornplug.planner.simulator.stations import Station
 
 Floats = NDArray[np.float64]
 

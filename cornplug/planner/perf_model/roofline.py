@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.given import shapes
-from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
 """Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
@@ -75,7 +75,7 @@ def llm_steps(
             one whole prompt.
     """
     device = Device.of(gpu, profile, quantisation)
-    weights = shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
+    weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
     layers = shape.layers / pp
 
     def stage(tokens: float, attended: float) -> float:
@@ -101,7 +101,7 @@ def llm_steps(
     return StepTimes(
         prefill=_sampled(prefill, chunk_tokens + max_batch),
         decode=_sampled(decode, max_batch),
-        kv_token_s=shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
+        kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
         request_overhead_s=profile.request_overhead_s,
         pipeline=pp,
     )
@@ -110,7 +110,7 @@ def llm_steps(
 def encode(shape: TowerShape, gpu: Gpu, profile: Roofline, *, tp: int, max_patches: int = 16384) -> Curve:
     """Patches of one encoder batch -> seconds. Towers stay at 16 bits and are split over TP."""
     device = Device.of(gpu, profile, "none")
-    weights = shapes.weights_bytes(shape, "none", tp=tp)
+    weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
     def batch(patches: float) -> float:
         attended = min(patches, PICTURE_PATCHES)
@@ -123,7 +123,7 @@ def encode(shape: TowerShape, gpu: Gpu, profile: Roofline, *, tp: int, max_patch
 def generate(shape: GeneratorShape, gpu: Gpu, profile: Roofline, *, tp: int, quantisation: str) -> Curve:
     """Units of one request -> seconds; the weights are read at least once."""
     device = Device.of(gpu, profile, quantisation)
-    weights = shapes.weights_bytes(shape, quantisation, tp=tp)
+    weights = component_shapes.weights_bytes(shape, quantisation, tp=tp)
     return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
 
 

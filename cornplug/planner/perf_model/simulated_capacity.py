@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance.bounds import Bound
-from cornplug.planner.simulation.simulator import Job, Outcome, Visit, simulate
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.simulator.simulator import Job, Outcome, Visit, simulate
+from cornplug.planner.simulator.stations import Station
 
 SIMULATIONS: Final = 8
 CLOSE: Final = 1.03

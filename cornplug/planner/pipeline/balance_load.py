@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from pulp import lpSum
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import milp
-from cornplug.planner.solving.model import Model
-from cornplug.planner.solving.pool import Pool, Solution
-from cornplug.planner.solving.solution import flows, slack
-from cornplug.planner.solving.solvers import Limits
-from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.optimizer.solution import flows, slack
+from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.variables import Model
 
 HELD: Final = 1e-6
 """Relative: what is held may move by so much, which the solver's own tolerances need."""

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from math import isinf
 
 from cornplug import __version__
-from cornplug.planner.deciding import routing
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.deciding.equipment import URGENCY
-from cornplug.planner.deciding.packing import Slot, place
-from cornplug.planner.deciding.problem import Problem
-from cornplug.planner.deciding.settings import PRIORITY, kv_geometry
-from cornplug.planner.given import lengths
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.inputs import Component, LLMShape, Workload
+from cornplug.planner.candidates.cell_capacity import URGENCY
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.candidates.engine_settings import PRIORITY, kv_geometry
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import Component, LLMShape, Workload
+from cornplug.planner.optimizer import solvers
+from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.pipeline import build_plan_routes
+from cornplug.planner.pipeline.formulate import Problem
+from cornplug.planner.pipeline.place_replicas import Slot, place
 from cornplug.planner.plan import (
     CacheSize,
     Group,
@@ -27,14 +29,12 @@ from cornplug.planner.plan import (
     Reservation,
     Route,
 )
-from cornplug.planner.solving import solvers
-from cornplug.planner.solving.pool import Solution
 
 
 def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
     """The plan of a solution; its outlook holds no times yet (`decide.py` rehearses them)."""
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
-    ways = routing.routes(problem, solution, names)
+    ways = build_plan_routes.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
     goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
     return Plan(
@@ -92,7 +92,7 @@ def _placement(problem: Problem, solution: Solution) -> dict[str, list[Slot]]:
 
 def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slots: list[Slot]) -> Group:
     cell, footprint = spec.cell, spec.footprint
-    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > routing.LEAST_PART]
+    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > build_plan_routes.LEAST_PART]
     users = [problem.classes[f.demand] for f in flows]
     replicas = solution.replicas[cell.name]
     main, *others = spec.service.components
@@ -191,7 +191,7 @@ def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
     for route in ways:
         of = problem.classes[f"{route.app}/{route.request}"]
         if any(stage.tasks == "E" for stage in route.stages):
-            items = sum(lengths.mean(m.items) for m in of.request.media)
+            items = sum(length_distributions.mean(m.items) for m in of.request.media)
             users.setdefault(of.app.qos, []).append((of, route.rate * items))
     total = sum(load for loads in users.values() for _, load in loads)
     return [_reservation(qos, loads, total) for qos, loads in users.items()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.deciding.problem import Problem
+from cornplug.planner.optimizer.optimization_problem import Need, Solution, Variant
+from cornplug.planner.pipeline.formulate import Problem
 from cornplug.planner.plan import Route, Stage
-from cornplug.planner.solving.pool import Need, Solution, Variant
 
 LEAST_PART = 1e-6
 """Of a class's rate: less is the solver's rounding."""

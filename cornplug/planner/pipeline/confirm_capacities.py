@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from cornplug.planner.deciding import keeping
-from cornplug.planner.deciding.balance import balanced
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.deciding.problem import Problem
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving.pool import Progress, Solution
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer.optimization_problem import Progress, Solution
+from cornplug.planner.pipeline import current_deployment_baseline
+from cornplug.planner.pipeline.balance_load import balanced
+from cornplug.planner.pipeline.formulate import Problem
 
 Report = Callable[[str, float], None]
 """Phase in words, share of it that is done."""
@@ -44,7 +44,7 @@ def confirmed(
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
         settings = _settings(posed.given.solver, first=first and i == 0)
-        solution = keeping.solve(posed.pool, settings, watch, posed.notes)
+        solution = current_deployment_baseline.solve(posed.pool, settings, watch, posed.notes)
         solution = floor = _with_bound(solution, floor, posed.given.solver.gap)
         doubtful = _doubtful(posed, solution)
         if not doubtful or not posed.given.rules.simulate or i == ROUNDS - 1:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.given.inputs import Change
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.inputs.schema import Change
+from cornplug.planner.optimizer.optimization_problem import Nodes, Pool, Running
 from cornplug.planner.plan import Group, Plan
-from cornplug.planner.solving.pool import Nodes, Pool, Running
 
 Identity = tuple[str, str, str, int, int, float, str, int]
 """What makes a process another one: service, engine, nodes, TP, PP, share, quantisation, and its

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import milp
-from cornplug.planner.solving.pool import Pool, Progress, Running, Solution
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import Pool, Progress, Running, Solution
 
 
 def solve(

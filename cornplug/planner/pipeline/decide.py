@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.deciding.confirmed import Report, Watch, confirmed
-from cornplug.planner.deciding.derating import derated
-from cornplug.planner.deciding.draw_up import draw_up
-from cornplug.planner.deciding.problem import Problem, problem
-from cornplug.planner.deciding.trial import Miss, rehearse
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.pipeline.build_plan import draw_up
+from cornplug.planner.pipeline.confirm_capacities import Report, Watch, confirmed
+from cornplug.planner.pipeline.derate import derated
+from cornplug.planner.pipeline.formulate import Problem, problem
+from cornplug.planner.pipeline.validate import Miss, rehearse
 from cornplug.planner.plan import Plan
-from cornplug.planner.solving.pool import Pool, Solution
 
 REHEARSALS: Final = 6
 

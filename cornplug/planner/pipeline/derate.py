@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from cornplug.planner.deciding.problem import Problem
-from cornplug.planner.deciding.trial import Miss
-from cornplug.planner.solving.pool import Solution
+from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.pipeline.formulate import Problem
+from cornplug.planner.pipeline.validate import Miss
 
 DERATE: Final = 0.93
 STEEPEST: Final = 0.7

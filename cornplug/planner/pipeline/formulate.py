@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.planner.deciding import misfits, running, services
-from cornplug.planner.deciding.caches import Level, assumptions, cache_levels
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.deciding.equipment import Equipment
-from cornplug.planner.deciding.pruning import loosest, prune
-from cornplug.planner.deciding.samples import Samples
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.deciding.tiers import Chain, Tier, chain, how_many
-from cornplug.planner.deciding.variants import Way, ways
-from cornplug.planner.given import gpus, shapes
-from cornplug.planner.given.classes import RequestClass, request_classes
-from cornplug.planner.given.inputs import Gpu, NodeClass, PlanInput
+from cornplug.planner.candidates import infeasible_classes, services
+from cornplug.planner.candidates.cache_sizes import Level, assumptions, cache_levels
+from cornplug.planner.candidates.cell_capacity import Equipment
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.candidates.dominance import loosest, prune
+from cornplug.planner.candidates.latency_tiers import Chain, Tier, chain, how_many
+from cornplug.planner.candidates.request_paths import Way, ways
+from cornplug.planner.candidates.samples import Samples
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs import component_shapes, gpu_catalog
+from cornplug.planner.inputs.request_classes import RequestClass, request_classes
+from cornplug.planner.inputs.schema import Gpu, NodeClass, PlanInput
+from cornplug.planner.optimizer.optimization_problem import Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.pipeline import current_deployment
 from cornplug.planner.plan import Plan
-from cornplug.planner.solving.pool import Demand, Limits, Need, Nodes, Pool, Variant
 
 GIB: Final = 1 << 30
 GB: Final = 1e9
@@ -49,20 +50,20 @@ class Problem:
     @property
     def notes(self) -> dict[str, str]:
         """Request class that nothing in the pool can serve -> why not."""
-        return {name: self._note(name) for name in misfits.unserved(self.pool)}
+        return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
 
     def _note(self, name: str) -> str:
         of, equipment = self.classes[name], self.equipment
         ways = [w for w in self.ways.values() if w.of.name == name]
         base = equipment.bases[name]
         draws = {s.name: self.samples.at(s, of, base) for w in ways for s in w.path.stages}
-        return misfits.note(of, ways, equipment.equipped, equipment.dropped, draws)
+        return infeasible_classes.note(of, ways, equipment.equipped, equipment.dropped, draws)
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> Problem:
         """The same with other capacities of some cells; one that carries nothing goes."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
-        runs = running.limited_to(self.pool.running, cells)
+        runs = current_deployment.limited_to(self.pool.running, cells)
         pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), running=runs)
         return replace(self, cells=cells, pool=pool)
 
@@ -74,10 +75,10 @@ def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
 
 def problem(given: PlanInput) -> Problem:
     """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
-    given = shapes.resolve(given)
+    given = component_shapes.resolve(given)
     classes = request_classes(given)
-    nodes = gpus.node_classes(given)
-    table = gpus.gpu_table(given)
+    nodes = gpu_catalog.node_classes(given)
+    table = gpu_catalog.gpu_table(given)
     samples = Samples(given)
     levels = cache_levels(given, classes)
     bases = {name: assumptions(given, c, levels)[0] for name, c in classes.items()}
@@ -99,7 +100,7 @@ def problem(given: PlanInput) -> Problem:
         )
     ]
     old = None if given.change is None else Plan.load(given.change.plan)
-    specs = prune(every) if old is None else running.kept(every, prune(every), old)
+    specs = prune(every) if old is None else current_deployment.kept(every, prune(every), old)
     pool = Pool(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
@@ -111,7 +112,7 @@ def problem(given: PlanInput) -> Problem:
     )
     cells = {spec.cell.name: spec for spec in specs}
     if given.change is not None and old is not None:
-        pool, cells = running.take_over(pool, cells, given.change, old, time.time())
+        pool, cells = current_deployment.take_over(pool, cells, given.change, old, time.time())
     by_variant = {w.name: w for w in found}
     return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
 

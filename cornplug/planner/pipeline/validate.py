@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.deciding import caches
-from cornplug.planner.deciding.draw_up import group_name
-from cornplug.planner.deciding.problem import Problem, nic_bytes_s
-from cornplug.planner.deciding.variants import EMBEDDING_EDGE_S
-from cornplug.planner.given.classes import RequestClass
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.inputs import LLMShape
+from cornplug.planner.candidates import cache_sizes
+from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import LLMShape
+from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.pipeline.build_plan import group_name
+from cornplug.planner.pipeline.formulate import Problem, nic_bytes_s
 from cornplug.planner.plan import Outlook, Plan, Route, Times
-from cornplug.planner.simulation import rehearsal
-from cornplug.planner.simulation.simulator import Station
-from cornplug.planner.solving.pool import Solution
+from cornplug.planner.simulator import end_to_end
+from cornplug.planner.simulator.simulator import Station
 
 REQUESTS: Final = 4000
 """Of one class in a rehearsal: a 99th percentile then rests on 40 of them."""
@@ -59,7 +59,7 @@ def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
         return Trial(plan, ())
     rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
-    found = rehearsal.rehearse(
+    found = end_to_end.rehearse(
         stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.given.rules.seed + 2
     )
     outlook = [_with_times(o, found) for o in plan.outlook]
@@ -80,14 +80,14 @@ def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
     }
 
 
-def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> rehearsal.Class:
+def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> end_to_end.Class:
     assumed = next(
         w.assumed
         for name, w in problem.ways.items()
         if w.of.name == of.name and w.assumed.names <= solution.levels
     )
     draws = problem.samples.of(of, assumed)
-    return rehearsal.Class(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
+    return end_to_end.Class(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
 
 
 def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
@@ -95,7 +95,7 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
     table = problem.equipment.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(
-        (caches.kv_bytes_per_token(c) for c in problem.given.components if c.kind == "llm"), default=0
+        (cache_sizes.kv_bytes_per_token(c) for c in problem.given.components if c.kind == "llm"), default=0
     )
 
     hidden = max(
@@ -105,14 +105,14 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
     def seconds(before: str, after: str, draw: Draw) -> float:
         if before == "E":
             # A token is made of one patch or more.
-            moved = sum(draw.patches) * hidden * caches.ELEMENT_BYTES
+            moved = sum(draw.patches) * hidden * cache_sizes.ELEMENT_BYTES
             return EMBEDDING_EDGE_S + moved / slowest if draw.patches else 0.0
         return draw.prompt_tokens * per_token / slowest if after == "D" else 0.0
 
     return seconds
 
 
-def _with_times(outlook: Outlook, found: Mapping[str, rehearsal.Result]) -> Outlook:
+def _with_times(outlook: Outlook, found: Mapping[str, end_to_end.Result]) -> Outlook:
     times = found.get(f"{outlook.app}/{outlook.request}")
     if times is None:
         return outlook

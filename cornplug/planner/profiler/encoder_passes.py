@@ -14,10 +14,10 @@ import httpx
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.encoder_service.client import EncoderClient
-from cornplug.encoder_service.reference import EmbeddingRef
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.given.tables import Row
+from cornplug.planner.inputs.profile_tables import Row
 
 _DEADLINE_S: Final = 600.0
 

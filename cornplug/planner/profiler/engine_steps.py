@@ -9,10 +9,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import CornplugError
-from cornplug.planner.given.tables import Row
-from cornplug.planner.measuring import bench_serve
-from cornplug.planner.measuring.bench_serve import Served
-from cornplug.planner.measuring.measure_points import Grid
+from cornplug.planner.inputs.profile_tables import Row
+from cornplug.planner.profiler import vllm_bench
+from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.profiler.vllm_bench import Served
 
 _CACHED_MAX = 0.02
 """Share of prompt tokens found in the engine's prefix cache beyond which times are not prefill's."""
@@ -45,11 +45,11 @@ def rows(
     parts = len(grid.batches)
     cached = _cached_tokens(target.url)
     progress("requests one by one", 0.0)
-    alone = bench_serve.measure(target, grid.alone(), concurrency=1)
+    alone = vllm_bench.measure(target, grid.alone(), concurrency=1)
     together = {}
     for i, batch in enumerate(grid.batches[1:], start=1):
         progress(f"{batch} requests at a time", i / parts)
-        together[batch] = bench_serve.measure(target, grid.together(batch), concurrency=batch, first_id=i)
+        together[batch] = vllm_bench.measure(target, grid.together(batch), concurrency=batch, first_id=i)
     progress("done", 1.0)
     prompt_tokens = sum(t.ask.prompt_tokens for timed in (alone, *together.values()) for t in timed)
     found = _cached_tokens(target.url) - cached

@@ -23,12 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Shown
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import provenance, shapes, tables
-from cornplug.planner.given.inputs import Component, TowerShape
-from cornplug.planner.launching.emit import Command
-from cornplug.planner.measuring import measure_encoder, measure_engine, measure_server
-from cornplug.planner.measuring.measure_points import Grid
-from cornplug.planner.reporting import wording
+from cornplug.planner.inputs import component_shapes, profile_tables
+from cornplug.planner.inputs.schema import Component, TowerShape
+from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.profiler import encoder_passes, engine_steps, run_environment, server_under_test
+from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.report import formatting
 
 READY_S = 900.0
 Report = Callable[[str, float], None]
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     with _bar(console, args.out.name) as report:
         rows, facts = (_llm if args.kind == "llm" else _encoder)(args, report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {**provenance.machine(), "measured": facts, "command": command}
-    tables.write(args.out, tables.Table(tuple(rows), about))
+    about = {**run_environment.machine(), "measured": facts, "command": command}
+    profile_tables.write(args.out, profile_tables.Table(tuple(rows), about))
     _show(Console(), rows, args.out)
     return 0
 
@@ -60,22 +60,22 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--repeats", f"{args.repeats} have no median", "Give 3 or more")
 
 
-def _llm(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row], str]:
+def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.Row], str]:
     grid = Grid(
         prompts=args.prompts, batches=args.batches, output_tokens=args.output_tokens, repeats=args.repeats
     )
     with ExitStack() as stack:
         url = args.url or stack.enter_context(_engine(args, grid, report))
-        target = measure_engine.served(url, args.tokenizer or args.model)
+        target = engine_steps.served(url, args.tokenizer or args.model)
         cell = {**_cell(args), "engine": args.engine}
-        rows = measure_engine.rows(target, grid, report, **cell)
-        return rows, f"{args.engine} {measure_engine.version(url)}, median of {grid.repeats}"
+        rows = engine_steps.rows(target, grid, report, **cell)
+        return rows, f"{args.engine} {engine_steps.version(url)}, median of {grid.repeats}"
 
 
-def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row], str]:
+def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.Row], str]:
     with ExitStack() as stack:
         url = args.url or stack.enter_context(_service(args, report))
-        rows = measure_encoder.rows(
+        rows = encoder_passes.rows(
             url,
             args.model,
             edges=args.edges,
@@ -91,7 +91,7 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[tables.Row]
 def _patches_per_token(model: str) -> int:
     """Raises ConfigError for a model whose tower's size is not known here."""
     tower = Component(name="tower", kind="encoder", model=model)
-    shape = shapes.shape_of(tower, {tower.name: tower})
+    shape = component_shapes.shape_of(tower, {tower.name: tower})
     assert isinstance(shape, TowerShape)
     return shape.patches_per_token
 
@@ -104,8 +104,10 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 def _engine(args: argparse.Namespace, grid: Grid, report: Report) -> Iterator[str]:
     """An engine of ours; its address."""
     report("starting the engine", 0.0)
-    command = measure_server.engine(args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args))
-    with _log(args) as log, measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
+    command = server_under_test.engine(
+        args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args)
+    )
+    with _log(args) as log, server_under_test.running(_with(command, args), log=log, ready_s=READY_S) as url:
         yield url
 
 
@@ -114,8 +116,8 @@ def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
     """An encoder service of ours; its address."""
     report("starting the encoder service", 0.0)
     with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
-        command = measure_server.encoder(args.model, folder=Path(folder), cores=_cores(args))
-        with measure_server.running(_with(command, args), log=log, ready_s=READY_S) as url:
+        command = server_under_test.encoder(args.model, folder=Path(folder), cores=_cores(args))
+        with server_under_test.running(_with(command, args), log=log, ready_s=READY_S) as url:
             yield url
 
 
@@ -127,7 +129,7 @@ def _with(command: Command, args: argparse.Namespace) -> Command:
 def _cores(args: argparse.Namespace) -> Sequence[int]:
     """On a machine without a GPU a device is a core, and a component has as many as it has ranks."""
     mine = sorted(os.sched_getaffinity(0))
-    return [] if measure_server.has_gpu() else mine[: args.tp * args.pp]
+    return [] if server_under_test.has_gpu() else mine[: args.tp * args.pp]
 
 
 @contextmanager
@@ -159,10 +161,12 @@ def _bar(console: Console, name: str) -> Iterator[Report]:
         yield report
 
 
-def _show(console: Console, rows: Sequence[tables.Row], path: Path) -> None:
+def _show(console: Console, rows: Sequence[profile_tables.Row], path: Path) -> None:
     shown = Shown("kind", "of", "x", "time", title=str(path))
     for row in rows:
-        shown.add_row(row.kind, tables.QUANTITIES[row.kind], f"{row.x:,g}", wording.seconds(row.seconds))
+        shown.add_row(
+            row.kind, profile_tables.QUANTITIES[row.kind], f"{row.x:,g}", formatting.seconds(row.seconds)
+        )
     console.print(shown)
 
 

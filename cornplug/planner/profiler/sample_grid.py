@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.given.tables import Row
+from cornplug.planner.inputs.profile_tables import Row
 
 _SHORT_TOKENS = 16
 """A prompt that decoding is timed after: its context adds next to nothing."""

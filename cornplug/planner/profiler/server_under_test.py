@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from cornplug.planner.given.inputs import Engine
-from cornplug.planner.launching.emit import Command
-from cornplug.planner.launching.processes import GRACE_S, Process, ProcessEnded
-from cornplug.planner.measuring.measure_points import Grid
+from cornplug.planner.inputs.schema import Engine
+from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.process_runner import GRACE_S, Process, ProcessEnded
+from cornplug.planner.profiler.sample_grid import Grid
 
 _POLL_S: Final = 0.5
 _QUIET: Final = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.measuring.measure_points import Ask, Timed
+from cornplug.planner.profiler.sample_grid import Ask, Timed
 
 _CHUNK_TOKENS: Final = 16
 """Of one hash id: tokens that are drawn together."""

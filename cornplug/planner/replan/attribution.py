@@ -8,7 +8,7 @@ from typing import Final
 
 from cornplug.errors import ConfigError
 from cornplug.planner.plan import Plan, Route
-from cornplug.planner.replanning.observed import Window
+from cornplug.planner.replan.observed_load import Window
 
 EVERYTHING: Final = ""
 """The scope of a source that shows all of the plan's engines."""

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cornplug.planner.deciding.decide import Decision
-from cornplug.planner.deciding.draw_up import group_name
-from cornplug.planner.given.inputs import Change
+from cornplug.planner.inputs.schema import Change
+from cornplug.planner.pipeline.build_plan import group_name
+from cornplug.planner.pipeline.decide import Decision
 from cornplug.planner.plan import Group, Plan
-from cornplug.planner.replanning import changes
-from cornplug.planner.replanning.changes import Step
-from cornplug.planner.reporting import wording
+from cornplug.planner.replan import plan_diff
+from cornplug.planner.replan.plan_diff import Step
+from cornplug.planner.report import formatting
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ def judge(old: Plan, decision: Decision, change: Change, *, same_work: bool = Fa
     it did: its capacity is not simulated anew, which would add chance to the verdict.
     """
     switched = _switched(decision)
-    steps = tuple(changes.between(old, decision.plan, switched))
+    steps = tuple(plan_diff.between(old, decision.plan, switched))
     saves = old.cost_per_hour - decision.plan.cost_per_hour
     cost = _switching_cost(decision)
     over = overloaded(old, decision, same_work=same_work)
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
-        limit = wording.percent(decision.pool.limits.max_utilisation)
-        reason = f"{name} would be filled to {wording.percent(load)}; {limit} is allowed"
+        limit = formatting.percent(decision.pool.limits.max_utilisation)
+        reason = f"{name} would be filled to {formatting.percent(load)}; {limit} is allowed"
         return Verdict(bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost)
     horizon = change.horizon_hours
     noise = decision.solution.gap * old.cost_per_hour + 1e-6

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cornplug.planner.deciding.running import of_group
+from cornplug.planner.pipeline.current_deployment import of_group
 from cornplug.planner.plan import Group, Plan
-from cornplug.planner.reporting import wording
+from cornplug.planner.report import formatting
 
 LEAST_WEIGHT = 0.05
 """A weight that moves by less is not worth telling."""
@@ -58,7 +58,7 @@ def _place(g: Group) -> str:
 
 def _each(g: Group) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
-    return f"{g.service} ({g.engine} {wording.shape(g.tp, g.pp, g.share)}{weights}) on {_on(g)}"
+    return f"{g.service} ({g.engine} {formatting.shape(g.tp, g.pp, g.share)}{weights}) on {_on(g)}"
 
 
 def _on(g: Group) -> str:

@@ -18,16 +18,17 @@ from typing import Final
 from rich.console import Console
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner import commands, plan_folder, progress_line
-from cornplug.planner.deciding.decide import Decision, decide
-from cornplug.planner.deciding.running import of_group
-from cornplug.planner.given.inputs import Change, PlanInput
+from cornplug.planner import plan_command
+from cornplug.planner.inputs.schema import Change, PlanInput
+from cornplug.planner.pipeline.current_deployment import of_group
+from cornplug.planner.pipeline.decide import Decision, decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.replanning import attribution, observed, replan_state, workload
-from cornplug.planner.replanning.changes import Step
-from cornplug.planner.replanning.observed import Snapshot, Window
-from cornplug.planner.replanning.verdict import Verdict, judge
-from cornplug.planner.replanning.workload import Difference
+from cornplug.planner.replan import attribution, observed_load, replan_state, workload_update
+from cornplug.planner.replan.decision import Verdict, judge
+from cornplug.planner.replan.observed_load import Snapshot, Window
+from cornplug.planner.replan.plan_diff import Step
+from cornplug.planner.replan.workload_update import Difference
+from cornplug.planner.report import plan_folder, progress
 
 CHANGE: Final = 3
 """Exit status: a change is advised."""
@@ -40,7 +41,7 @@ _STALE: Final = 10
 def main(argv: list[str]) -> int:
     """Exit status 0: leave it as it is; 3: change; 1: no plan carries the load. ConfigError: wrong input."""
     args = _parser().parse_args(argv)
-    given, digest = commands.read(args.input)
+    given, digest = plan_command.read(args.input)
     old = Plan.load(args.plan)
     known = hashlib.sha256(args.plan.read_bytes()).hexdigest()
     sources = [_source(text, old) for text in args.metrics]
@@ -52,7 +53,9 @@ def main(argv: list[str]) -> int:
         replan_state.save(state_path, known, after, ())
         print("First snapshot kept: run again when the metrics' files are newer.")
         return 0
-    seen, differences = workload.updated(_running(given, args.plan), old, _windows(sources, before, after))
+    seen, differences = workload_update.updated(
+        _running(given, args.plan), old, _windows(sources, before, after)
+    )
     planned_for = _digest(digest, differences)
     if planned_for == old.input_digest:
         replan_state.save(state_path, known, after, ())
@@ -61,7 +64,7 @@ def main(argv: list[str]) -> int:
         decision = _decided(seen, planned_for, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
         replan_state.save(state_path, known, after, ())
-        return commands.refused("replan", e)
+        return plan_command.refused("replan", e)
     assert seen.change is not None
     same_work = all(d.what == "rate" for d in differences)
     verdict = judge(old, decision, seen.change, same_work=same_work)
@@ -107,7 +110,7 @@ def _snapshots(
     addresses: Sequence[str], before: Mapping[str, Snapshot], window_s: float | None
 ) -> tuple[dict[str, Snapshot] | None, dict[str, Snapshot]]:
     """The two ends of a window. Files have no end that waiting would bring."""
-    now = {a: observed.read(a) for a in addresses}
+    now = {a: observed_load.read(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
     fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
     if live:
@@ -115,7 +118,7 @@ def _snapshots(
         old = not fresh or any(now[a].at_s - before[a].at_s > _STALE * wanted for a in addresses)
         if window_s is not None or old:
             time.sleep(wanted)
-            return now, {a: observed.read(a) for a in addresses}
+            return now, {a: observed_load.read(a) for a in addresses}
     return (dict(before), now) if fresh else (None, now)
 
 
@@ -126,7 +129,7 @@ def _windows(
     for scope, address in sources:
         by_scope.setdefault(scope, []).append(address)
     return {
-        scope: observed.between(_together(before, addresses), _together(after, addresses))
+        scope: observed_load.between(_together(before, addresses), _together(after, addresses))
         for scope, addresses in by_scope.items()
     }
 
@@ -148,7 +151,7 @@ def _running(given: PlanInput, plan: Path) -> PlanInput:
 
 
 def _decided(given: PlanInput, digest: str, *, quiet: bool) -> Decision:
-    with progress_line.shown(Console(stderr=True), quiet=quiet) as line:
+    with progress.shown(Console(stderr=True), quiet=quiet) as line:
         return decide(given, digest=digest, progress=line.phase, watch=line.watch)
 
 
@@ -221,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--window",
-        type=commands.positive,
+        type=plan_command.positive,
         metavar="S",
         help="measure for so long now; default: since the last run",
     )

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.planner.plan import Record
-from cornplug.planner.replanning.observed import Snapshot
+from cornplug.planner.replan.observed_load import Snapshot
 
 
 class KeptSnapshot(Record):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
-from cornplug.planner.given import lengths
-from cornplug.planner.given.inputs import Histogram, Length, LogNormal, PlanInput, Request
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, PlanInput, Request
 from cornplug.planner.plan import Plan
-from cornplug.planner.replanning import attribution
-from cornplug.planner.replanning.attribution import Share
-from cornplug.planner.replanning.observed import Counts, Window
+from cornplug.planner.replan import attribution
+from cornplug.planner.replan.attribution import Share
+from cornplug.planner.replan.observed_load import Counts, Window
 
 TOLERANCE: Final = 0.05
 """A difference below it, or below twice its own standard error, changes no input."""
@@ -105,7 +105,7 @@ def _lengths(
             continue
         request = requests[name]
         planned: Length = getattr(request, what)
-        expected = lengths.mean(planned)
+        expected = length_distributions.mean(planned)
         beside = _tokens(request, what) - expected
         mean = max((expected + beside) * ratio - beside, 1.0)
         found.append(Difference(name, what, expected, mean))
@@ -117,9 +117,11 @@ def _lengths(
 def _tokens(request: Request, what: str) -> float:
     """Mean, as the engine counts them: a prompt's media are tokens of it."""
     if what == "output":
-        return lengths.mean(request.output)
-    media = sum(lengths.mean(m.items) * lengths.mean(m.tokens) for m in request.media)
-    return lengths.mean(request.prompt) + media
+        return length_distributions.mean(request.output)
+    media = sum(
+        length_distributions.mean(m.items) * length_distributions.mean(m.tokens) for m in request.media
+    )
+    return length_distributions.mean(request.prompt) + media
 
 
 def _histogram(seen: Sequence[Counts]) -> Histogram:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from cornplug.planner.given.inputs import Engine, PlanInput
-from cornplug.planner.reporting.what_if import Question
-from cornplug.planner.solving.pool import Pool, Solution, Variant
+from cornplug.planner.inputs.schema import Engine, PlanInput
+from cornplug.planner.optimizer.optimization_problem import Pool, Solution, Variant
+from cornplug.planner.report.counterfactual import Question
 
 MONOLITH = "monolith"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from cornplug.planner.reporting import wording
-from cornplug.planner.reporting.what_if import Question
-from cornplug.planner.solving.pool import Pool, Solution
+from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.report import formatting
+from cornplug.planner.report.counterfactual import Question
 
 FEWER = 0.1
 """Part of a class's requests whose price is asked for."""
@@ -53,12 +53,12 @@ def _limits(pool: Pool, solution: Solution) -> Iterator[Lifted]:
         yield Lifted(Question("spare", text, lifted), _least(solution, "spare["))
     if online and limits.online_share < limits.max_utilisation:
         lifted = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
-        most = wording.percent(limits.online_share)
+        most = formatting.percent(limits.online_share)
         text = f"online work fills {most} of a replica at most (rules.online_share)"
         yield Lifted(Question("online", text, lifted), _least(solution, "online["))
     elif limits.max_utilisation < 1:
         lifted = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
-        most = wording.percent(limits.max_utilisation)
+        most = formatting.percent(limits.max_utilisation)
         text = f"replicas are filled to {most} at most (rules.max_utilisation)"
         yield Lifted(Question("capacity", text, lifted), _least(solution, "capacity["))
 
@@ -66,7 +66,7 @@ def _limits(pool: Pool, solution: Solution) -> Iterator[Lifted]:
 def _network(pool: Pool, solution: Solution) -> Iterator[Lifted]:
     if "network" in solution.slack:
         lifted = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
-        most = wording.percent(pool.limits.network_utilisation)
+        most = formatting.percent(pool.limits.network_utilisation)
         text = f"traffic between nodes fills {most} of their cards at most"
         yield Lifted(Question("network", text, lifted), solution.slack["network"])
 
@@ -84,7 +84,7 @@ def _demand(pool: Pool) -> Iterator[Lifted]:
         return
     for demand in sorted(pool.demands, key=lambda d: -d.rate):
         fewer = tuple(replace(d, rate=d.rate * (1 - FEWER)) if d == demand else d for d in pool.demands)
-        text = f"with {wording.percent(FEWER)} fewer of these requests"
+        text = f"with {formatting.percent(FEWER)} fewer of these requests"
         yield Lifted(Question(f"demand[{demand.name}]", text, replace(pool, demands=fewer)), 0.0, price=True)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cornplug.planner.plan import CurvePoint, Group
-from cornplug.planner.reporting import wording
-from cornplug.planner.reporting.checks import Check
+from cornplug.planner.report import formatting
+from cornplug.planner.report.slo_checks import Check
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
 """Where the points of a cost curve lie."""
@@ -50,8 +50,8 @@ def utilisation(groups: Sequence[Group]) -> list[Bar]:
         Bar(
             f"{g.replicas} × {g.name}",
             g.utilisation,
-            f"{wording.percent(g.utilisation)} · {wording.mark(g.profile)}",
-            "warn" if wording.mark(g.profile) == "ESTIMATE" else "c0",
+            f"{formatting.percent(g.utilisation)} · {formatting.mark(g.profile)}",
+            "warn" if formatting.mark(g.profile) == "ESTIMATE" else "c0",
         )
         for g in groups
     ]
@@ -61,9 +61,9 @@ def against_bounds(found: Sequence[Check]) -> list[Bar]:
     """Simulated times as shares of their bounds."""
     return [
         Bar(
-            f"{c.demand} {c.quantity} {c.percentile} ≤ {wording.seconds(c.bound_s)}",
+            f"{c.demand} {c.quantity} {c.percentile} ≤ {formatting.seconds(c.bound_s)}",
             0.0 if c.simulated_s is None else c.simulated_s / c.bound_s,
-            wording.seconds(c.simulated_s),
+            formatting.seconds(c.simulated_s),
             "c1" if c.kept else "bad",
         )
         for c in found
@@ -83,14 +83,14 @@ def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
     points = [
         Point(
             f"{p.slo_factor:g}",
-            "no plan" if p.cost_per_hour is None else wording.money(p.cost_per_hour),
+            "no plan" if p.cost_per_hour is None else formatting.money(p.cost_per_hour),
             _LEFT + (_RIGHT - _LEFT) * (factor - low) / span,
             None if p.cost_per_hour is None else height(p.cost_per_hour),
         )
         for p, factor in zip(curve, factors, strict=True)
     ]
     reached = [f"{p.x:.1f} {p.y:.1f}" for p in points if p.y is not None]
-    levels = [(height(top * n / 4), wording.money(top * n / 4)) for n in range(5)]
+    levels = [(height(top * n / 4), formatting.money(top * n / 4)) for n in range(5)]
     return Curve(levels, points, "M" + "L".join(reached) if len(reached) > 1 else "")
 
 

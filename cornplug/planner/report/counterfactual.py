@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import milp, shortfall
-from cornplug.planner.solving.pool import Pool
-from cornplug.planner.solving.solvers import Limits
-from cornplug.planner.solving.solvers import solve as run_solver
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import infeasibility, milp
+from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.optimizer.solvers import solve as run_solver
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def ask(pool: Pool, settings: Solver, seconds: float) -> Answer:
     """Solve for the first objective only: no tie-breaks, and no search for what is lacking."""
     model = milp.build(pool)
     try:
-        shortfall.refuse_unserved(model, {})
+        infeasibility.refuse_unserved(model, {})
     except PlanInfeasible as e:
         return Answer(None, True, str(e).removeprefix("no plan: "))
     goal = milp.goals(model)[0]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from cornplug.planner.deciding.decide import Decision
-from cornplug.planner.deciding.problem import problem
-from cornplug.planner.given.inputs import Engine, PlanInput, Solver
+from cornplug.planner.inputs.schema import Engine, PlanInput, Solver
+from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.pipeline.decide import Decision
+from cornplug.planner.pipeline.formulate import problem
 from cornplug.planner.plan import Alternative, Binding, Why
-from cornplug.planner.reporting import alternatives, bindings, monolith, slo_curve, wording
-from cornplug.planner.reporting.what_if import Answer, Clock, Question, ask
-from cornplug.planner.solving.pool import Pool
+from cornplug.planner.report import alternatives, binding_constraints, formatting, monolith, slo_cost_curve
+from cornplug.planner.report.counterfactual import Answer, Clock, Question, ask
 
 BUDGET_S: Final = 10.0
 _ONE_S: Final = 2.0
@@ -79,11 +79,11 @@ def explain(
     report("reasons", 0.35)
     binding = _bindings(asked)
     report("reasons", 0.5)
-    again = slo_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
-    curve = slo_curve.curve(again, asked.value) if _bounds_matter(given, asked) else []
+    again = slo_cost_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
+    curve = slo_cost_curve.curve(again, asked.value) if _bounds_matter(given, asked) else []
     report("reasons", 0.8)
     if curve:
-        binding = _dearest_first([*binding, *slo_curve.prices(again, asked.value, asked.noise)])
+        binding = _dearest_first([*binding, *slo_cost_curve.prices(again, asked.value, asked.noise)])
     report("reasons", 1.0)
     notes = [*decision.plan.why.notes, *_notes(decision, asked)]
     return Why(
@@ -127,16 +127,16 @@ def _against(asked: _Asked, answer: Answer) -> str:
     lost = -gained
     if lost <= asked.noise:
         return "as good, as far as the solver's gap tells"
-    share = wording.percent(lost / abs(asked.value)) if asked.value else ""
+    share = formatting.percent(lost / abs(asked.value)) if asked.value else ""
     about = "" if answer.proven else "at most "
     if asked.costs:
-        return f"costs {about}{wording.money(lost)} more (+{share})"
+        return f"costs {about}{formatting.money(lost)} more (+{share})"
     return f"serves {about}{lost:.3g} less (-{share})"
 
 
 def _bindings(asked: _Asked) -> list[Binding]:
     found = []
-    for lifted in bindings.questions(asked.decision.pool, asked.decision.solution):
+    for lifted in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
         answer = asked.ask(lifted.question.name, lifted.question.pool)
         gained = None if answer is None else asked.gained(answer)
         matters = gained is not None and gained > asked.noise
@@ -159,7 +159,7 @@ def _dearest_first(found: list[Binding]) -> list[Binding]:
 def _bounds_matter(given: PlanInput, asked: _Asked) -> bool:
     """A throughput's own conditions are its SLO: with nothing else, all bounds cost the same."""
     timed = any(spec.timed for spec in asked.decision.problem.cells.values())
-    return asked.costs and given.change is None and timed and slo_curve.bounded(given)
+    return asked.costs and given.change is None and timed and slo_cost_curve.bounded(given)
 
 
 def _monolith(asked: _Asked) -> str:
@@ -189,11 +189,11 @@ def _monolith(asked: _Asked) -> str:
 
 def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
     for miss in decision.misses:
-        over = wording.percent(miss.times - 1)
-        bound = wording.seconds(miss.bound_s)
+        over = formatting.percent(miss.times - 1)
+        bound = formatting.seconds(miss.bound_s)
         what = f"{miss.of} misses its {miss.what.upper()} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
-    guessed = sorted({g.service for g in decision.plan.groups if wording.mark(g.profile) == "ESTIMATE"})
+    guessed = sorted({g.service for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"})
     if guessed:
         yield (
             f"Times of {', '.join(guessed)} are estimates from the GPU table: measure them with "
@@ -202,4 +202,4 @@ def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
     if asked.skipped:
         yield f"No time was left to ask for: {', '.join(dict.fromkeys(asked.skipped))}."
     for reason, n in decision.problem.dropped.most_common(3):
-        yield f"Left out, {wording.count(n, 'cell')}: {reason}."
+        yield f"Left out, {formatting.count(n, 'cell')}: {reason}."

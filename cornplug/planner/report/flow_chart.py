@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cornplug.planner.plan import Plan, Route
-from cornplug.planner.reporting import wording
+from cornplug.planner.report import formatting
 
 BOX, HEIGHT = 190.0, 34.0
 """Width and height of a box."""
@@ -49,7 +49,7 @@ def chart(plan: Plan) -> Chart:
     edges = _edges(plan.routes)
     most = max(edges.values(), default=1.0)
     lines = [
-        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {wording.rate(flow)}")
+        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {formatting.rate(flow)}")
         for (a, b), flow in edges.items()
         if a in boxes and b in boxes
     ]
@@ -81,13 +81,13 @@ def _edges(routes: Sequence[Route]) -> dict[tuple[str, str], float]:
 def _boxes(plan: Plan) -> dict[str, Box]:
     """A column for the classes, then one for each first task in the order of a request's life."""
     boxes = {
-        name: Box(4.0, 4 + n * _ROW, name, wording.rate(flow), "c1")
+        name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
         for n, (name, flow) in enumerate(_classes(plan.routes).items())
     }
     columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
-            under = f"{g.replicas} × {g.gpu} {wording.shape(g.tp, g.pp, g.share)}"
+            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.tp, g.pp, g.share)}"
             boxes[g.name] = Box(4 + column * (BOX + _GAP), 4 + row * _ROW, g.service, under, "c0")
     return boxes
 
@@ -101,4 +101,4 @@ def _path(a: Box, b: Box) -> str:
 def legend(routes: Sequence[Route]) -> Iterator[str]:
     """The same in words: "chat/short: 7.5/s as E+PD"."""
     for r in routes:
-        yield f"{r.app}/{r.request}: {wording.rate(r.rate)} as {r.structure}"
+        yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"

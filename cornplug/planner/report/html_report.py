@@ -7,14 +7,14 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cornplug.planner.plan import Plan
-from cornplug.planner.reporting import charts, checks, flow_chart, packing_chart, wording
+from cornplug.planner.report import charts, flow_chart, formatting, placement_chart, slo_checks
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html(plan: Plan) -> str:
     """The page. Everything that a plan names is escaped."""
-    found = checks.of(plan)
+    found = slo_checks.of(plan)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -23,12 +23,12 @@ def html(plan: Plan) -> str:
             policy=POLICY,
             flows=flow_chart.chart(plan),
             legend=list(flow_chart.legend(plan.routes)),
-            checks=[(check, *checks.verdict(check)) for check in found],
+            checks=[(check, *slo_checks.verdict(check)) for check in found],
             times=charts.against_bounds(found),
             curve=charts.cost_curve(plan.why.curve) if plan.why.curve else None,
             utilisation=charts.utilisation(plan.groups),
-            colours=packing_chart.keys(plan),
-            nodes=[packing_chart.chart(plan, nodes) for nodes in plan.nodes if nodes.count],
+            colours=placement_chart.keys(plan),
+            nodes=[placement_chart.chart(plan, nodes) for nodes in plan.nodes if nodes.count],
         )
     )
 
@@ -43,18 +43,18 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {
-        "money": wording.money,
-        "seconds": wording.seconds,
-        "percent": wording.percent,
-        "proof": wording.proof,
-        "headline": wording.headline,
-        "mark": wording.mark,
+        "money": formatting.money,
+        "seconds": formatting.seconds,
+        "percent": formatting.percent,
+        "proof": formatting.proof,
+        "headline": formatting.headline,
+        "mark": formatting.mark,
         "px": _px,
     }
     made.globals |= {
-        "shape": wording.shape,
+        "shape": formatting.shape,
         "box": (flow_chart.BOX, flow_chart.HEIGHT),
-        "side": packing_chart.SIDE,
+        "side": placement_chart.SIDE,
     }
     return made
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
-from cornplug.planner.reporting import wording
-from cornplug.planner.reporting.what_if import Answer
-from cornplug.planner.solving.pool import Pool
+from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.report import formatting
+from cornplug.planner.report.counterfactual import Answer
 
 LOADS: Final = (0.25, 4.0, 0.5, 2.0)
 """Of all rates."""
@@ -73,5 +73,5 @@ def _times(factors: Sequence[float]) -> str:
 
 def _more(cost: float, than: float) -> str:
     if cost <= than + 1e-6 or not than:
-        return f"{wording.money(cost)}, the same"
-    return f"{wording.money(cost)}, {wording.percent(cost / than - 1)} more"
+        return f"{formatting.money(cost)}, the same"
+    return f"{formatting.money(cost)}, {formatting.percent(cost / than - 1)} more"

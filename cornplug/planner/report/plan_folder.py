@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.launching import emit
-from cornplug.planner.launching.transfer import Transfer
+from cornplug.planner.launch import command_lines
+from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.planner.reporting import report
+from cornplug.planner.report import html_report
 
 WRITTEN: Final = ".cornplug-plan.json"
 """Names of the files that a run wrote."""
@@ -28,10 +28,10 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
         new = Path(made)
         plan.save(new / "plan.json")
-        (new / "report.html").write_text(report.html(plan), encoding="utf-8")
+        (new / "report.html").write_text(html_report.html(plan), encoding="utf-8")
         without = ""
         try:
-            emit.write(plan, new, transfer=transfer)
+            command_lines.write(plan, new, transfer=transfer)
         except ConfigError as e:
             without = str(e)
         return _replace(folder, new), without

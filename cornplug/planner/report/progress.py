@@ -9,8 +9,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cornplug.planner.reporting import wording
-from cornplug.planner.solving import pool
+from cornplug.planner.optimizer import optimization_problem
+from cornplug.planner.report import formatting
 
 PHASES: Final = {
     "cells": "what each GPU could carry",
@@ -35,11 +35,11 @@ class Line:
             self._progress.reset(self._task, total=1.0, description=PHASES.get(name, name))
         self._progress.update(self._task, completed=min(share, 1.0))
 
-    def watch(self, at: pool.Progress) -> None:
+    def watch(self, at: optimization_problem.Progress) -> None:
         self._progress.update(self._task, description=found(at))
 
 
-def found(at: pool.Progress) -> str:
+def found(at: optimization_problem.Progress) -> str:
     """ "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
     bound = "no bound yet" if at.bound is None else f"bound {at.bound:.4g}"
     if at.incumbent is None:
@@ -48,7 +48,7 @@ def found(at: pool.Progress) -> str:
     if at.bound is None:
         return said
     gap = abs(at.incumbent - at.bound) / max(abs(at.incumbent), 1e-9)
-    return f"{said}, gap {wording.percent(gap)}"
+    return f"{said}, gap {formatting.percent(gap)}"
 
 
 @contextmanager

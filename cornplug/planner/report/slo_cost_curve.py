@@ -8,10 +8,10 @@ from math import inf
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given.inputs import Application, PlanInput, Slo
+from cornplug.planner.inputs.schema import Application, PlanInput, Slo
+from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Binding, CurvePoint
-from cornplug.planner.reporting.what_if import Clock
+from cornplug.planner.report.counterfactual import Clock
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
 """Of every bound, in the order of interest; 1 is the plan itself."""

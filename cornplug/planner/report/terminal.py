@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cornplug.planner.plan import Plan, Why
-from cornplug.planner.reporting import checks, wording
+from cornplug.planner.report import formatting, slo_checks
 
 _STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
 
@@ -25,8 +25,8 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def _head(plan: Plan) -> Text:
-    head = Text.assemble((plan.name, "bold"), "  ", wording.headline(plan))
-    found = f"{wording.proof(plan.proof)} · {plan.proof.solver}, {plan.proof.seconds:.1f} s"
+    head = Text.assemble((plan.name, "bold"), "  ", formatting.headline(plan))
+    found = f"{formatting.proof(plan.proof)} · {plan.proof.solver}, {plan.proof.seconds:.1f} s"
     return head.append(f"\n{plan.objective}: {found}", style="dim")
 
 
@@ -53,15 +53,15 @@ def _groups(plan: Plan) -> Table:
         "replicas", "service", "engine", "on", "each", "weights", "load", "times", right=frozenset({"load"})
     )
     for g in plan.groups:
-        mark = wording.mark(g.profile)
+        mark = formatting.mark(g.profile)
         table.add_row(
             Text(f"{g.replicas} ×"),
             Text(g.service),
             Text(g.engine),
             Text(f"{g.gpu} ({g.nodes})"),
-            wording.shape(g.tp, g.pp, g.share),
+            formatting.shape(g.tp, g.pp, g.share),
             Text("bf16" if g.quantisation == "none" else g.quantisation),
-            wording.percent(g.utilisation),
+            formatting.percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
         )
     return table
@@ -73,29 +73,29 @@ def _routes(plan: Plan) -> Table:
     for r in plan.routes:
         through = " → ".join(
             ", ".join(
-                services.get(g, g) + (f" {wording.percent(w)}" if len(stage.groups) > 1 else "")
+                services.get(g, g) + (f" {formatting.percent(w)}" if len(stage.groups) > 1 else "")
                 for g, w in stage.groups.items()
             )
             for stage in r.stages
         )
-        table.add_row(Text(f"{r.app}/{r.request}"), wording.rate(r.rate), Text(r.structure), Text(through))
+        table.add_row(Text(f"{r.app}/{r.request}"), formatting.rate(r.rate), Text(r.structure), Text(through))
     return table
 
 
 def _outlook(plan: Plan) -> Table:
     table = _table("requests", "", "bound", "simulated", "", right=frozenset({"bound"}))
-    for c in checks.of(plan):
-        said, how = checks.verdict(c)
+    for c in slo_checks.of(plan):
+        said, how = slo_checks.verdict(c)
         table.add_row(
             Text(c.demand),
             f"{c.quantity} {'mean' if c.percentile == 'mean' else c.percentile.upper()}",
-            wording.seconds(c.bound_s),
-            wording.seconds(c.simulated_s),
+            formatting.seconds(c.bound_s),
+            formatting.seconds(c.simulated_s),
             Text(said, style=_STYLES[how]),
         )
     for o in plan.outlook:
         if o.served < o.rate * (1 - 1e-6):
-            short = f"{wording.rate(o.served)} of {wording.rate(o.rate)}"
+            short = f"{formatting.rate(o.served)} of {formatting.rate(o.rate)}"
             table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
     return table
 
@@ -103,7 +103,7 @@ def _outlook(plan: Plan) -> Table:
 def _caches(plan: Plan) -> Table:
     table = _table("cache", "of", "GiB", "hits", right=frozenset({"GiB"}))
     for c in plan.caches:
-        hits = ", ".join(f"{name} {wording.percent(h)}" for name, h in c.hit_rate.items())
+        hits = ", ".join(f"{name} {formatting.percent(h)}" for name, h in c.hit_rate.items())
         table.add_row(Text(f"{c.name} ({c.kind})"), Text(c.component), f"{c.gib:g}", Text(hits))
     return table
 
@@ -111,7 +111,9 @@ def _caches(plan: Plan) -> Table:
 def _reservations(plan: Plan) -> Table:
     table = _table("class", "share", "priority", "deadline")
     for r in plan.reservations:
-        table.add_row(Text(r.qos), wording.percent(r.share), str(r.priority), wording.seconds(r.deadline_s))
+        table.add_row(
+            Text(r.qos), formatting.percent(r.share), str(r.priority), formatting.seconds(r.deadline_s)
+        )
     return table
 
 
@@ -119,19 +121,19 @@ def _why(why: Why) -> Iterator[tuple[str, RenderableType]]:
     if why.binding:
         table = _table("constraint", "", "without it")
         for b in why.binding:
-            saves = "" if b.saves_per_hour is None else f"saves {wording.money(b.saves_per_hour)}"
+            saves = "" if b.saves_per_hour is None else f"saves {formatting.money(b.saves_per_hour)}"
             table.add_row(Text(b.constraint, style="bold"), Text(b.text), saves)
         yield "What holds the cost up", table
     if why.alternatives:
         table = _table("instead", "", "cost", right=frozenset({"cost"}))
         for a in why.alternatives:
-            cost = wording.money(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
+            cost = formatting.money(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
             table.add_row(Text(a.name, style="bold"), Text(a.why_not or a.text), cost)
         yield "Next best", table
     if why.curve:
         table = _table("every bound ×", "cost", right=frozenset({"every bound ×", "cost"}))
         for p in why.curve:
-            cost = wording.money(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
+            cost = formatting.money(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
             table.add_row(f"{p.slo_factor:g}", cost)
         yield "Cost against SLO", table
     if why.monolith:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.plan import Route, Times
-from cornplug.planner.simulation.simulator import Station, simulate
-from cornplug.planner.simulation.traffic import Class, Delays, Traffic, horizon, jobs_of, traffic
+from cornplug.planner.simulator.simulator import Station, simulate
+from cornplug.planner.simulator.traffic import Class, Delays, Traffic, horizon, jobs_of, traffic
 
 __all__ = ["Class", "Delays", "Result", "rehearse", "times_of"]
 

@@ -19,9 +19,9 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.replicas import Agenda, Log, batches_s, prefill_alone_s
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.replicas import Agenda, Log, batches_s, prefill_alone_s
+from cornplug.planner.simulator.stations import Station
 
 
 class EngineReplica:

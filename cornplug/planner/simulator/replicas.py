@@ -12,8 +12,8 @@ from heapq import heappush
 from itertools import count
 from typing import Protocol
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.stations import Station
 
 
 class Replica(Protocol):

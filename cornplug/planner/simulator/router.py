@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.engine_replica import EngineReplica
-from cornplug.planner.simulation.replicas import Agenda, EncoderReplica, Log, Replica, SerialReplica
-from cornplug.planner.simulation.stations import Station
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.engine_replica import EngineReplica
+from cornplug.planner.simulator.replicas import Agenda, EncoderReplica, Log, Replica, SerialReplica
+from cornplug.planner.simulator.stations import Station
 
 
 class Dispatch:

@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.simulation.dispatch import Dispatch
-from cornplug.planner.simulation.replicas import Agenda, Log, off_device_s
-from cornplug.planner.simulation.stations import Job, Outcome, Station, Visit
+from cornplug.planner.simulator.replicas import Agenda, Log, off_device_s
+from cornplug.planner.simulator.router import Dispatch
+from cornplug.planner.simulator.stations import Job, Outcome, Station, Visit
 
 __all__ = ["Job", "Outcome", "Station", "Visit", "simulate"]
 

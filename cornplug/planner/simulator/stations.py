@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.demand import Draw
+from cornplug.planner.inputs.demand import Draw
 from cornplug.planner.plan import Route, Stage
-from cornplug.planner.simulation import arrivals
-from cornplug.planner.simulation.replicas import alone_s
-from cornplug.planner.simulation.simulator import Job, Station, Visit
+from cornplug.planner.simulator import arrivals
+from cornplug.planner.simulator.replicas import alone_s
+from cornplug.planner.simulator.simulator import Job, Station, Visit
 
 Delays = Callable[[str, str, Draw], float]
 """Tasks of the stage before, tasks of the stage after, the request -> seconds between them."""

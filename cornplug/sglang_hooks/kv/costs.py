@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cornplug.engine_side.pays import LoadRule, When
+from cornplug.engine_common.load_policy import LoadRule, When
 from cornplug.sglang_hooks.compat import Hook, arguments
 
 _MAX_QUEUED: Final = 1024
@@ -96,7 +96,7 @@ class LoadPace:
 
 
 def _pace(scheduler_or_cache: Any) -> LoadPace | None:
-    from cornplug.sglang_hooks.hicache import CornplugStorage
+    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
     controller = getattr(scheduler_or_cache, "cache_controller", None)
     storage = getattr(controller, "storage_backend", None)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_book import Book, Space
-from cornplug.sglang_hooks.kv_pace import LoadPace
-from cornplug.sglang_hooks.kv_reader import WHAT, Reader
+from cornplug.sglang_hooks.kv.costs import LoadPace
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.kv.reader import WHAT, Reader
 
 _NEAR_TOKENS: Final = 4096
 """So much of a prompt is asked about at once, in about a millisecond."""

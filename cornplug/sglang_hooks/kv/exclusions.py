@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import ITEM_BYTES
-from cornplug.sglang_hooks.model import READS_SAFETENSORS
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Less than this for all host pools is not worth having, and may be gone once the model is loaded."""

@@ -17,12 +17,13 @@ from typing import Any, Final
 from cornplug.config import Config
 from cornplug.errors import ConfigError
 from cornplug.identity import LINK_TOKENS
-from cornplug.sglang_hooks import active, kv_reasons
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.kv import exclusions
 
 BACKEND: Final = {
     "backend_name": "cornplug",
-    "module_path": "cornplug.sglang_hooks.hicache",
+    "module_path": "cornplug.sglang_hooks.kv.hicache_storage",
     "class_name": "CornplugStorage",
     "interface_v1": 1,
 }
@@ -50,7 +51,7 @@ def check(server_args: Any, config: Config) -> None:
     `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway
     passes: `settle` says so.
     """
-    if not config.engine.share_kv or kv_reasons.deployment(server_args):
+    if not config.engine.share_kv or exclusions.deployment(server_args):
         return
     _refuse_rivals(server_args)
     if server_args.page_size is not None:
@@ -65,18 +66,18 @@ def settle(server_args: Any) -> None:
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    if not active.is_on() or not active.config().engine.share_kv:
+    if not activation.is_on() or not activation.config().engine.share_kv:
         return
     settled = resolving_view(server_args)
-    config = active.config()
+    config = activation.config()
     page = config.engine.page_tokens
-    if why := kv_reasons.excluded(server_args, page) or _no_compiler():
+    if why := exclusions.excluded(server_args, page) or _no_compiler():
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
         if is_ours(settled):  # Given by hand: HiCache stays, as it was given too.
             declare_resolution(server_args, "cornplug", hicache_storage_backend=None)
         return
-    if kv_reasons.is_free(server_args):
-        declare_resolution(server_args, "cornplug", page_size=kv_reasons.page_for(settled, page))
+    if exclusions.is_free(server_args):
+        declare_resolution(server_args, "cornplug", page_size=exclusions.page_for(settled, page))
     extra = {
         # A prefix of a single page is worth asking for: the store answers in 0.1 ms.
         "prefetch_threshold": settled.page_size,
@@ -161,7 +162,7 @@ def compile_hash() -> None:
 
 
 def _check_page(page_size: int, page_tokens: int) -> None:
-    if not kv_reasons.fits(page_size, page_tokens):
+    if not exclusions.fits(page_size, page_tokens):
         _conflict(
             f"--page-size {page_size}",
             f"which shares pages of {page_tokens} tokens (--cornplug-page-tokens)",

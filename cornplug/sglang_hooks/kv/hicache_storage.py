@@ -20,34 +20,36 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from cornplug.engine_side.runtime import miss
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
-from cornplug.sglang_hooks import active, kv_names, weights
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.hicache_settings import compile_hash
-from cornplug.sglang_hooks.kv_ahead import Ahead
-from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
-from cornplug.sglang_hooks.kv_pace import LoadPace
-from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_reader import WHAT, Reader
-from cornplug.sglang_hooks.kv_roots import Roots
-from cornplug.sglang_hooks.kv_writer import Writer, part_of
+from cornplug.sglang_hooks.kv import page_hash_hooks
+from cornplug.sglang_hooks.kv.costs import LoadPace
+from cornplug.sglang_hooks.kv.early_lookup import Ahead
+from cornplug.sglang_hooks.kv.hicache_config import compile_hash
+from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv.namespace_roots import Roots
+from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.reader import WHAT, Reader
+from cornplug.sglang_hooks.kv.writer import Writer, part_of
+from cornplug.sglang_hooks.model import weight_updates
 
 
 class CornplugStorage(HiCacheStorage):
     """One a rank. What excludes sharing is logged once; SGLang then runs with its host pool alone."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        if not active.is_on():
+        if not activation.is_on():
             raise ConfigError(
                 "--hicache-storage-backend-extra-config",
                 "names cornplug's storage in a server without cornplug",
                 "Add --enable-cornplug.",
             )
         self._config = storage_config
-        self._run = active.runtime()
-        self._tally = active.tally()
+        self._run = activation.runtime()
+        self._tally = activation.tally()
         self._off = "starting"
         self._reader: Reader | None = None
         self._writer: Writer | None = None
@@ -56,7 +58,7 @@ class CornplugStorage(HiCacheStorage):
         self.pace: LoadPace | None = None
         """What loading and computing take here; None before the pools are known."""
         self._extra_pools: set[str] = set()
-        self._controller = kv_names.attaching()
+        self._controller = page_hash_hooks.attaching()
         self._excluded = _excluded(storage_config)
 
     # -- start ------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ class CornplugStorage(HiCacheStorage):
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)
         try:
-            book = kv_names.open_book(pages.page_size, tokens)
+            book = page_hash_hooks.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
@@ -116,7 +118,7 @@ class CornplugStorage(HiCacheStorage):
         self._ahead = Ahead(book, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
-        group = active.group() if ranks > 1 else b""
+        group = activation.group() if ranks > 1 else b""
         if ranks > 1 and not group:
             raise LayoutError("the ranks do not know each other's name", reason="ranks")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
@@ -139,13 +141,13 @@ class CornplugStorage(HiCacheStorage):
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
-        kv_names.close_book()
+        page_hash_hooks.close_book()
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
         """End sharing; the process keeps its connection to the store for what else shares."""
         self._off = "closed"
-        kv_names.close_book()
+        page_hash_hooks.close_book()
         if self._reader is not None:
             self._reader.close()
 
@@ -195,7 +197,7 @@ class CornplugStorage(HiCacheStorage):
         return [True] * done + [False] * (len(keys) - done)
 
     def _may_share(self) -> bool:
-        reason = self._off or ("weights_updated" if weights.replaced() else "")
+        reason = self._off or ("weights_updated" if weight_updates.replaced() else "")
         if reason:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
         return not reason
@@ -217,7 +219,7 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. What became of them is in our metrics.
         """
-        if self._writer is not None and not self._off and not weights.replaced():
+        if self._writer is not None and not self._off and not weight_updates.replaced():
             self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 
@@ -281,7 +283,7 @@ class CornplugStorage(HiCacheStorage):
 
 
 def _identify() -> tuple[bytes, dict[str, Any]]:
-    from cornplug.sglang_hooks.model import engine_model
+    from cornplug.sglang_hooks.model.model_config import engine_model
 
     return engine_model().kv_identity()
 

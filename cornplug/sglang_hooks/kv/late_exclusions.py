@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.kv_page import ITEM_BYTES
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -40,7 +40,7 @@ def unshareable(pool: Any) -> str:
 
 def _pools_made(_result: None, scheduler: Any) -> None:
     """After the device pools, before the host's."""
-    if not active.is_on() or not scheduler.enable_hicache_storage:
+    if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
     if why := unshareable(scheduler.tp_worker.model_runner.token_to_kv_pool):
@@ -55,7 +55,7 @@ def _pools_made(_result: None, scheduler: Any) -> None:
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
     """After the host pools and the storage behind them. All ranks pass here, in step."""
-    from cornplug.sglang_hooks.hicache import CornplugStorage
+    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
     controller = cache.cache_controller
     storage = controller.storage_backend if controller is not None else None

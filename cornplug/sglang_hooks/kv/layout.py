@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire_tensors import dtype_name
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_side.page_roots import page_root
+from cornplug.engine_common.kv_root import page_root
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import lora
+from cornplug.sglang_hooks.cache_salt import salt_of
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.salts import salt_of
+from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.model import lora_adapters
 
 _FIRST_READ_S: Final = 2.0
 _MAX_ROOTS: Final = 4096
@@ -53,7 +53,7 @@ class Roots:
         """
         if self._identity is None:
             raise self._failed
-        extra_key, adapter = lora.taken_apart(space.extra_key)
+        extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
         root = self._known.get((salt, adapter))
         if root is None:

@@ -16,9 +16,10 @@ from typing import Any, Final
 import torch
 
 from cornplug.identity import LINK_TOKENS, chain
-from cornplug.sglang_hooks import active, named
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
-from cornplug.sglang_hooks.kv_book import Book, Space
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.mm import placeholder_tokens
 
 _book: Book | None = None
 _writing: Final = threading.local()
@@ -33,7 +34,7 @@ def attaching() -> Any:
 def open_book(page_size: int, page_tokens: int) -> Book:
     """Begin a book for this process; the hooks fill it from now on. Raises ValueError as `Book`."""
     global _book
-    _book = Book(page_size, page_tokens, is_foreign=named.is_foreign, advance=_fastest_chain())
+    _book = Book(page_size, page_tokens, is_foreign=placeholder_tokens.is_foreign, advance=_fastest_chain())
     return _book
 
 
@@ -66,7 +67,7 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's hashing of the tokens that it will ask storage for."""
     result = original(*args, **kwargs)
     book = _book
-    if book is None or not active.is_on() or not isinstance(result, list):
+    if book is None or not activation.is_on() or not isinstance(result, list):
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
@@ -83,7 +84,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     made: beside running decodes one step, whatever the answer is. Our store answers in 0.1 ms, so
     where it lacks the first page that the engine lacks nothing is queued.
     """
-    from cornplug.sglang_hooks.hicache import CornplugStorage
+    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
     call = arguments(original, args, kwargs)
     cache = call["self"]
@@ -115,7 +116,7 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a node's backup: `_writing_storage` needs its namespace."""
     call = arguments(original, args, kwargs)
     cache = call["self"]
-    if _book is None or not active.is_on() or cache.tree_core.is_eagle:
+    if _book is None or not activation.is_on() or cache.tree_core.is_eagle:
         return original(*args, **kwargs)
     _writing.space = Space(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
     try:

@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_book import Book, Page, Part, Space
-from cornplug.sglang_hooks.kv_layout import HostPages
-from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_roots import Roots, RootsOfCall
+from cornplug.sglang_hooks.kv.layout import HostPages
+from cornplug.sglang_hooks.kv.namespace_roots import Roots, RootsOfCall
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Page, Part, Space
 from cornplug.store.base import Lease
 
 WHAT = "kv_page"

@@ -16,16 +16,16 @@ from typing import Final
 
 import torch
 
-from cornplug.engine_side.page_header import page_header, page_part
-from cornplug.engine_side.runtime import Runtime
+from cornplug.engine_common.page_envelope import page_header, page_part
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import CheckpointError, CornplugError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_book import Book, Page
-from cornplug.sglang_hooks.kv_layout import HostPages
-from cornplug.sglang_hooks.kv_pages import RankPages
-from cornplug.sglang_hooks.kv_reader import WHAT, Reader
-from cornplug.sglang_hooks.kv_roots import RootsOfCall
+from cornplug.sglang_hooks.kv.layout import HostPages
+from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Page
+from cornplug.sglang_hooks.kv.reader import WHAT, Reader
 from cornplug.store.base import Location, Part, Refusal, Reservation
 
 _TAIL_BYTES: Final = 64 << 20

@@ -22,18 +22,19 @@ import numpy as np
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.protocol import Encode, Tensor
-from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.encoder_service.wire_tensors import to_wire
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.backoff import BackOff
-from cornplug.engine_side.model import TowerIdentity
-from cornplug.engine_side.pays import patience_s
-from cornplug.engine_side.runtime import Runtime
+from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.wire.messages import Encode, Tensor
+from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.encoder_backoff import BackOff
+from cornplug.engine_common.load_policy import patience_s
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.runtime import Runtime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import named, weights
-from cornplug.store import entry
+from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.model import weight_updates
+from cornplug.store import payload as entry
 
 WHAT: Final = "embedding"
 _SOURCE: Final = "cornplug_source"
@@ -58,9 +59,9 @@ class Asker:
 
     async def prepare(self, items: list[Any], tower: TowerIdentity, salt: str | None) -> None:
         """See to it that the store has the embeddings of named items of `tower`'s. Never raises."""
-        if weights.replaced():
+        if weight_updates.replaced():
             return
-        keys = [named.key_of(item) for item in items]
+        keys = [placeholder_tokens.key_of(item) for item in items]
         unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
         sources = await asyncio.gather(*(self._one(key, item, tower, salt) for key, item in unlike.items()))
         found = dict(zip(unlike, sources, strict=True))
@@ -101,7 +102,7 @@ class Asker:
         if (refusal := self._encoder.refusal) is not None:
             raise refusal  # before a large picture's tensors are packed for nobody
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
-        deadline_s = self._patience_s(named.rows_of(item)) - (time.monotonic() - began)
+        deadline_s = self._patience_s(placeholder_tokens.rows_of(item)) - (time.monotonic() - began)
         request = Encode(
             id=0,
             identity=tower.served_identity,

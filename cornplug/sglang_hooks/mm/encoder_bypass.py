@@ -22,20 +22,21 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.pays import FetchRule
-from cornplug.engine_side.publisher import EmbeddingPublisher
-from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.tower_clock import TowerClock
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.load_policy import FetchRule
+from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.errors import CodecError, CornplugError
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, compat, weights
-from cornplug.sglang_hooks.asking import WHAT, source_of
+from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.named import key_of, rows_of
-from cornplug.store import entry
+from cornplug.sglang_hooks.mm.embedding_prefetch import WHAT, source_of
+from cornplug.sglang_hooks.mm.placeholder_tokens import key_of, rows_of
+from cornplug.sglang_hooks.model import weight_updates
+from cornplug.sglang_hooks.model.model_config import engine_model
+from cornplug.store import payload as entry
 
 EmbedItems = Callable[[list[Any]], Any]
 
@@ -153,7 +154,7 @@ class Encoding:
         """
         if not any(key_of(item) is not None for item in items):
             return self._original(items)
-        here = None if weights.replaced() else self._here
+        here = None if weight_updates.replaced() else self._here
         taken: list[torch.Tensor | None] = [None] * len(items)
         if here is not None:
             taken = here.take(items, self.__self__, self._device)
@@ -166,7 +167,7 @@ class Encoding:
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
             here.used(items, taken)
-            here.computed(rest, split, publish=not weights.replaced())
+            here.computed(rest, split, publish=not weight_updates.replaced())
         mine = iter(split)
         return [next(mine) if tensor is None else tensor for tensor in taken]
 
@@ -209,8 +210,8 @@ def _embeddings() -> Embeddings | None:
 
     try:
         return Embeddings(
-            active.runtime(),
-            active.tally(),
+            activation.runtime(),
+            activation.tally(),
             dtype=engine_model().dtype,
             width=model_config_of(get_server_args()).hidden_size,
             first=get_dp_tp_group().rank_in_group == 0,
@@ -224,7 +225,7 @@ def _embeddings() -> Embeddings | None:
 def _get_chunked_prefill_embedding(
     original: Callable[..., Any], data_embedding_func: EmbedItems, *args: Any, **kwargs: Any
 ) -> Any:
-    if active.is_on() and active.config().engine.share_embeddings:
+    if activation.is_on() and activation.config().engine.share_embeddings:
         input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[-1]
         data_embedding_func = Encoding(data_embedding_func, _embeddings(), input_ids.device)
     return original(data_embedding_func, *args, **kwargs)

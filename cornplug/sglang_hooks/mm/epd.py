@@ -29,14 +29,16 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.statement import Statement, salt_proof
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
-from cornplug.sglang_hooks import active, named, weights
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.cache_salt import salt_of_request
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.salts import salt_of_request
+from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.model import weight_updates
+from cornplug.sglang_hooks.model.model_config import engine_model
 
 _WHAT: Final = "embedding"
 _KEY: Final = "_cornplug_epd_key"
@@ -99,9 +101,9 @@ def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | Non
         if said is None:
             return None
         media += said
-    if _here.identity is None or weights.replaced() or len(media) != len(pictures):
+    if _here.identity is None or weight_updates.replaced() or len(media) != len(pictures):
         return None
-    secret = active.runtime().secret
+    secret = activation.runtime().secret
     return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
 
 
@@ -116,7 +118,7 @@ def _pictures(mm_inputs: Any) -> list[Any]:
 
 
 def _count(pictures: Sequence[Any]) -> None:
-    tally, app = active.tally(), active.runtime().app
+    tally, app = activation.tally(), activation.runtime().app
     tally.count("cornplug_hits_total", app, _WHAT, "service_epd", by=len(pictures))
     tally.count("cornplug_saved_tower_passes_total", app, by=len(pictures))
     size = sum(item.precomputed_embeddings.nbytes for item in pictures)
@@ -128,7 +130,7 @@ def _count(pictures: Sequence[Any]) -> None:
 
 def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
     """A receiver was made. Reads the checkpoint's tower, once a machine: its digests are kept on disk."""
-    if not active.is_on():
+    if not activation.is_on():
         return
     identity = None
     try:
@@ -146,7 +148,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
     """Runs where a part's rows are there."""
-    if not active.is_on():
+    if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
     check: Future[Media]
@@ -171,9 +173,9 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 def _judged(data: Any) -> Media:
     """The media of a part, None where it is not believed, which is counted. Raises EncoderRefused."""
     try:
-        return believed(data, _here.identity, active.runtime().secret)
+        return believed(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
-        active.tally().count("cornplug_misses_total", active.runtime().app, _WHAT, e.reason)
+        activation.tally().count("cornplug_misses_total", activation.runtime().app, _WHAT, e.reason)
         return None
 
 
@@ -188,11 +190,11 @@ def _threads() -> ThreadPoolExecutor:
 def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
     """So that the service keeps the embedding in the request's own domain."""
     salt = salt_of_request(request_obj)
-    if active.is_on() and salt is not None and _here.identity is not None:
+    if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
             if entry["modality"].name == "IMAGE":
                 entry["cornplug_salt"] = salt
-                entry["cornplug_salt_proof"] = salt_proof(active.runtime().secret, salt)
+                entry["cornplug_salt_proof"] = salt_proof(activation.runtime().secret, salt)
 
 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
@@ -223,11 +225,11 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
     """Before a request goes to the scheduler, after everybody else's hooks on its items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
-    if active.is_on() and mm_inputs is not None:
+    if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
             key = item.__dict__.get(_KEY)
             if key is not None:
-                named.give(item, key)
+                placeholder_tokens.give(item, key)
 
 
 # -- scheduler -------------------------------------------------------------------------------
@@ -248,19 +250,19 @@ def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
 
 def _checks(waiting: Any) -> dict[int, Future[Media]]:
     found: dict[int, Future[Media]] = vars(waiting.recv_embedding_data).get(_PARTS, {})
-    return found if active.is_on() else {}
+    return found if activation.is_on() else {}
 
 
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     """zmq_to_scheduler: a request's items were made, on this rank."""
-    if not active.is_on():
+    if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs
     pictures = _pictures(mm_inputs)
     media = {index: check.result() for index, check in _checks(waiting).items()}
     keys = keys_of(pictures, media, salt_of_request(waiting.recv_req))
     for item, key in zip(pictures, keys or (), strict=bool(keys)):
-        named.give(item, key)
+        placeholder_tokens.give(item, key)
     _count(pictures)
 
 

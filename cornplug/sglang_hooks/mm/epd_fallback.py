@@ -24,10 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cornplug.engine_side.backoff import BackOff
+from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.errors import EncoderUnavailable
-from cornplug.sglang_hooks import active, epd
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.mm import epd
 
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 """Architectures whose language-only servers load the tower, in 0.5.23."""
@@ -47,7 +48,7 @@ _here = _Here()
 
 
 def _falls_back() -> bool:
-    return active.is_on() and _here.tower
+    return activation.is_on() and _here.tower
 
 
 def _spared() -> bool:
@@ -61,14 +62,14 @@ def _failed(reason: str) -> None:
 
 
 def _miss(reason: str) -> None:
-    active.tally().count("cornplug_misses_total", active.runtime().app, "embedding", reason)
+    activation.tally().count("cornplug_misses_total", activation.runtime().app, "embedding", reason)
 
 
 # -- both processes --------------------------------------------------------------------------
 
 
 def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = None, **_kwargs: Any) -> None:
-    if not active.is_on():
+    if not activation.is_on():
         return
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_disagg, get_parallel
@@ -78,7 +79,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     _here.tower = get_parallel().num_dp_ranks == 1 and (
         get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
     )
-    config = active.config().encoder
+    config = activation.config().encoder
     answer_s = config.deadline_s if _here.tower else config.patience_s + _MARGIN_S
     # What the operator has set stays.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
@@ -91,7 +92,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
 
 async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
     error = await original(receiver, *args, **kwargs)
-    if active.is_on():
+    if activation.is_on():
         if error is None:
             with _here.lock:
                 _here.backoff.answered()
@@ -105,7 +106,7 @@ async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwa
 
 
 async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
-    if not active.is_on():
+    if not activation.is_on():
         return await original(receiver, *args, **kwargs)
     if _falls_back() and _spared():
         return None
@@ -188,7 +189,7 @@ def _registration_done(original: Callable[..., None], waiting: Any, future: Any)
 def _request_for_error(_receiver: Any, recv_req: Any) -> None:
     """SGLang leaves the prompt to the processor that never ran, and its scheduler, and with it the
     server, dies of a prompt that is None when it reports the error."""
-    if active.is_on() and recv_req.input_ids is None:
+    if activation.is_on() and recv_req.input_ids is None:
         recv_req.input_ids = array("q")
 
 

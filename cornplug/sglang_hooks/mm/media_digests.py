@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 from cornplug.identity import array_digest, medium_with_options, pixels_digest
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
 _DIGEST: Final = "_cornplug_media"
@@ -92,7 +92,7 @@ def _finalize_mm_items(
     original: Callable[..., list[Any]], this: Any, mm_items: list[Any], *, images: Sequence[Any] | None
 ) -> list[Any]:
     items = original(this, mm_items, images=images)
-    if active.is_on() and images:
+    if activation.is_on() and images:
         pictures = [item for item in items if item.is_image()]
         # Otherwise nobody can say which is whose: one item of several pictures, or tensors of a client's.
         if len(pictures) == len(images) and not any(isinstance(image, Mapping) for image in images):
@@ -108,7 +108,7 @@ def _finalize_mm_items(
 
 async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
     made: list[Any] = await original(this, entries)
-    if active.is_on():
+    if activation.is_on():
         converts = converts_to_rgb(this._processor)
         media = [entry.media for entry in entries]
         digests = await asyncio.to_thread(
@@ -124,7 +124,7 @@ async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Seq
 
 
 def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Sequence[Any]) -> None:
-    if active.is_on() and result is not None and len(result.mm_items) == len(artifacts):
+    if activation.is_on() and result is not None and len(result.mm_items) == len(artifacts):
         for item, artifact in zip(result.mm_items, artifacts, strict=True):
             with _lock:
                 media = _artifacts.get(artifact.artifact_key)
@@ -139,7 +139,7 @@ def _llava_task(
 ) -> Any:
     """In a worker process. The hash comes back to nobody's use: our digest travels in its place."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
-    if not active.is_on():
+    if not activation.is_on():
         return pixels, image_hash, size
     from sglang.srt.utils import load_image
 
@@ -164,7 +164,7 @@ async def _llava_picture(
 async def _llava_request(
     original: Callable[..., Any], this: Any, image_data: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not active.is_on():
+    if not activation.is_on():
         return await original(this, image_data, *args, **kwargs)
     found: dict[int, bytes | None] = {}
     token = _llava.set(found)

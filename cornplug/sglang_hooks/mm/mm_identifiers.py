@@ -21,14 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from cornplug.engine_side.model import TowerIdentity
+from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_with_options, overridden
-from cornplug.sglang_hooks import active, compat, decoded, named, preprocessing
-from cornplug.sglang_hooks.asking import Asker
+from cornplug.sglang_hooks import activation, compat
+from cornplug.sglang_hooks.cache_salt import salt_of_request
 from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.model import engine_model
-from cornplug.sglang_hooks.salts import salt_of_request
+from cornplug.sglang_hooks.mm import media_digests, placeholder_tokens, preprocessing_probe
+from cornplug.sglang_hooks.mm.embedding_prefetch import Asker
+from cornplug.sglang_hooks.model.model_config import engine_model
 
 _FIRST_READ_S: Final = 2.0
 """How long the first request may wait for a checkpoint that was never read before."""
@@ -78,7 +79,7 @@ class Names:
 def _tower_identity(processor: Any) -> TowerIdentity:
     model = engine_model()
     tower = model.tower_identity()
-    differs = preprocessing.peculiarity(processor, model)
+    differs = preprocessing_probe.peculiarity(processor, model)
     if differs is None:
         return tower
     compat.logger.info(
@@ -99,15 +100,15 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
     salt = salt_of_request(obj)
     ours = []
     for item in items:
-        media = decoded.digest_of(item)
+        media = media_digests.digest_of(item)
         key = None
         if media is not None and tower is not None and options is not None:
             key = _key(tower.identity, media, options.get(id(item), {}), salt)
         if key is None:
-            named.withhold(item)
+            placeholder_tokens.withhold(item)
             continue
-        named.give(item, key)
-        if named.key_of(item) is not None:
+        placeholder_tokens.give(item, key)
+        if placeholder_tokens.key_of(item) is not None:
             ours.append(item)
     padded = mm_inputs.padded_input_ids
     if padded is not None:
@@ -119,7 +120,7 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
 
 def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | None) -> bytes | None:
     try:
-        return embedding_key(active.runtime().secret, tower, medium_with_options(media, options), salt)
+        return embedding_key(activation.runtime().secret, tower, medium_with_options(media, options), salt)
     except (TypeError, ValueError):
         return None  # Options of a client's that have no encoding.
 
@@ -153,7 +154,7 @@ class _Tokenizer:
 
     def __init__(self, processor: Any) -> None:
         self.names = Names(processor)
-        self.asker = Asker(active.runtime(), active.tally())
+        self.asker = Asker(activation.runtime(), activation.tally())
         self.asks = _one_host()
         if not self.asks:
             compat.logger.warning(
@@ -175,19 +176,19 @@ def _tokenizer(processor: Any) -> _Tokenizer:
 
 
 def _initialised(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
-    if active.is_on() and manager.mm_processor is not None:
+    if activation.is_on() and manager.mm_processor is not None:
         _tokenizer(manager.mm_processor)
 
 
 async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     tokenized = await original(manager, obj)
-    mm_inputs = tokenized.mm_inputs if active.is_on() else None
+    mm_inputs = tokenized.mm_inputs if activation.is_on() else None
     if mm_inputs is not None and mm_inputs.mm_items:
         here = _tokenizer(manager.mm_processor)
         tower = await here.names.tower()
-        await decoded.settle(mm_inputs.mm_items)
+        await media_digests.settle(mm_inputs.mm_items)
         items = name(mm_inputs, tower, obj)
-        if here.asks and items and tower is not None and active.config().engine.share_embeddings:
+        if here.asks and items and tower is not None and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
             await here.asker.prepare(wanted, tower, salt_of_request(obj))
     return tokenized
@@ -195,7 +196,7 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: tuple[Hook, ...] = (
-    *decoded.HOOKS,
+    *media_digests.HOOKS,
     Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _initialised),
     Hook(f"{_MANAGER}._tokenize_one_request", "around", _tokenize_one_request),
 )

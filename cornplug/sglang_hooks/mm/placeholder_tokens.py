@@ -22,7 +22,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from cornplug.identity import DIGEST_BYTES, medium_lineage, placeholder_tokens
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
 FIRST_PLACEHOLDER: Final = 1_000_000
@@ -94,7 +94,7 @@ def is_foreign(token: int) -> bool:
 
 
 def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
-    if active.is_on() and result is not None:
+    if activation.is_on() and result is not None:
         for item in result.mm_items:
             if key_of(item) is not None:
                 add(item.identity)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cornplug.encoder_service.wire_tensors import dtype_name, raw_bytes
-from cornplug.engine_side.model import EngineModel
+from cornplug.checkpoints.families import FAMILIES
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.families import FAMILIES
 from cornplug.identity import array_digest, digest
 
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))

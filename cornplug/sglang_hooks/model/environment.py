@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables, Verdict, judge
-from cornplug.sglang_hooks.environment_harmless import HARMLESS, OTHERS
-from cornplug.sglang_hooks.setting_tables import grouped
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, Verdict, judge
+from cornplug.sglang_hooks.model.harmless_environment import HARMLESS, OTHERS
+from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 _PREFIX: Final = "SGLANG_"
 

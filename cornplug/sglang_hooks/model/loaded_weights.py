@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side import loaded_weights
-from cornplug.sglang_hooks import active
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import weight_comparison
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.model import engine_model
+from cornplug.sglang_hooks.model.model_config import engine_model
 
 
 def _loaded(_result: Any, runner: Any) -> None:
@@ -22,8 +22,8 @@ def _loaded(_result: Any, runner: Any) -> None:
 
 def _check(runner: Any) -> None:
     # A draft model's weights are in no identity.
-    if active.is_on() and not runner.is_draft_worker:
-        loaded_weights.check(runner.model, _checkpoint, logger)
+    if activation.is_on() and not runner.is_draft_worker:
+        weight_comparison.check(runner.model, _checkpoint, logger)
 
 
 def _checkpoint() -> Checkpoint:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_common.lora_digests import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
-from cornplug.sglang_hooks import active
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
 _files: Final = Adapters()
@@ -72,7 +72,7 @@ def _not_applied(name: str) -> bytes:
 
 def _adapter_loads(manager: Any, lora_ref: Any) -> None:
     """Before an adapter is loaded from its folder: its bytes as they are now are its identity."""
-    if not active.is_on():
+    if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager
     _paths[lora_ref.lora_id] = lora_ref.lora_path
@@ -83,7 +83,7 @@ def _adapter_loads(manager: Any, lora_ref: Any) -> None:
 
 
 def _adapter_comes_as_tensors(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
-    if active.is_on():
+    if activation.is_on():
         _paths[lora_ref.lora_id] = None
 
 

@@ -8,16 +8,16 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.allow_lists import judge
-from cornplug.engine_side.engine_config import remote_code
-from cornplug.engine_side.model import EngineModel, declares_quantization
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.allow_lists import judge
+from cornplug.engine_common.model_identity import EngineModel, declares_quantization
+from cornplug.engine_common.resolved_config import remote_code
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import environment
 from cornplug.sglang_hooks.compat import EPOCHS, PROVEN
-from cornplug.sglang_hooks.setting_tables import SERVER_ARGS, WHERE_QUANTISED
+from cornplug.sglang_hooks.model import environment
+from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
 
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.sglang_hooks.compat import Hook, logger
 
 _replaced = threading.Event()

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cornplug.store.allocator import Allocator
 from cornplug.store.base import Location
+from cornplug.store.daemon.allocator import Allocator
 
 
 class Placed(Protocol):

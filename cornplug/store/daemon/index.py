@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import CodecError
-from cornplug.store.allocator import Allocator, align_up
 from cornplug.store.base import OTHER_APPS, Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.drafts import RECLAIM_S, RESERVATION_S, Draft, Drafts
-from cornplug.store.eviction import Looks, plan_eviction
-from cornplug.store.expiry import Expiries
-from cornplug.store.fences import NO_SLOT, Fences
-from cornplug.store.pins import Pins
+from cornplug.store.daemon.allocator import Allocator, align_up
+from cornplug.store.daemon.eviction import Looks, plan_eviction
+from cornplug.store.daemon.expiry_buckets import Expiries
+from cornplug.store.daemon.lease_limits import Pins
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, Draft, Drafts
+from cornplug.store.write_fences import NO_SLOT, Fences
 
 LEASE_BYTES: Final = 128
 """At least what a lease takes in an answer, without its meta."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Generic, TypeVar
 
-from cornplug.store.eviction import Placed
+from cornplug.store.daemon.eviction import Placed
 
 E = TypeVar("E", bound=Placed)
 

@@ -20,8 +20,8 @@ from typing import Final
 from cornplug import config
 from cornplug.errors import ConfigError
 from cornplug.store.arena import Arena, fitting_size
-from cornplug.store.claim import Claim, Taken
-from cornplug.store.server import Server
+from cornplug.store.daemon.server import Server
+from cornplug.store.daemon.socket_claim import Claim, Taken
 
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3

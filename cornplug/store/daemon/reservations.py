@@ -19,7 +19,7 @@ from typing import Final
 
 from cornplug import codec
 from cornplug.store.base import Location, Part, Refusal, Reservation
-from cornplug.store.expiry import Expiries
+from cornplug.store.daemon.expiry_buckets import Expiries
 
 RESERVATION_S: Final = 30.0
 """How long a reservation keeps others from writing its key (Mooncake's time as well)."""

@@ -20,15 +20,15 @@ from typing import Final
 
 import msgspec
 
-from cornplug.store import wire
+from cornplug.store import messages as wire
 from cornplug.store.arena import Arena
 from cornplug.store.base import Refusal
-from cornplug.store.checks import check_app, check_entries, check_meta, check_part, check_ttl
-from cornplug.store.drafts import RECLAIM_S, RESERVATION_S
-from cornplug.store.fences import Fences
-from cornplug.store.growth import Growth
-from cornplug.store.index import Index
-from cornplug.store.session import ClientFault, Session
+from cornplug.store.daemon.arena_growth import Growth
+from cornplug.store.daemon.index import Index
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.daemon.session import ClientFault, Session
+from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
+from cornplug.store.write_fences import Fences
 
 HEADROOM_BYTES: Final = 64 << 20
 """Room kept ready beyond what is in use, or a sixteenth of the store when that is more."""

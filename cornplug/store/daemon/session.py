@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store import wire
+from cornplug.store import messages as wire
 
 _CHUNK_BYTES: Final = 256 << 10
 _CREDENTIALS: Final = struct.Struct("3i")

@@ -26,16 +26,16 @@ import numpy as np
 from PIL import Image
 
 from cornplug.config import read_secret
-from cornplug.encoder_service.media import digest_image
-from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side.settings import settings
+from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.model import tower_identity
+from cornplug.vllm_connector.ec.embedding_handles import PREFIX as VOUCHER
+from cornplug.vllm_connector.ec.embedding_handles import Vouchers, is_voucher
+from cornplug.vllm_connector.model.model_config import tower_identity
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.vouchers import PREFIX as VOUCHER
-from cornplug.vllm_connector.vouchers import Vouchers, is_voucher
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.wire_tensors import to_wire
+from cornplug.checkpoints.families import FAMILIES, Modality
+from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
-from cornplug.families import FAMILIES, Modality
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

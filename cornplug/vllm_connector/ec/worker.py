@@ -7,11 +7,11 @@ import time
 
 import torch
 
-from cornplug.engine_side.publisher import EmbeddingPublisher
-from cornplug.engine_side.runtime import Runtime
-from cornplug.engine_side.tower_clock import TowerClock
-from cornplug.vllm_connector.ec_moves import ECAcks, ECMoves
-from cornplug.vllm_connector.identifiers import key_of
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.tower_clock import TowerClock
+from cornplug.vllm_connector.ec.metadata import ECAcks, ECMoves
+from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
 class ECWorker:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.vllm_connector.kv_layout import BlockLayout, Places, Plane
+from cornplug.vllm_connector.kv.layout import BlockLayout, Places, Plane
 
 _DIRECT_TOKENS = 128
 """Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cornplug.config import StoreConfig
-from cornplug.engine_side.pays import LoadRule
+from cornplug.engine_common.load_policy import LoadRule
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_moves import KVAcks
+from cornplug.vllm_connector.kv.metadata import KVAcks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

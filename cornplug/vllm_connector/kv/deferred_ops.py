@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cornplug.engine_side.page_header import page_header
-from cornplug.engine_side.runtime import Runtime, miss
+from cornplug.engine_common.page_envelope import page_header
+from cornplug.engine_common.runtime import Runtime, miss
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.kv_page import MAX_SEGMENTS
-from cornplug.vllm_connector.kv_moves import KVAcks, Load, Save
+from cornplug.vllm_connector.kv.metadata import KVAcks, Load, Save
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_key, placeholder_tokens
-from cornplug.vllm_connector.identifiers import key_of
+from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_side.adapters import LaterAdapters
-from cornplug.engine_side.page_header import read_page_header
-from cornplug.engine_side.page_roots import page_root
-from cornplug.engine_side.runtime import Runtime, miss
+from cornplug.engine_common.kv_root import page_root
+from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.page_envelope import read_page_header
+from cornplug.engine_common.runtime import Runtime, miss
 from cornplug.errors import CheckpointError, CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, Refusal
-from cornplug.vllm_connector import compat, provenance, weights
-from cornplug.vllm_connector.kv_costs import LoadCosts
-from cornplug.vllm_connector.kv_errands import WHAT, Errands, OpenSave
-from cornplug.vllm_connector.kv_moves import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
-from cornplug.vllm_connector.model import kv_identity
-from cornplug.vllm_connector.page_keys import PageKeys
-from cornplug.vllm_connector.provenance import OwnTokens
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import provenance
+from cornplug.vllm_connector.kv.costs import LoadCosts
+from cornplug.vllm_connector.kv.deferred_ops import WHAT, Errands, OpenSave
+from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.provenance import OwnTokens
+from cornplug.vllm_connector.model import weight_updates
+from cornplug.vllm_connector.model.model_config import kv_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -108,7 +110,7 @@ class KVScheduler:
         """Why this request shares no KV; "" when it does."""
         if self._off:
             return self._off
-        if weights.replaced():
+        if weight_updates.replaced():
             return "weights_updated"
         if self._identity is None:
             return "identifying"
@@ -160,7 +162,7 @@ class KVScheduler:
         tracked = self._track(request)
         if tracked.keys is None or tracked.barred or request.skip_reading_prefix_cache:
             return 0
-        if self._off or weights.replaced():
+        if self._off or weight_updates.replaced():
             return 0
         match = tracked.match
         if match is None or match.computed != computed or time.monotonic() > match.expires:
@@ -297,7 +299,7 @@ class KVScheduler:
 
     def _new_pages(self, output: SchedulerOutput) -> list[tuple[_Tracked, int, bytes]]:
         """(request, page index, key) of pages that this step's forward completes."""
-        if self._off or weights.replaced():
+        if self._off or weight_updates.replaced():
             return []
         found = []
         for request_id, scheduled in output.num_scheduled_tokens.items():

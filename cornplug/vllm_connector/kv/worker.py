@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 
 from cornplug.codec import checksum
-from cornplug.engine_side.tensors import rows
+from cornplug.engine_common.page_tensors import rows
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_copies import BlockCopies, CpuSide, kernel_table
-from cornplug.vllm_connector.kv_layout import BlockLayout, derive, write_op
-from cornplug.vllm_connector.kv_mover import Job, Mover
-from cornplug.vllm_connector.kv_moves import KVAcks, Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, CpuSide, kernel_table
+from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
+from cornplug.vllm_connector.kv.metadata import KVAcks, Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.mover import Job, Mover
 
 Bytes = NDArray[np.uint8]
 Table = NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from cornplug.engine_side.allow_lists import Verdict
+from cornplug.engine_common.allow_lists import Verdict
 
 _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.")
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables
-from cornplug.vllm_connector.field_tables import listed
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.vllm_connector.model.model_fields import listed
 
 PARALLEL: Final = FieldTables(
     of="ParallelConfig",

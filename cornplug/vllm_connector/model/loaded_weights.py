@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side import loaded_weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import weight_comparison
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 
@@ -27,12 +27,12 @@ def _ours(config: Any) -> bool:
 
 
 def _check(model: Any, config: Any) -> None:
-    from cornplug.vllm_connector.verdicts import of_everything
+    from cornplug.vllm_connector.model.setting_verdicts import of_everything
 
     if of_everything(config).refusals:
         return  # nothing is shared, whatever was loaded
     described, folder = config.model_config, config.load_config.download_dir
-    loaded_weights.check(
+    weight_comparison.check(
         model,
         lambda: Checkpoint.open(described.model, described.revision, cache_dir=folder),
         compat.logger,

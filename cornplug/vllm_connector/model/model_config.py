@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.wire_tensors import dtype_name
-from cornplug.engine_side import engine_config, engine_state
-from cornplug.engine_side.model import EngineModel, TowerIdentity
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import engine_state, resolved_config
+from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector import code_in_use
 from cornplug.vllm_connector.compat import EPOCHS, PROVEN
-from cornplug.vllm_connector.verdicts import of_embeddings, of_everything, of_kv
+from cornplug.vllm_connector.model import code_in_use
+from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,9 +65,9 @@ def _engine_model(
     if other := code_in_use.transformers_backend(model):
         # Other code than the classes that were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
-    if trusts and (code := engine_config.remote_code(checkpoint.path)):
+    if trusts and (code := resolved_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
-    changed = engine_config.changes(*_configs(model, checkpoint, trusts))
+    changed = resolved_config.changes(*_configs(model, checkpoint, trusts))
     changed = {path: value for path, value in changed.items() if not path.endswith(_NOTES)}
     if any(file.name.startswith("consolidated") for file in checkpoint.path.glob("*.safetensors")):
         raise CheckpointError(

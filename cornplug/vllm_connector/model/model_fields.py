@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def listed(reason: str, names: str) -> dict[str, str]:

@@ -7,17 +7,17 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_side.allow_lists import FieldTables, Verdict, defaults_of, judge
-from cornplug.engine_side.model import declares_quantization
-from cornplug.vllm_connector import code_in_use
-from cornplug.vllm_connector.field_tables import CACHE, HARMLESS_LOADER_OPTIONS, LOAD, MODEL, MULTIMODAL
-from cornplug.vllm_connector.field_tables_engine import (
+from cornplug.engine_common.allow_lists import FieldTables, Verdict, defaults_of, judge
+from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.vllm_connector.model import code_in_use
+from cornplug.vllm_connector.model.engine_fields import (
     HARMLESS_VARIABLES,
     LORA,
     PARALLEL,
     REFUSED_VARIABLES,
     SPECULATIVE,
 )
+from cornplug.vllm_connector.model.model_fields import CACHE, HARMLESS_LOADER_OPTIONS, LOAD, MODEL, MULTIMODAL
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from cornplug.engine_side import adapters, engine_state
+from cornplug.engine_common import engine_state, lora_digests
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 
@@ -87,7 +87,7 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
 def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
     """Before its workers read an adapter's files."""
     with suppress(CheckpointError):  # Said again, and counted, when a request asks for it.
-        adapters.note(lora_request.lora_path)
+        lora_digests.note(lora_request.lora_path)
     return original(core, lora_request)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.reference import EmbeddingRef, from_store
-from cornplug.store import entry
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing.store import fill, key, present
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.config import Config
-from cornplug.encoder_service.client import AsyncEncoderClient, EmbeddingRef, EncoderClient
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.parts import Parts
+from cornplug.encoder_service.client.multipart import Parts
+from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 
-from .conftest import SECRET, MakeEncoder, picture, png
-from .services import Behaviour, Misbehaving, Served, drips_body, half, raves, resets, says, says_nothing
+from ..conftest import SECRET, MakeEncoder, picture, png
+from ..services import Behaviour, Misbehaving, Served, drips_body, half, raves, resets, says, says_nothing
 
 KIND = 'multipart/mixed; boundary="b0"'
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.attempts import BASE_S, CAP_S, ROUNDS, Attempts, Circuits, Try, Wait
-from cornplug.encoder_service.rendezvous import ranking, services
+from cornplug.encoder_service.client.rendezvous import ranking, services
+from cornplug.encoder_service.client.retry import BASE_S, CAP_S, ROUNDS, Attempts, Circuits, Try, Wait
 from cornplug.errors import ConfigError
 
 URLS = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]

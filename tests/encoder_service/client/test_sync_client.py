@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from cornplug.config import Config, load
-from cornplug.encoder_service import rendezvous
-from cornplug.encoder_service.client import AsyncEncoderClient, EmbeddingRef, EncoderClient
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.outgoing import Outgoing
+from cornplug.encoder_service.client import rendezvous
+from cornplug.encoder_service.client.media_payload import Outgoing
+from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
-from cornplug.testing.processes import EncoderProcess
 from cornplug.testing.store import fill, present
+from devkit.processes import EncoderProcess
 
-from .conftest import SECRET, MakeEncoder, picture, png
-from .services import (
+from ..conftest import SECRET, MakeEncoder, picture, png
+from ..services import (
     Misbehaving,
     Served,
     drips,

@@ -14,19 +14,19 @@ from prometheus_client import CollectorRegistry
 
 from cornplug import identity
 from cornplug.codec import Kind
-from cornplug.encoder_service.batcher import Answer
-from cornplug.encoder_service.protocol import Encoded, Refused, Tensor
-from cornplug.encoder_service.refusals import A_FAULT
-from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers.base import Item, Tower
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.wire.messages import Encoded, Refused, Tensor
+from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
-from .conftest import MakeEncoder, Requests, eventually
+from ..conftest import MakeEncoder, Requests, eventually
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:

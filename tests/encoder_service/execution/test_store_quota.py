@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.quota import Quota
-from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.execution.store_quota import Quota
 from cornplug.qos import ONE_CLASS, Caller
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
 
-from .conftest import MakeEncoder, Requests
+from ..conftest import MakeEncoder, Requests
 
 ROWS = torch.ones(64, 256)
 """64 KiB."""

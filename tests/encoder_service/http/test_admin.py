@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.registry import Registry
-from cornplug.testing import checkpoints
+from cornplug.encoder_service.models.registry import Registry
+from devkit import checkpoints
 
-from .conftest import MakeEncoder, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, picture, png
+from ..http_service import Service
 
 JSON = {"content-type": "application/json"}
 

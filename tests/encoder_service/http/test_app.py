@@ -14,13 +14,13 @@ import pytest
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig
-from cornplug.encoder_service import media
+from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.qos import Classes
 
-from .conftest import SECRET, MakeEncoder, inputs_of, picture, png
-from .http_service import Service
-from .test_media import bomb
+from ..conftest import SECRET, MakeEncoder, inputs_of, picture, png
+from ..http_service import Service
+from ..test_media import bomb
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 

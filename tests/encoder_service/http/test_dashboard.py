@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from cornplug import __version__
 from cornplug.config import Config
-from cornplug.encoder_service.history import History, quantile
-from cornplug.encoder_service.meters import Meters
-from cornplug.encoder_service.status import POLICY
-from cornplug.testing.processes import EncoderProcess
+from cornplug.encoder_service.http.dashboard import POLICY
+from cornplug.encoder_service.telemetry.history import History, quantile
+from cornplug.encoder_service.telemetry.service_metrics import Meters
+from devkit.processes import EncoderProcess
 
-from .conftest import MakeEncoder, eventually, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, eventually, picture, png
+from ..http_service import Service
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 

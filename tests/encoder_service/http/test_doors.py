@@ -17,15 +17,16 @@ from starlette.requests import HTTPConnection
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig, load
-from cornplug.encoder_service import http_bodies, media
-from cornplug.encoder_service.audit import Audit
-from cornplug.encoder_service.doorman import check_exposure
+from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.http import requests as http_bodies
+from cornplug.encoder_service.http.access_control import check_exposure
+from cornplug.encoder_service.media import image as media
 from cornplug.errors import ConfigError
 from cornplug.qos import Classes
 from cornplug.store.memory import MemoryStore
 
-from .conftest import SECRET, MakeEncoder, picture, png
-from .http_service import Service
+from ..conftest import SECRET, MakeEncoder, picture, png
+from ..http_service import Service
 
 QOS = QosConfig.model_validate(
     {
@@ -270,7 +271,7 @@ def test_an_exception_s_text_stays_in_the_log(
         raise RuntimeError("/srv/secret/customers.db")
 
     for where in (
-        "cornplug.encoder_service.preparing.Preparer.prepare",
+        "cornplug.encoder_service.preprocess.preparer.Preparer.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.encode",
     ):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.registry import Registry
-from cornplug.testing import checkpoints
+from cornplug.encoder_service.models.registry import Registry
+from devkit import checkpoints
 
-from .conftest import MakeEncoder, picture, png
-from .http_service import Service
-from .recordings import encoded, tone, wav, wav_header
+from ..conftest import MakeEncoder, picture, png
+from ..http_service import Service
+from ..recordings import encoded, tone, wav, wav_header
 
 SPOKEN = tone(1.3)
 

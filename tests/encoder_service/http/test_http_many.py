@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.preparing import Preparer
+from cornplug.encoder_service.preprocess.preparer import Preparer
 from cornplug.encoder_service.towers.tiles import TileTower
 
-from .conftest import MakeEncoder, eventually, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, eventually, picture, png
+from ..http_service import Service
 
 
 def image64(data: bytes) -> str:

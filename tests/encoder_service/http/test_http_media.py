@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 
 from cornplug.config import Config
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.towers.mels import ChunkedMels
-from cornplug.testing import checkpoints
-from cornplug.testing.audio_checkpoints import mel_json
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.towers.log_mel import ChunkedMels
+from devkit import checkpoints
+from devkit.checkpoints.audio import mel_json
 
-from .conftest import MakeEncoder, picture
-from .http_service import Service
-from .recordings import encoded, moving, tone, video, wav
-from .tower_rig import Halves
+from ..conftest import MakeEncoder, picture
+from ..http_service import Service
+from ..recordings import encoded, moving, tone, video, wav
+from ..tower_rig import Halves
 
 SPOKEN = tone(4.6)
 

@@ -17,11 +17,11 @@ import uvicorn
 
 from cornplug.config import Config
 from cornplug.encoder_service import server
-from cornplug.encoder_service.impatient import Impatient
+from cornplug.encoder_service.http.head_timeout import Impatient
 from cornplug.encoder_service.towers.tiles import TileTower
 
-from .conftest import MakeEncoder, eventually, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, eventually, picture, png
+from ..http_service import Service
 
 
 @contextmanager

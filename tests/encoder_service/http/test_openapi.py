@@ -10,8 +10,8 @@ import pytest
 
 from cornplug.config import Config
 
-from .conftest import MakeEncoder, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, picture, png
+from ..http_service import Service
 
 SETTINGS = {
     "seed": 4,

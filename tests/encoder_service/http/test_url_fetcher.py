@@ -20,11 +20,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cornplug.config import Config, load
-from cornplug.encoder_service.remote import Fetcher, Rules
+from cornplug.encoder_service.http.url_fetcher import Fetcher, Rules
 from cornplug.errors import ConfigError, EncoderRefused
 
-from .conftest import MakeEncoder, picture, png
-from .http_service import Service
+from ..conftest import MakeEncoder, picture, png
+from ..http_service import Service
 
 BODY = png(picture(1))
 

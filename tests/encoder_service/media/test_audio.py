@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service import sounds
+from cornplug.encoder_service.media import audio as sounds
 from cornplug.errors import MediaError
 from cornplug.identity import samples_digest
 
-from .conftest import picture, png
-from .recordings import encoded, tone, wav, wav_header
+from ..conftest import picture, png
+from ..recordings import encoded, tone, wav, wav_header
 
 MAX_S = 5.0
 MONO = tone(0.5)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.encoder_service import resampling
-from cornplug.encoder_service.resampling import resampled
-from cornplug.encoder_service.sounds import Sound
+from cornplug.encoder_service.media import audio_resample
+from cornplug.encoder_service.media.audio import Sound
+from cornplug.encoder_service.media.audio_resample import resampled
 from cornplug.errors import MediaError
 
 
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_torchaudio_s_convolution(rate: int) -> None:
     sound = tone(rate, 0.7)
     divisor = math.gcd(rate, 16_000)
     old, new = rate // divisor, 16_000 // divisor
-    kernel, reach = resampling._kernel(old, new)
+    kernel, reach = audio_resample._kernel(old, new)
     padded = torch.nn.functional.pad(torch.from_numpy(sound.samples)[None], (reach, reach + old))
     with torch.backends.mkldnn.flags(enabled=False):
         rows = torch.nn.functional.conv1d(padded[:, None], kernel[:, None], stride=old)
@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_torchaudio_s_convolution(rate: int) -> None:
 
 def test_long_sounds_are_made_in_blocks_of_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = resampled(tone(44_100, 1.0), 16_000).samples
-    monkeypatch.setattr(resampling, "_BLOCK", 4000)
+    monkeypatch.setattr(audio_resample, "_BLOCK", 4000)
     assert np.allclose(resampled(tone(44_100, 1.0), 16_000).samples, whole, atol=1e-6, rtol=0)
 
 

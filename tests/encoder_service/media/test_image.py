@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service import media
+from cornplug.encoder_service.media import image as media
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
-from .conftest import picture, png
+from ..conftest import picture, png
 
 MAX = 1_000_000
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service import clips
-from cornplug.encoder_service.clips import ClipLimits, Source
-from cornplug.encoder_service.readers.base import Sampling
-from cornplug.encoder_service.readers.clips import SAMPLERS
+from cornplug.encoder_service.media import video as clips
+from cornplug.encoder_service.media.video import ClipLimits, Source
+from cornplug.encoder_service.preprocess.preprocessor import Sampling
+from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
 
-from .conftest import picture, png
-from .recordings import moving, tone, turned_by_90, video, wav
+from ..conftest import picture, png
+from ..recordings import moving, tone, turned_by_90, video, wav
 
 LIMITS = ClipLimits(max_s=20, max_frames=40, max_pixels=10_000)
 SHOWN = moving(31)

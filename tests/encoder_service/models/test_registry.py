@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.registry import Registry
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.models.registry import Registry
 
 
 def test_a_model_is_found_by_the_identity_of_each_modality(registry: Registry, qwen: Path) -> None:

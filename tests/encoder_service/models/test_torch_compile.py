@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from cornplug.encoder_service.compiling import Compiled
-from cornplug.encoder_service.registry import Registry
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.torch_compile import Compiled
 
-from .conftest import Requests
+from ..conftest import Requests
 
 
 @pytest.mark.integration

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from cornplug.encoder_service import preparation
-from cornplug.encoder_service.admission import Verdict
-from cornplug.encoder_service.jail.decoders import Header
-from cornplug.encoder_service.preparation import Limits, Preparation, Turn, work_of
-from cornplug.encoder_service.prepared_budget import PreparedBudget
-from cornplug.encoder_service.readers.base import Bench
+from cornplug.encoder_service.preprocess import decode_lanes
+from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
+from cornplug.encoder_service.preprocess.decode_lanes import Limits, Preparation, Turn, work_of
+from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.scheduling.admission import Verdict
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
-from .conftest import eventually
+from ..conftest import eventually
 
 PREMIUM = ServiceClass(name="premium", share=0.5, priority=10)
 STANDARD = ServiceClass(name="standard", share=0.3)
@@ -167,7 +167,7 @@ def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
 
 
 def test_it_says_when_nothing_is_finished(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "STUCK_S", 0.1)
+    monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
     assert rig.preparation.ready()

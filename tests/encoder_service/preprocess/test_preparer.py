@@ -11,17 +11,17 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor, WhisperFeatureExtractor
 
-from cornplug.encoder_service import sounds
-from cornplug.encoder_service.preparing import Prepared, Preparer
-from cornplug.encoder_service.readers.base import Limits, Sampling
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.towers.tensors import FLOATS, INTEGERS, from_wire
+from cornplug.encoder_service.media import audio as sounds
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.preprocess.preparer import Prepared, Preparer
+from cornplug.encoder_service.preprocess.preprocessor import Limits, Sampling
+from cornplug.encoder_service.towers.input_checks import FLOATS, INTEGERS, from_wire
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
-from .conftest import SECRET, picture, png
-from .recordings import encoded, moving, tone, video, wav
+from ..conftest import SECRET, picture, png
+from ..recordings import encoded, moving, tone, video, wav
 
 SPOKEN = tone(1.3)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from cornplug.encoder_service.readers.base import Limits, Sampling
-from cornplug.encoder_service.readers.pictures import Pictures
-from cornplug.encoder_service.registry import Registry
-from cornplug.testing import checkpoints
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.preprocess.image import Pictures
+from cornplug.encoder_service.preprocess.preprocessor import Limits, Sampling
+from devkit import checkpoints
 
-from .conftest import picture, png
-from .tower_rig import F32, Halves, rows, whole_model
+from ..conftest import picture, png
+from ..tower_rig import F32, Halves, rows, whole_model
 
 RECIPES: dict[str, tuple[Callable[..., Path], str]] = {
     "llava": (checkpoints.llava, "<image>"),

@@ -15,23 +15,23 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.batcher import Answer
-from cornplug.encoder_service.compiling import Compiled
-from cornplug.encoder_service.compute import Task, compute
-from cornplug.encoder_service.protocol import Encoded, Refused
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.replica import Replica, Settings
-from cornplug.encoder_service.replica_set import ReplicaMeters, cores, devices_of, open_replicas
-from cornplug.encoder_service.replica_wire import Memory
-from cornplug.encoder_service.shelf import Shelf
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.executor import Task, compute
+from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.replicas.ipc import Memory
+from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replicas.replica import Replica, Settings
+from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.wire.messages import Encoded, Refused
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
-from .conftest import SECRET, Requests, eventually
-from .test_towers import CASES
-from .tower_rig import wire
+from ..conftest import SECRET, Requests, eventually
+from ..test_towers import CASES
+from ..tower_rig import wire
 
 pytestmark = pytest.mark.integration
 

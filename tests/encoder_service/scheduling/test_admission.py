@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from cornplug.encoder_service.admission import Admission
-from cornplug.encoder_service.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.protocol import Encode
-from cornplug.encoder_service.waiting_room import WaitingRoom
+from cornplug.encoder_service.scheduling.admission import Admission
+from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.wire.messages import Encode
 from cornplug.qos import ONE_CLASS, ServiceClass
 
 GOLD = ServiceClass(name="gold", share=0.5, priority=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from cornplug.encoder_service.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.protocol import Encode, Encoded
+from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.wire.messages import Encode, Encoded
 
 TOWER, OTHER = object(), object()
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.ahead import look
-from cornplug.encoder_service.fair_order import FairOrder
-from cornplug.encoder_service.packing import pack
+from cornplug.encoder_service.scheduling.backlog import look
+from cornplug.encoder_service.scheduling.batch_former import pack
+from cornplug.encoder_service.scheduling.fair_queue import FairOrder
 from cornplug.qos import ServiceClass
 
 TOWER = object()

@@ -22,15 +22,15 @@ from PIL import Image
 
 from cornplug import identity
 from cornplug.config import Config, load
-from cornplug.encoder_service import media
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.sglang_delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.statement import Statement, salt_proof
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.sglang.delivery import Guard, Rendezvous, Sender
+from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
-from .conftest import SECRET, MakeEncoder, picture, png
+from ..conftest import SECRET, MakeEncoder, picture, png
 
 RECEIVERS = {"encoder.receivers": "10.1.0.0/16"}
 

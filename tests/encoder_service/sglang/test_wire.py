@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cornplug.encoder_service import sglang_wire as wire
-from cornplug.encoder_service.statement import Statement
+from cornplug.encoder_service.sglang import wire
+from cornplug.encoder_service.wire.signed_claims import Statement
 from cornplug.errors import CodecError, EncoderRefused
 
 SECRET = b"s" * 32
-GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_embedding_header.hex"
+GOLDEN = Path(__file__).parents[2] / "golden" / "sglang_embedding_header.hex"
 PAYLOAD = bytes(range(24))
 ASK: dict[str, Any] = {
     "encoder_idx": 0,
@@ -103,7 +103,7 @@ def test_receivers_have_a_host_and_a_port(url: str) -> None:
 
 
 def test_header_is_golden() -> None:
-    """The bytes that `tests/sglang_hooks/test_epd.py` has SGLang itself read."""
+    """The bytes that `tests/sglang_hooks/mm/test_epd.py` has SGLang itself read."""
     assert header().hex() == GOLDEN.read_text().strip()
 
 

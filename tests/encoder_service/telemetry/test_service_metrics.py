@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.encoder_service.meters import APPS_MAX, OTHER, STAGES, Bounded, Meters
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.telemetry.service_metrics import APPS_MAX, OTHER, STAGES, Bounded, Meters
 from cornplug.store.memory import MemoryStore
 
-from .conftest import MakeEncoder, Requests, eventually
-from .test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
+from ..conftest import MakeEncoder, Requests, eventually
+from ..test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
 
 LABELS = {
     "cornplug_encoder_waiting": (),

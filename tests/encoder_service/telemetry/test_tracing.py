@@ -19,13 +19,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from cornplug.config import Config
-from cornplug.encoder_service import tracing as tracing_module
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.protocol import Encode, trace_of
-from cornplug.encoder_service.tracing import OFF, Tracing, open_tracing
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.telemetry import tracing as tracing_module
+from cornplug.encoder_service.telemetry.tracing import OFF, Tracing, open_tracing
+from cornplug.encoder_service.wire.messages import Encode, trace_of
 
-from .conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
-from .test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
+from ..conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
+from ..test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
 
 TRACE = "a" * 32
 PARENT = "b" * 16
@@ -255,7 +255,7 @@ def test_a_collector_that_is_down_does_not_hold_up_the_end(
 
 @pytest.fixture
 def unused_port() -> int:
-    from cornplug.testing.processes import free_port
+    from devkit.processes import free_port
 
     return free_port()
 

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.encoder_service import loading
-from cornplug.encoder_service.compute import InProcess, Task
-from cornplug.encoder_service.loading import Loaded, Place
-from cornplug.encoder_service.towers import varlen
+from cornplug.encoder_service.execution.executor import InProcess, Task
+from cornplug.encoder_service.models import loader
+from cornplug.encoder_service.models.loader import Loaded, Place
+from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.base import Item
-from cornplug.testing.checkpoints import llava
+from devkit.checkpoints import llava
 
-from .fake_cuda import FakeCuda, fake_cuda
-from .test_towers import CASES, Tiny, tiny
-from .tower_rig import CPU, wire
+from ..fake_cuda import FakeCuda, fake_cuda
+from ..test_towers import CASES, Tiny, tiny
+from ..tower_rig import CPU, wire
 
 __all__ = ["tiny"]
 SECOND = torch.device("cuda:1")
 
 
 def loaded(path: Path, dtype: str, device: torch.device) -> Loaded:
-    checkpoint, served = loading.read(str(path), dtype)
-    return loading.load(checkpoint, served, Place(dtype=dtype, device=device))
+    checkpoint, served = loader.read(str(path), dtype)
+    return loader.load(checkpoint, served, Place(dtype=dtype, device=device))
 
 
 def items_of(name: str, path: Path, model: Loaded) -> list[Item]:
@@ -107,15 +107,17 @@ def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
 def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: varlen.Segments) -> torch.Tensor:
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: varlen_attention.Segments
+    ) -> torch.Tensor:
         calls.append((q.dtype, segments.offsets.device, segments.offsets.dtype, segments.longest))
         return torch.empty_like(q)
 
-    monkeypatch.setattr(varlen, "kernel_attention", lambda: kernel)
+    monkeypatch.setattr(varlen_attention, "kernel_attention", lambda: kernel)
     with fake_cuda():
         for dtype in (torch.float32, torch.bfloat16):
             q = torch.zeros(10, 2, 64, device=SECOND, dtype=dtype)
-            out = varlen.attention(q, q, q, varlen.Segments([6, 4], SECOND))
+            out = varlen_attention.attention(q, q, q, varlen_attention.Segments([6, 4], SECOND))
             assert (out.device, out.shape) == (SECOND, q.shape)
     assert calls == [(torch.bfloat16, SECOND, torch.int32, 6)]
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.protocol import Tensor
 from cornplug.encoder_service.towers.qwen2_5_vl import Qwen25VlTower
+from cornplug.encoder_service.wire.messages import Tensor
 from cornplug.errors import EncoderRefused
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
-from .conftest import to_wire
-from .tower_rig import Halves
+from ..conftest import to_wire
+from ..tower_rig import Halves
 
 RECIPES: dict[str, Callable[[Path], Path]] = {
     "qwen2_vl": checkpoints.qwen2_vl,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import FAMILIES
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.towers.tensors import from_wire
+from cornplug.encoder_service.towers.input_checks import from_wire
+from cornplug.encoder_service.wire.messages import Tensor
 from cornplug.errors import CheckpointError, EncoderRefused
-from cornplug.families import FAMILIES
-from cornplug.testing import checkpoints
+from devkit import checkpoints
 
-from .conftest import inputs_of, picture, to_wire
-from .tower_rig import CPU, F32, Halves, edit_config
+from ..conftest import inputs_of, picture, to_wire
+from ..tower_rig import CPU, F32, Halves, edit_config
 
 
 def test_only_the_needed_layers_are_loaded(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every family against transformers' whole model, and against every way a checkpoint may differ.
 
-To add a family: a recipe in `cornplug.testing.checkpoints`, and one line in `CASES`.
+To add a family: a recipe in `devkit.checkpoints`, and one line in `CASES`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cornplug import identity
-from cornplug.checkpoint import Checkpoint, ModelIdentity
-from cornplug.encoder_service.protocol import Tensor
-from cornplug.encoder_service.registry import Loaded, Registry
+from cornplug.checkpoints.checkpoint import Checkpoint, ModelIdentity
+from cornplug.checkpoints.families import FAMILIES
+from cornplug.encoder_service.models.registry import Loaded, Registry
 from cornplug.encoder_service.towers.base import Item
-from cornplug.families import FAMILIES
-from cornplug.testing import checkpoints
+from cornplug.encoder_service.wire.messages import Tensor
+from devkit import checkpoints
 
-from .tower_rig import (
+from ..tower_rig import (
     MEDIA,
     Case,
     Halves,

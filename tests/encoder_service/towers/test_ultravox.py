@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug import identity
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.registry import Registry
-from cornplug.encoder_service.towers.mels import ChunkedMels
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.towers.log_mel import ChunkedMels
 from cornplug.errors import CheckpointError, EncoderRefused
-from cornplug.testing import checkpoints
-from cornplug.testing.audio_checkpoints import mel_json
+from devkit import checkpoints
+from devkit.checkpoints.audio import mel_json
 
-from .recordings import tone
-from .tower_rig import Halves, edit_config, nudged, wire
+from ..recordings import tone
+from ..tower_rig import Halves, edit_config, nudged, wire
 
 SPOKEN = tone(1.0)[:, 0].astype(np.float32) / 32768
 MADE = ChunkedMels(mel_json(80, 4)).listen(SPOKEN)

@@ -19,9 +19,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     VisionAttention,
 )
 
-from cornplug.encoder_service.towers import varlen
-from cornplug.encoder_service.towers.patches import HalfTurns
-from cornplug.encoder_service.towers.varlen import PackedAttention, Segments
+from cornplug.encoder_service.towers import varlen_attention
+from cornplug.encoder_service.towers.qwen_patches import HalfTurns
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
 
 CPU = torch.device("cpu")
 HEADS, DIM = 2, 8
@@ -44,16 +44,16 @@ def looped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
 def test_any_segments_equal_the_plain_loop(lengths: list[int], seed: int) -> None:
     q, k, v = random(sum(lengths), seed)
-    ours = varlen.attention(q, k, v, Segments(lengths, CPU))
+    ours = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
     torch.testing.assert_close(ours, looped(q, k, v, lengths), atol=1e-6, rtol=0)
 
 
 def test_a_segment_sees_nothing_of_the_others() -> None:
     lengths = [3, 5, 3, 4]
     q, k, v = random(15)
-    before = varlen.attention(q, k, v, Segments(lengths, CPU))
+    before = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
     k[3:8], v[3:8] = 7.0, torch.nan
-    after = varlen.attention(q, k, v, Segments(lengths, CPU))
+    after = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
     assert torch.equal(torch.cat([before[:3], before[8:]]), torch.cat([after[:3], after[8:]]))
     assert not torch.isfinite(after[3:8]).any()
 
@@ -86,19 +86,19 @@ def test_an_empty_segment_is_refused(lengths: list[int]) -> None:
 def test_which_tensors_the_kernels_take(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], suits: bool
 ) -> None:
-    assert varlen.suits_kernel(dtype, head_dim, capability) == suits
+    assert varlen_attention.suits_kernel(dtype, head_dim, capability) == suits
 
 
 def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own shape inference: no GPU, and no result, but every argument is checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     called = []
-    monkeypatch.setattr(varlen, "batched_attention", lambda *_: called.append("batched"))
+    monkeypatch.setattr(varlen_attention, "batched_attention", lambda *_: called.append("batched"))
     with FakeTensorMode():
         q, k, v = torch.empty(3, 10, 16, 80, dtype=torch.bfloat16, device="cuda").unbind(0)
         segments = Segments([4, 6], CPU)
         segments.__dict__["offsets"] = torch.empty(3, dtype=torch.int32, device="cuda")
-        made = varlen.attention(q, k, v, segments)
+        made = varlen_attention.attention(q, k, v, segments)
     assert (made.shape, made.device.type, called) == (q.shape, "cuda", [])
 
 

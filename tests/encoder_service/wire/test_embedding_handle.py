@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from cornplug import identity
 from cornplug.config import Config
-from cornplug.encoder_service import media
-from cornplug.encoder_service.client import EmbeddingRef, EncoderClient
-from cornplug.encoder_service.http_api import create_app
-from cornplug.encoder_service.voucher import PREFIX, Voucher
+from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.wire.embedding_handle import PREFIX, Voucher
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
-from .conftest import SECRET, MakeEncoder, picture
+from ..conftest import SECRET, MakeEncoder, picture
 
 VOUCHER = Voucher(
     family="qwen2_vl",

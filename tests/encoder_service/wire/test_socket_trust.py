@@ -12,17 +12,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cornplug.encoder_service import endpoint, handshake
-from cornplug.encoder_service.endpoint import claim
-from cornplug.encoder_service.handshake import Answering, Asking, Challenge, Proof, Untrusted
-from cornplug.encoder_service.protocol import Describe, Encode
-from cornplug.encoder_service.socket_client import SocketEncoder
-from cornplug.encoder_service.worker import Encoder
+from cornplug.encoder_service import unix_server
+from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.unix_server import claim
+from cornplug.encoder_service.wire import handshake
+from cornplug.encoder_service.wire.handshake import Answering, Asking, Challenge, Proof, Untrusted
+from cornplug.encoder_service.wire.messages import Describe, Encode
 from cornplug.errors import ConfigError, EncoderUnavailable
-from cornplug.testing.strangers import NOBODY, listener
+from devkit.strangers import NOBODY, listener
 
-from .conftest import SECRET, MakeEncoder, Requests, eventually
-from .test_socket import reason, serve
+from ..conftest import SECRET, MakeEncoder, Requests, eventually
+from ..test_socket import reason, serve
 
 __all__ = ["serve"]
 OTHER = b"o" * 32
@@ -125,7 +126,7 @@ def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
 def test_a_silent_connection_is_closed(
     make_encoder: MakeEncoder, serve: Callable[[Encoder], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(unix_server, "PATIENCE_S", 0.2)
     path = serve(make_encoder())
     assert converse(path) == b""
     assert converse(path, b"x" * (handshake.MAX_BYTES + 1)) == b""

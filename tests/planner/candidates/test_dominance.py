@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cornplug.planner.deciding.pruning import loosest
-from cornplug.planner.solving.pool import Need, Variant
+from cornplug.planner.candidates.dominance import loosest
+from cornplug.planner.optimizer.optimization_problem import Need, Variant
 
 
 def variant(name: str, *tiers: float, work: float = 1.0) -> Variant:

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.deciding.tiers import MOST, chain, how_many
+from cornplug.planner.candidates.latency_tiers import MOST, chain, how_many
 
 BOUNDS = st.floats(0.01, 100) | st.just(inf)
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from cornplug.planner.deciding.footprints import footprints
-from cornplug.planner.deciding.services import Service
-from cornplug.planner.given.gpus import gpu_table, node_classes
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.candidates.replica_configs import footprints
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs.gpu_catalog import gpu_table, node_classes
+from cornplug.planner.inputs.schema import PlanInput
 
 SHAPE = {"layers": 28, "hidden": 3584, "kv_heads": 4, "head_dim": 128, "parameters": 7.6e9}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.deciding.services import paths
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.candidates.services import paths
+from cornplug.planner.inputs.schema import PlanInput
 
 COMPONENTS = [
     {"name": "vit", "kind": "encoder", "fingerprint": "ab"},

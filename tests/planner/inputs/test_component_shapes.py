@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import llm_shapes, tower_shapes
-from cornplug.planner.given.inputs import Component, GeneratorShape, LLMShape, TowerShape
-from cornplug.planner.given.shapes import fingerprint_of, kv_bytes_per_token, shape_of, weights_bytes
-from cornplug.testing import bare_checkpoints
+from cornplug.planner.inputs import llm_shape, tower_shape
+from cornplug.planner.inputs.component_shapes import (
+    fingerprint_of,
+    kv_bytes_per_token,
+    shape_of,
+    weights_bytes,
+)
+from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, TowerShape
+from devkit.checkpoints import bare
 
 QWEN2_7B = {
     **{"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
@@ -105,19 +110,19 @@ INTERNVL3_38B = {  # the layout before transformers' own
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_parameters_of_published_language_models(config: dict[str, Any], published: float) -> None:
-    assert llm_shapes.from_config(config).parameters == pytest.approx(published, rel=1e-3)
+    assert llm_shape.from_config(config).parameters == pytest.approx(published, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("config", "active"), [(MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9), (DEEPSEEK_V3, 37.5e9)]
 )
 def test_a_token_passes_through_few_experts(config: dict[str, Any], active: float) -> None:
-    assert llm_shapes.from_config(config).active_parameters == pytest.approx(active, rel=0.01)
+    assert llm_shape.from_config(config).active_parameters == pytest.approx(active, rel=0.01)
 
 
 def test_biases_and_a_shared_expert_with_a_gate() -> None:
     biased = {**LLAMA3_8B, "attention_bias": True}
-    more = llm_shapes.from_config(biased).parameters - llm_shapes.from_config(LLAMA3_8B).parameters
+    more = llm_shape.from_config(biased).parameters - llm_shape.from_config(LLAMA3_8B).parameters
     assert more == 32 * (4096 + 2 * 1024 + 4096)
     qwen2_moe_a14b = {
         **{"model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 3584, "intermediate_size": 18944},
@@ -125,11 +130,11 @@ def test_biases_and_a_shared_expert_with_a_gate() -> None:
         **{"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560},
         **{"shared_expert_intermediate_size": 20480, "decoder_sparse_step": 1},
     }
-    assert llm_shapes.from_config(qwen2_moe_a14b).parameters == pytest.approx(57.41e9, rel=1e-3)
+    assert llm_shape.from_config(qwen2_moe_a14b).parameters == pytest.approx(57.41e9, rel=1e-3)
 
 
 def test_a_dense_model_is_all_active() -> None:
-    assert llm_shapes.from_config(QWEN2_7B).active_parameters is None
+    assert llm_shape.from_config(QWEN2_7B).active_parameters is None
 
 
 @pytest.mark.parametrize(
@@ -143,13 +148,13 @@ def test_a_dense_model_is_all_active() -> None:
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_published_towers(config: dict[str, Any], published: float, patches: int) -> None:
-    shape = tower_shapes.from_config(config)
+    shape = tower_shape.from_config(config)
     assert shape.parameters == pytest.approx(published, rel=0.02)
     assert shape.patches_per_token == patches
 
 
 def test_a_tower_of_llava_ends_at_its_cut() -> None:
-    assert tower_shapes.from_config(LLAVA_7B).layers == 23
+    assert tower_shape.from_config(LLAVA_7B).layers == 23
 
 
 @pytest.mark.parametrize(
@@ -164,17 +169,17 @@ def test_a_tower_of_llava_ends_at_its_cut() -> None:
     ],
 )
 def test_kv_of_a_token_on_one_rank(config: dict[str, Any], tp: int, bytes_per_token: int) -> None:
-    assert kv_bytes_per_token(llm_shapes.from_config(config), tp=tp) == bytes_per_token
+    assert kv_bytes_per_token(llm_shape.from_config(config), tp=tp) == bytes_per_token
 
 
 def test_kv_of_a_pipeline_and_of_eight_bits() -> None:
-    shape = llm_shapes.from_config(DEEPSEEK_V3)
+    shape = llm_shape.from_config(DEEPSEEK_V3)
     assert kv_bytes_per_token(shape, pp=2) == 31 * 576 * 2, "the fuller of two ranks"
     assert kv_bytes_per_token(shape, element_bytes=1) == 70_272 // 2
 
 
 def test_weights_of_a_rank() -> None:
-    shape = llm_shapes.from_config(QWEN2_7B)
+    shape = llm_shape.from_config(QWEN2_7B)
     assert weights_bytes(shape, "none") == pytest.approx(15.23e9, rel=1e-3)
     assert weights_bytes(shape, "none", tp=4) == pytest.approx(15.23e9 / 4, rel=1e-3)
     assert 15.23e9 / 2 < weights_bytes(shape, "none", pp=2) < 15.23e9 / 2 + 2.2e9
@@ -227,14 +232,14 @@ def test_weights_are_counted_where_they_are_and_give_the_fingerprint(tmp_path: P
     folder, other = tmp_path / "one", tmp_path / "two"
     config = {**QWEN2_VL_7B, "num_hidden_layers": 1}
     for path in (folder, other):
-        bare_checkpoints.write(path, bare_checkpoints.qwen2_vl_tensors(), config)
+        bare.write(path, bare.qwen2_vl_tensors(), config)
     components = _components(
         {"name": "one", "kind": "llm", "checkpoint": folder},
         {"name": "vit", "kind": "encoder", "tower_of": "one"},
         {"name": "two", "kind": "encoder", "checkpoint": other},
         {"name": "given", "kind": "encoder", "fingerprint": "abc"},
     )
-    tensors = bare_checkpoints.qwen2_vl_tensors()
+    tensors = bare.qwen2_vl_tensors()
     counted = sum(math.prod(shape) for name, (_, shape, _) in tensors.items() if "visual" in name)
     assert shape_of(components["vit"], components).parameters == counted
     prints = [fingerprint_of(components[name], components) for name in ("vit", "two", "given", "one")]
@@ -245,9 +250,9 @@ def test_weights_are_counted_where_they_are_and_give_the_fingerprint(tmp_path: P
 def test_packed_weights_and_a_strangers_tower_are_not_counted(tmp_path: Path) -> None:
     packed = {**QWEN2_VL_7B, "quantization_config": {"quant_method": "awq"}}
     for name, config in (("packed", packed), ("stranger", INTERNVL3_38B)):
-        bare_checkpoints.write(tmp_path / name, bare_checkpoints.qwen2_vl_tensors(), config)
+        bare.write(tmp_path / name, bare.qwen2_vl_tensors(), config)
         components = _components({"name": "x", "kind": "llm", "checkpoint": tmp_path / name})
-        by_config = llm_shapes.from_config(config).parameters
+        by_config = llm_shape.from_config(config).parameters
         assert shape_of(components["x"], components).parameters == by_config
 
 
@@ -255,13 +260,13 @@ def test_layers_for_multi_token_prediction_are_not_counted(tmp_path: Path) -> No
     names = ("model.layers.0.w", "model.layers.1.w", "model.layers.2.w", "lm_head.weight")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     tiny = {**QWEN2_7B, **heads, "num_hidden_layers": 2, "vocab_size": 1, "hidden_size": 8}
-    bare_checkpoints.write(tmp_path, {n: bare_checkpoints.bare(n, shape=(8,)) for n in names}, tiny)
+    bare.write(tmp_path, {n: bare.bare(n, shape=(8,)) for n in names}, tiny)
     components = _components({"name": "x", "kind": "llm", "checkpoint": tmp_path})
     assert shape_of(components["x"], components).parameters == 24
 
 
 def test_damaged_weights_are_told_of(tmp_path: Path) -> None:
-    bare_checkpoints.write(tmp_path, bare_checkpoints.qwen2_vl_tensors(), QWEN2_VL_7B)
+    bare.write(tmp_path, bare.qwen2_vl_tensors(), QWEN2_VL_7B)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     components = _components({"name": "x", "kind": "encoder", "checkpoint": tmp_path})
     for look in (shape_of, fingerprint_of):
@@ -312,7 +317,7 @@ def test_neither_shape_nor_checkpoint(kind: str, remedy: str) -> None:
 
 def _tiny(make: str) -> Callable[[Path], Path]:
     def written(path: Path) -> Path:
-        from cornplug.testing import checkpoints
+        from devkit import checkpoints
 
         folder: Path = getattr(checkpoints, make)(path)
         return folder
@@ -336,5 +341,5 @@ def test_arithmetic_agrees_with_the_weights_of_every_family(tmp_path: Path, make
         components = _components({"name": "x", "kind": kind, "checkpoint": folder})
         counted = shape_of(components["x"], components).parameters
         by_config: LLMShape | TowerShape
-        by_config = (llm_shapes if kind == "llm" else tower_shapes).from_config(config)
+        by_config = (llm_shape if kind == "llm" else tower_shape).from_config(config)
         assert by_config.parameters == pytest.approx(counted, rel=1e-9 if kind == "llm" else 0.02)

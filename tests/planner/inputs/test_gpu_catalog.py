@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.gpus import gpu_table, node_classes, price_table
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.gpu_catalog import gpu_table, node_classes, price_table
+from cornplug.planner.inputs.schema import PlanInput
 
 
 def _given(pool: list[dict[str, Any]] | None = None, **fields: Any) -> PlanInput:

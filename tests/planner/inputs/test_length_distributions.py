@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cornplug.planner.given import lengths
-from cornplug.planner.given.inputs import Histogram, Length, LogNormal
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.schema import Histogram, Length, LogNormal
 
 LENGTHS: dict[str, Length] = {
     "number": 600,
@@ -22,34 +22,34 @@ LENGTHS: dict[str, Length] = {
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 def test_samples_have_the_mean_and_the_quantiles(length: Length) -> None:
-    drawn = lengths.sample(length, np.random.default_rng(1), 200_000)
+    drawn = length_distributions.sample(length, np.random.default_rng(1), 200_000)
     assert drawn.dtype == np.int64
-    assert drawn.mean() == pytest.approx(lengths.mean(length), rel=0.01)
+    assert drawn.mean() == pytest.approx(length_distributions.mean(length), rel=0.01)
     for q in (0.05, 0.5, 0.95, 0.99):
         assert np.quantile(drawn, q, method="inverted_cdf") == pytest.approx(
-            lengths.quantile(length, q), rel=0.03, abs=1
+            length_distributions.quantile(length, q), rel=0.03, abs=1
         )
 
 
 def test_a_cut_off_length_never_exceeds_its_max() -> None:
     cut = LogNormal(mean=2048, cv=1.5, max=2048)
-    assert lengths.sample(cut, np.random.default_rng(0), 10_000).max() <= 2048
-    assert lengths.quantile(cut, 1.0) == 2048
-    assert lengths.mean(cut) < 1100, "the tail that is drawn again takes its mean along"
+    assert length_distributions.sample(cut, np.random.default_rng(0), 10_000).max() <= 2048
+    assert length_distributions.quantile(cut, 1.0) == 2048
+    assert length_distributions.mean(cut) < 1100, "the tail that is drawn again takes its mean along"
 
 
 def test_an_uncut_log_normal_keeps_its_mean() -> None:
-    assert lengths.mean(LogNormal(mean=600, cv=1)) == pytest.approx(600, rel=1e-6)
+    assert length_distributions.mean(LogNormal(mean=600, cv=1)) == pytest.approx(600, rel=1e-6)
 
 
 def test_the_ends_of_a_histogram() -> None:
     thirds = Histogram(values=[3, 1, 2], weights=[0.1, 0.1, 0.1])
-    assert [lengths.quantile(thirds, q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1, 1, 2, 3]
+    assert [length_distributions.quantile(thirds, q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1, 1, 2, 3]
 
 
 def test_a_share_is_no_percentage() -> None:
     with pytest.raises(ValueError, match="share from 0 to 1"):
-        lengths.quantile(512, 95)
+        length_distributions.quantile(512, 95)
 
 
 def test_a_max_below_the_mean_is_refused() -> None:
@@ -61,4 +61,6 @@ def test_a_max_below_the_mean_is_refused() -> None:
 @given(mean=st.floats(1, 1e5), cv=st.floats(0, 4), q=st.floats(0, 1))
 def test_quantiles_grow_and_stay_in_range(mean: float, cv: float, q: float) -> None:
     length = LogNormal(mean=mean, cv=cv, max=200_000)
-    assert 1 <= lengths.quantile(length, q) <= lengths.quantile(length, 1.0) <= 200_000
+    assert (
+        1 <= length_distributions.quantile(length, q) <= length_distributions.quantile(length, 1.0) <= 200_000
+    )

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import tables
-from cornplug.planner.given.inputs import Measured
-from cornplug.planner.given.tables import Row, Table
+from cornplug.planner.inputs import profile_tables
+from cornplug.planner.inputs.profile_tables import Row, Table
+from cornplug.planner.inputs.schema import Measured
 
-HEADER = ",".join(tables.COLUMNS)
+HEADER = ",".join(profile_tables.COLUMNS)
 
 
 def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
@@ -23,8 +23,8 @@ def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
         Row("mixed", "H100", 1.1),
     )
     table = Table(rows, {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a\nb"})
-    tables.write(tmp_path / "t.csv", table)
-    again = tables.read(tmp_path / "t.csv")
+    profile_tables.write(tmp_path / "t.csv", table)
+    again = profile_tables.read(tmp_path / "t.csv")
     assert again.rows == rows
     assert again.provenance == {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a b"}
 
@@ -50,7 +50,7 @@ def test_errors_name_file_line_column_and_remedy(tmp_path: Path, line: str, plac
     path = tmp_path / "t.csv"
     path.write_text(f"{HEADER}\n{line}\n")
     with pytest.raises(ConfigError, match=says) as caught:
-        tables.read(path)
+        profile_tables.read(path)
     assert caught.value.field == str(tmp_path / place)
 
 
@@ -58,13 +58,13 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("# date: today\nkind,x,seconds\n")
     with pytest.raises(ConfigError, match="Write kind,gpu,tp") as caught:
-        tables.read(path)
+        profile_tables.read(path)
     assert caught.value.field == f"{path}:2"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.csv: cannot be read"):
-        tables.read(tmp_path / "gone.csv")
+        profile_tables.read(tmp_path / "gone.csv")
 
 
 def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_
         Row("kv_tokens", "L4", 5000),
         Row("mixed", "L4", 1.1),
     )
-    tables.write(path, Table(rows, {"date": "2026-11-21"}))
+    profile_tables.write(path, Table(rows, {"date": "2026-11-21"}))
     given = Measured(gpu="L4", file=path, prefill_tokens=[64], prefill_s=[0.1])
-    profile = tables.loaded(given, "vllm")
+    profile = profile_tables.loaded(given, "vllm")
     assert (profile.decode_requests, profile.decode_s) == ([1, 8], [0.01, 0.03])
     assert (profile.prefill_tokens, profile.prefill_s) == ([64], [0.1])
     assert profile.kv_token_s == pytest.approx(1e-7)
@@ -92,7 +92,7 @@ def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_
 
 def test_a_profile_without_rows_in_its_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    tables.write(path, Table((Row("decode", "L4", 8, 0.03, engine="vllm"),)))
+    profile_tables.write(path, Table((Row("decode", "L4", 8, 0.03, engine="vllm"),)))
     with pytest.raises(ConfigError, match="no rows for L4 TP2 PP1 vllm none") as caught:
-        tables.loaded(Measured(gpu="L4", tp=2, file=path), "vllm")
+        profile_tables.loaded(Measured(gpu="L4", tp=2, file=path), "vllm")
     assert caught.value.remedy == "It has: L4 TP1 PP1 vllm none"

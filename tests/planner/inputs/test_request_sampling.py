@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.given.draws import Hits, draw
-from cornplug.planner.given.inputs import Generation, Histogram, LogNormal, Media, Request, SharedPrefix
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.request_sampling import Hits, draw
+from cornplug.planner.inputs.schema import Generation, Histogram, LogNormal, Media, Request, SharedPrefix
 
 COLD = Hits({}, 0.0)
 PATCHES = {"vit": 4}

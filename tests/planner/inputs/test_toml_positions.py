@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.given.input_error import Place, field
-from cornplug.planner.given.toml_lines import line_of, lines_of
+from cornplug.planner.inputs.input_error import Place, field
+from cornplug.planner.inputs.toml_positions import line_of, lines_of
 
 TEXT = '''# a comment with [brackets] and = signs
 name = "x # no comment"

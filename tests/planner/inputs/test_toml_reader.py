@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import toml_source
-from cornplug.planner.given.inputs import LLMShape, LogNormal, TowerShape
+from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.schema import LLMShape, LogNormal, TowerShape
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 GOOD = (HERE / "good_input.toml").read_text()
 BAD = sorted((HERE / "bad_inputs").glob("*.toml"))
 
@@ -21,14 +21,14 @@ def _read(folder: Path, text: str) -> str:
     path = folder / "plan.toml"
     path.write_bytes(text.encode())
     try:
-        toml_source.read(path)
+        toml_reader.read(path)
     except ConfigError as e:
         return str(e).replace(f"{folder}/", "")
     return ""
 
 
 def test_a_good_file() -> None:
-    given = toml_source.read(HERE / "good_input.toml")
+    given = toml_reader.read(HERE / "good_input.toml")
     assert isinstance(given.component["vit"].shape, TowerShape)
     assert isinstance(given.component["llm7"].shape, LLMShape)
     photo = given.applications[0].requests[0]
@@ -41,13 +41,13 @@ def test_a_good_file() -> None:
 def test_every_error_is_told_with_its_line_and_a_remedy(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bad.parent)
     with pytest.raises(ConfigError) as raised:
-        toml_source.read(Path(bad.name))
+        toml_reader.read(Path(bad.name))
     assert f"{raised.value}\n" == bad.with_suffix(".txt").read_text()
 
 
 def test_the_field_is_the_first_errors() -> None:
     with pytest.raises(ConfigError) as raised:
-        toml_source.read(HERE / "bad_inputs" / "unknown_names.toml")
+        toml_reader.read(HERE / "bad_inputs" / "unknown_names.toml")
     assert raised.value.field.endswith("unknown_names.toml:6 components[0].tower_of")
     assert raised.value.remedy.startswith("Did you mean 'llm7'?")
 
@@ -61,7 +61,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     text = text.replace('kind = "encoder"', 'kind = "encoder"\nmodel = "someone/tiny"')
     (folder / "plan.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    given = toml_source.read(Path("plans/plan.toml"))
+    given = toml_reader.read(Path("plans/plan.toml"))
     assert [c.model for c in given.components] == ["someone/tiny", "plans/tiny"]
     assert given.applications[0].requests[0].trace == Path("plans/t.csv")
 
@@ -136,7 +136,7 @@ def test_throughputs_need_no_size(tmp_path: Path) -> None:
 
 def test_no_file_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
-        toml_source.read(tmp_path / "absent.toml")
+        toml_reader.read(tmp_path / "absent.toml")
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="no UTF-8 text"):
-        toml_source.read(tmp_path / "plan.toml")
+        toml_reader.read(tmp_path / "plan.toml")

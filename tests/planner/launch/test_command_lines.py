@@ -10,15 +10,15 @@ from typing import Literal
 import pytest
 
 from cornplug.config import load
-from cornplug.encoder_service.flags import parser as encoder_parser
+from cornplug.encoder_service.server_flags import parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.launching.emit import Command, commands, write
+from cornplug.planner.launch.command_lines import Command, commands, write
 from cornplug.planner.plan import Plan, Reservation, Stage
-from cornplug.store.daemon import _parser as store_parser
+from cornplug.store.daemon.main import _parser as store_parser
 
-from .plans import Case, matrix, plan
+from ..plans import Case, matrix, plan
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "planner" / "commands.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "planner" / "commands.json"
 
 
 def only(kind: str, found: list[Command]) -> list[Command]:

@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.launching import addresses
-from cornplug.planner.launching.launch import main, running
-from cornplug.planner.launching.processes import ProcessEnded
+from cornplug.planner.launch import addresses
+from cornplug.planner.launch.launcher import main, running
+from cornplug.planner.launch.process_runner import ProcessEnded
 from cornplug.planner.plan import Plan
 
-from .plans import Case, plan
+from ..plans import Case, plan
 
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = Path(__file__).parents[1] / "fake_server.py"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, str(value))
     # Away from what else may run on this machine.
     monkeypatch.setattr(addresses, "ENGINE_PORT", 18400)
-    monkeypatch.setattr("cornplug.planner.launching.routers.ROUTER_PORT", 18450)
+    monkeypatch.setattr("cornplug.planner.launch.routers.ROUTER_PORT", 18450)
     return events
 
 
@@ -143,8 +143,8 @@ def test_sigterm_ends_all_and_the_status_is_0(tmp_path: Path, fakes: Path) -> No
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (
-        "import sys; from cornplug.planner.launching import addresses; addresses.ENGINE_PORT = 18400; "
-        "from cornplug.planner.launching.launch import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from cornplug.planner.launch import addresses; addresses.ENGINE_PORT = 18400; "
+        "from cornplug.planner.launch.launcher import main; sys.exit(main(sys.argv[1:]))"
     )
     launched = subprocess.Popen(
         [sys.executable, "-c", code, str(path), "--run-dir", str(tmp_path / "run")],

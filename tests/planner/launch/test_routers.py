@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.launching.addresses import sites
-from cornplug.planner.launching.emit import Command, commands, files
-from cornplug.planner.launching.routers import routers
+from cornplug.planner.launch.addresses import sites
+from cornplug.planner.launch.command_lines import Command, commands, files
+from cornplug.planner.launch.routers import routers
 from cornplug.planner.plan import Plan, Route, Stage
 
-from .plans import Case, matrix, plan
+from ..plans import Case, matrix, plan
 
 FLAGS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "golden" / "planner" / "router_flags.json").read_text()
+    (Path(__file__).parents[2] / "golden" / "planner" / "router_flags.json").read_text()
 )
 
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.launching import addresses
-from cornplug.planner.launching.emit import write
-from cornplug.planner.launching.scripts import quoted, scripts
+from cornplug.planner.launch import addresses
+from cornplug.planner.launch.command_lines import write
+from cornplug.planner.launch.scripts import quoted, scripts
 
-from .plans import Case, matrix, plan
+from ..plans import Case, matrix, plan
 
-FAKE = Path(__file__).with_name("fake_server.py")
+FAKE = Path(__file__).parents[1] / "fake_server.py"
 
 
 @settings(max_examples=5, deadline=None)

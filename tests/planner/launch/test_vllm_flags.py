@@ -17,12 +17,12 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from cornplug.planner.launching.emit import Command, commands
-from cornplug.planner.launching.transfer import Transfer
-from cornplug.testing.checkpoints import qwen2_vl
+from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.vllm_connector import plugin
+from devkit.checkpoints import qwen2_vl
 
-from .plans import Case, matrix, plan
+from ..plans import Case, matrix, plan
 
 # Nothing is started, but vLLM's parser and its checks of a config take half a minute.
 pytestmark = pytest.mark.integration

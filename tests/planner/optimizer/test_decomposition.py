@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import milp, search
-from cornplug.planner.solving.groups import alone, groups
-from cornplug.planner.solving.incumbent import Incumbent
-from cornplug.planner.solving.pool import Cell, Demand, Need, Nodes, Pool, Progress, Variant
-from planner.pools import EXACT
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import decomposition, milp
+from cornplug.planner.optimizer.incumbent import Incumbent
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Need, Nodes, Pool, Progress, Variant
+from cornplug.planner.optimizer.subproblems import alone, groups
 
 APPS = 5
 
@@ -72,7 +72,7 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: Pool) -> None:
     best = Incumbent(model, money, Solver(gap=0.001, time_limit_s=20), 20.0, seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(alone(pool, part)) for part in groups(pool)]
-    search.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
+    decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
     assert exact - 1e-6 <= best.dollars <= 1.03 * exact
     assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
     best.improve(money, 1.0)
@@ -91,6 +91,6 @@ def test_rounds_at_other_prices_bound_as_truly(pool: Pool) -> None:
     model = milp.build(pool)
     money = milp.money(model).expression
     best = Incumbent(model, money, Solver(gap=0, time_limit_s=1), 1.0, None)
-    search.rounds(best, [milp.build(alone(pool, part)) for part in groups(pool)], 1.1 * money)
+    decomposition.rounds(best, [milp.build(alone(pool, part)) for part in groups(pool)], 1.1 * money)
     assert best.bound <= exact + 1e-6
     assert best.dollars >= exact - 1e-6

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner.pools import EXACT, one_service
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner.solving import incumbent
-from cornplug.planner.solving.milp import solve
-from cornplug.planner.solving.pool import CacheLevel, Cell, Limits, Need, Pool, Running, Variant
-from cornplug.planner.solving.solvers import Run
-from planner.pools import EXACT, one_service
+from cornplug.planner.optimizer import incumbent
+from cornplug.planner.optimizer.milp import solve
+from cornplug.planner.optimizer.optimization_problem import (
+    CacheLevel,
+    Cell,
+    Limits,
+    Need,
+    Pool,
+    Running,
+    Variant,
+)
+from cornplug.planner.optimizer.solvers import Run
 
 POOL = one_service({"g": {"u": 1.0}}, {"g": 2.0}, {"u": 6.3}, stock=4)
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.pools import EXACT, NO_RESERVE, one_service
 
-from cornplug.planner.solving import milp
-from cornplug.planner.solving.milp import solve
-from cornplug.planner.solving.pool import (
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.milp import solve
+from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
     Demand,
@@ -22,7 +23,6 @@ from cornplug.planner.solving.pool import (
     Running,
     Variant,
 )
-from planner.pools import EXACT, NO_RESERVE, one_service
 
 
 def two_tiers(tight: float, loose: float) -> Pool:

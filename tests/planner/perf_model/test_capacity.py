@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance import confirming
-from cornplug.planner.performance.capacity import Bound, capacity
-from cornplug.planner.simulation.simulator import Job, Visit, simulate
-from cornplug.planner.simulation.stations import Station
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model import simulated_capacity
+from cornplug.planner.perf_model.capacity import Bound, capacity
+from cornplug.planner.simulator.simulator import Job, Visit, simulate
+from cornplug.planner.simulator.stations import Station
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
-from .closed_forms import ttft_pipeline, ttft_single
+from ..closed_forms import ttft_pipeline, ttft_single
 
 STEPS = StepTimes(
     prefill=Curve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
@@ -160,7 +160,7 @@ def test_a_class_without_draws_is_refused() -> None:
 def test_an_equal_question_is_not_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = drawn(700, 1)
     first = capacity(PREFILL, draws, Bound("p95", 0.5))
-    monkeypatch.setattr(confirming, "simulate", None)
+    monkeypatch.setattr(simulated_capacity, "simulate", None)
     assert capacity(replace(PREFILL, name="another"), list(draws), Bound("p95", 0.5)) == first
 
 

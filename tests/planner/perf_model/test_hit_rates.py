@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.performance import hit_rates
+from cornplug.planner.perf_model import hit_rates
 
 
 @pytest.mark.parametrize(("cached", "expected"), [(100, 0.157), (1000, 0.437), (5000, 0.792)])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.given.inputs import Gpu, LLMShape
-from cornplug.planner.performance.memory import engine_share, kv_tokens
+from cornplug.planner.inputs.schema import Gpu, LLMShape
+from cornplug.planner.perf_model.kv_memory import engine_share, kv_tokens
 
 A40 = Gpu(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
 H100 = Gpu(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")

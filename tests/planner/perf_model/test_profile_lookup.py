@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import tables
-from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, TowerShape
-from cornplug.planner.performance import profiles
-from cornplug.planner.simulation.times import ANY, Hardware
+from cornplug.planner.inputs import profile_tables
+from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, TowerShape
+from cornplug.planner.perf_model import profile_lookup
+from cornplug.planner.simulator.step_times import ANY, Hardware
 
 L4 = Gpu(
     name="L4",
@@ -38,7 +38,7 @@ def encoder(*given: dict[str, Any]) -> Component:
 
 
 def take(
-    component: Component, shape: profiles.Shape | None = LLM, gpu: Gpu = L4, **cell: Any
+    component: Component, shape: profile_lookup.Shape | None = LLM, gpu: Gpu = L4, **cell: Any
 ) -> Hardware | None:
     given: dict[str, Any] = {
         "engine": "vllm",
@@ -50,7 +50,7 @@ def take(
         "chunk_tokens": 2048,
         "max_batch": 64,
     }
-    return profiles.hardware(component, shape, gpu, **{**given, **cell})
+    return profile_lookup.hardware(component, shape, gpu, **{**given, **cell})
 
 
 def test_the_first_profile_that_fits_is_taken() -> None:
@@ -168,8 +168,8 @@ def test_a_generator_in_the_engine() -> None:
 
 
 def test_a_table_in_a_file(tmp_path: Path) -> None:
-    rows = (tables.Row("prefill", "L4", 512, 0.05), tables.Row("decode", "L4", 1, 0.01))
-    tables.write(tmp_path / "t.csv", tables.Table(rows, {"date": "today"}))
+    rows = (profile_tables.Row("prefill", "L4", 512, 0.05), profile_tables.Row("decode", "L4", 1, 0.01))
+    profile_tables.write(tmp_path / "t.csv", profile_tables.Table(rows, {"date": "today"}))
     component = llm({"kind": "table", "gpu": "L4", "file": tmp_path / "t.csv", "source": "bench"})
     found = take(component)
     assert found is not None

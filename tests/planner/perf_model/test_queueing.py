@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.given import traces
-from cornplug.planner.performance import queueing
+from cornplug.planner.inputs import traces
+from cornplug.planner.perf_model import queueing
 
-from . import closed_forms
+from .. import closed_forms
 
 # Splitwise's code trace on H100 machines at 70 requests/s: mean prompt time and its spread.
 SERVICE_S, SERVICE_CV2 = 0.313, 1.13
@@ -38,7 +38,7 @@ def test_splitwises_prompt_machines_by_square_root_staffing() -> None:
 
 def test_splitwises_token_machines_by_memory() -> None:
     # planner.md's mean of 152,866 tokens and standard deviation of 24,556, from Azure's trace.
-    trace = traces.read(Path(__file__).parent / "cases" / "splitwise_code.csv", "csv")
+    trace = traces.read(Path(__file__).parents[1] / "cases" / "splitwise_code.csv", "csv")
     held = (trace.prompt_tokens + trace.output_tokens).astype(float)
     seconds = trace.output_tokens * 0.03574
     by_time = held * seconds / seconds.mean()

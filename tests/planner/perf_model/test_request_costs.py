@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.performance import sizes
-from cornplug.planner.simulation import replicas
-from cornplug.planner.simulation.stations import Station
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.perf_model import request_costs
+from cornplug.planner.simulator import replicas
+from cornplug.planner.simulator.stations import Station
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 STEPS = StepTimes(
     Curve.through([1, 100, 400], [0.01, 0.02, 0.1]), Curve.through([1, 8], [0.01, 0.02]), kv_token_s=1e-6
@@ -42,10 +42,10 @@ def test_as_the_simulator_has_them(draws: list[Draw], tasks: str, chunked: bool,
         max_patches=1000,
         chunked=chunked,
     )
-    of = sizes.sizes_of(tuple(draws))
-    once = sizes.encode_s(of, station) + sizes.prefill_s(of, station)
+    of = request_costs.sizes_of(tuple(draws))
+    once = request_costs.encode_s(of, station) + request_costs.prefill_s(of, station)
     assert once == pytest.approx([replicas.prefill_alone_s(station, d) for d in draws])
-    after = sizes.decode_s(of, station)
+    after = request_costs.decode_s(of, station)
     assert after == pytest.approx([replicas.decode_alone_s(station, d) for d in draws])
     made = [station.generate(d.units) if station.generate else 0.0 for d in draws]
-    assert sizes.generate_s(of, station) == pytest.approx(made)
+    assert request_costs.generate_s(of, station) == pytest.approx(made)

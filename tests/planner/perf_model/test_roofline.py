@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.given.inputs import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
-from cornplug.planner.performance import roofline
-from cornplug.planner.simulation.times import StepTimes
+from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
+from cornplug.planner.perf_model import roofline
+from cornplug.planner.simulator.step_times import StepTimes
 
 H100 = Gpu(
     name="H100",

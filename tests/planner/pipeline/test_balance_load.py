@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.deciding.balance import balanced
-from cornplug.planner.given.inputs import Solver
-from cornplug.planner.solving import milp
-from cornplug.planner.solving.pool import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.pipeline.balance_load import balanced
 
 NODES = (Nodes("small", "L4", 1, 1.0, 2), Nodes("large", "H100", 1, 3.0, 1))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.pipeline.decide import decide
 
 LLM = {"name": "llm", "kind": "llm", "tp": [1], "profiles": [
     {"kind": "throughput", "gpu": "L4", "requests_per_s": 2.0},

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from cornplug.planner.deciding import running
-from cornplug.planner.deciding.cells import CellSpec
-from cornplug.planner.deciding.decide import decide
-from cornplug.planner.deciding.tiers import Tier
-from cornplug.planner.given.inputs import Change
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.candidates.latency_tiers import Tier
+from cornplug.planner.inputs.schema import Change
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Need, Nodes, Pool, Running, Variant
+from cornplug.planner.pipeline import current_deployment
+from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.solving import milp
-from cornplug.planner.solving.pool import Cell, Demand, Need, Nodes, Pool, Running, Variant
 
-from . import sample_input
-from .pools import EXACT, NO_RESERVE
+from .. import sample_input
+from ..pools import EXACT, NO_RESERVE
 
 
 def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
@@ -33,7 +33,7 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
 
 def test_another_tier_of_the_same_processes_is_free() -> None:
     plan, cells, pool = two_tiers()
-    taken, known = running.take_over(pool, cells, Change(plan="x"), plan, now=1e9)
+    taken, known = current_deployment.take_over(pool, cells, Change(plan="x"), plan, now=1e9)
     one, other = cells
     assert taken.running is not None
     assert taken.running.free == {(one, other), (other, one)}
@@ -47,7 +47,7 @@ def test_young_replicas_are_told_by_their_age() -> None:
     plan, cells, pool = two_tiers()
     aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
     for now, young in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
-        taken, _ = running.take_over(pool, cells, Change(plan="x"), aged, now=now)
+        taken, _ = current_deployment.take_over(pool, cells, Change(plan="x"), aged, now=now)
         assert taken.running is not None
         assert sum(taken.running.young.values()) == young
 
@@ -55,14 +55,14 @@ def test_young_replicas_are_told_by_their_age() -> None:
 def test_dominated_cells_stay_where_something_runs() -> None:
     plan, cells, _ = two_tiers()
     specs = list(cells.values())
-    assert running.kept(specs, specs[:1], plan) == specs
-    assert running.kept(specs, specs[:1], plan.model_copy(update={"groups": []})) == specs[:1]
+    assert current_deployment.kept(specs, specs[:1], plan) == specs
+    assert current_deployment.kept(specs, specs[:1], plan.model_copy(update={"groups": []})) == specs[:1]
 
 
 def test_what_has_no_cell_is_no_longer_counted() -> None:
     runs = Running({"a": 2, "b": 1}, {"b": 1})
-    assert running.limited_to(runs, ["a"]) == Running({"a": 2}, {})
-    assert running.limited_to(None, ["a"]) is None
+    assert current_deployment.limited_to(runs, ["a"]) == Running({"a": 2}, {})
+    assert current_deployment.limited_to(None, ["a"]) is None
 
 
 @pytest.mark.parametrize(("free", "changes"), [(True, 0), (False, 1)])

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner.made_inputs import two_apps
 
 from cornplug.errors import ConfigError, PlanInfeasible
-from cornplug.planner.deciding.decide import Decision, decide
-from cornplug.planner.given.inputs import PlanInput
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.pipeline.decide import Decision, decide
 from cornplug.planner.plan import Plan
-from planner.inputs import two_apps
 
 
 def plan_input(**tables: Any) -> PlanInput:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.deciding.packing import place
+from cornplug.planner.pipeline.place_replicas import place
 
 CHAIN = (0.25, 0.5, 1, 2, 4, 8)
 

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.measuring import measure_encoder
-from cornplug.planner.measuring.measure_encoder import Passes, Round, passes, points
+from cornplug.planner.profiler import encoder_passes
+from cornplug.planner.profiler.encoder_passes import Passes, Round, passes, points
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
@@ -37,6 +37,6 @@ def test_another_servers_metrics_are_no_encoder_services(monkeypatch):
     def get(url, **_):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(measure_encoder.httpx, "get", get)
+    monkeypatch.setattr(encoder_passes.httpx, "get", get)
     with pytest.raises(CornplugError, match="no encoder service"):
         passes("http://127.0.0.1:1")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.measuring.measure_points import Ask, Grid, Timed
+from cornplug.planner.profiler.sample_grid import Ask, Grid, Timed
 
 GRID = Grid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
 CELL = {"gpu": "cpu-core", "engine": "vllm"}

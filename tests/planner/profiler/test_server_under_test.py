@@ -4,10 +4,10 @@ import subprocess
 
 import pytest
 
-from cornplug.planner.launching.emit import Command
-from cornplug.planner.launching.processes import ProcessEnded
-from cornplug.planner.measuring.measure_points import Grid
-from cornplug.planner.measuring.measure_server import engine, free_port, running
+from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.process_runner import ProcessEnded
+from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.profiler.server_under_test import engine, free_port, running
 
 GRID = Grid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cornplug.errors import CornplugError
-from cornplug.planner.measuring.bench_serve import Served, command, timed, trace_lines
-from cornplug.planner.measuring.measure_points import Ask
+from cornplug.planner.profiler.sample_grid import Ask
+from cornplug.planner.profiler.vllm_bench import Served, command, timed, trace_lines
 
 ASKS = [Ask(1, 1), Ask(40, 8), Ask(16, 8)]
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.deciding.decide import Decision, decide
-from cornplug.planner.given.inputs import Change, PlanInput
+from cornplug.planner.inputs.schema import Change, PlanInput
+from cornplug.planner.pipeline.decide import Decision, decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.replanning import verdict
-from cornplug.planner.replanning.verdict import Verdict
+from cornplug.planner.replan import decision as verdict
+from cornplug.planner.replan.decision import Verdict
 
-from . import sample_input
+from .. import sample_input
 
 PAIR = [
     {"kind": "throughput", "gpu": "A100-80", "role": "P", "requests_per_s": 5.0},

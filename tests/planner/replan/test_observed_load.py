@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner.replanning import observed
-from cornplug.planner.replanning.observed import Counts, Snapshot
+from cornplug.planner.replan import observed_load
+from cornplug.planner.replan.observed_load import Counts, Snapshot
 
-from .metrics_text import VLLM, SGLang
+from ..metrics_text import VLLM, SGLang
 
 
 def snapshot(text: str, at_s: float) -> Snapshot:
-    return observed.parse(text, at_s, "engine")
+    return observed_load.parse(text, at_s, "engine")
 
 
 def test_a_window_of_vllm() -> None:
@@ -31,7 +31,7 @@ def test_a_window_of_vllm() -> None:
     engine.serve(300, 400, 60, cached=0.25, seed=2)
     engine.running.set(4)
     engine.waiting.set(14)
-    window = observed.between(before, snapshot(engine.text, 160))
+    window = observed_load.between(before, snapshot(engine.text, 160))
     # 300 finished, and 10 more are in the engine than before: they came in this minute, too.
     assert window.rate == pytest.approx(310 / 60)
     assert window.waiting == 14
@@ -47,7 +47,7 @@ def test_a_window_of_sglang() -> None:
     before = snapshot(engine.text, 0)
     engine.serve(120, 250, 90, cached=0.4)
     engine.queue.set(3)
-    window = observed.between(before, snapshot(engine.text, 60))
+    window = observed_load.between(before, snapshot(engine.text, 60))
     assert (window.rate, window.waiting) == (pytest.approx(123 / 60), 3)
     assert window.prompt is not None
     assert (window.prompt.mean, window.prompt.number) == (250, 120)
@@ -59,7 +59,7 @@ def test_engines_with_other_buckets_add_up() -> None:
     before = snapshot(one.text + two.text, 0)
     one.serve(10, 400, 10)
     two.serve(30, 250, 10)
-    window = observed.between(before, snapshot(one.text + two.text, 10))
+    window = observed_load.between(before, snapshot(one.text + two.text, 10))
     assert window.prompt is not None
     assert window.prompt.number == 40
     assert window.rate == pytest.approx(4)
@@ -71,7 +71,7 @@ def test_a_restarted_engine_counts_from_zero() -> None:
     before = snapshot(engine.text, 0)
     after = VLLM()
     after.serve(40, 100, 10)
-    assert observed.between(before, snapshot(after.text, 10)).requests == 40
+    assert observed_load.between(before, snapshot(after.text, 10)).requests == 40
 
 
 def test_embeddings_that_no_tower_ran_for_are_hits() -> None:
@@ -81,7 +81,7 @@ def test_embeddings_that_no_tower_ran_for_are_hits() -> None:
             lines.append(f'cornplug_encoder_answers_total{{app="chat",tower="{tower}",qos="default"}} {n}')
         return "\n".join(lines) + "\n"
 
-    window = observed.between(snapshot(text(10, 0, 0), 0), snapshot(text(30, 5, 55), 10))
+    window = observed_load.between(snapshot(text(10, 0, 0), 0), snapshot(text(30, 5, 55), 10))
     assert window.embedding_hits == {"chat": pytest.approx(0.75)}
 
 
@@ -96,7 +96,7 @@ def test_a_prometheus_servers_answer_reads_like_the_engines(tmp_path: Path) -> N
     file = tmp_path / "answer.json"
     file.write_text(body)
     os.utime(file, (50, 50))
-    assert observed.read(str(file)) == snapshot(engine.text, 50)
+    assert observed_load.read(str(file)) == snapshot(engine.text, 50)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_what_is_no_metrics_is_refused(tmp_path: Path, body: str, says: str) -> 
     file = tmp_path / "m"
     file.write_text(body)
     with pytest.raises(ConfigError, match=says):
-        observed.read(str(file))
+        observed_load.read(str(file))
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        observed.read(str(tmp_path / "none"))
+        observed_load.read(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="Is the engine up"):
-        observed.read("http://127.0.0.1:9/metrics")
+        observed_load.read("http://127.0.0.1:9/metrics")
     with pytest.raises(ConfigError, match="older than the first"):
-        observed.between(Snapshot(2, {}), Snapshot(1, {}))
+        observed_load.between(Snapshot(2, {}), Snapshot(1, {}))
 
 
 @settings(deadline=None, max_examples=50)
@@ -151,14 +151,14 @@ def assert_names(source: str, prefix: str) -> None:
     names = {
         n
         for group in (
-            observed.FINISHED,
-            observed.REJECTED,
-            observed.PRESENT,
-            observed.PROMPT,
-            observed.OUTPUT,
+            observed_load.FINISHED,
+            observed_load.REJECTED,
+            observed_load.PRESENT,
+            observed_load.PROMPT,
+            observed_load.OUTPUT,
         )
         for n in group
-    } | {*observed.TTFT, *observed.CACHED, *observed.LOOKED_UP}
+    } | {*observed_load.TTFT, *observed_load.CACHED, *observed_load.LOOKED_UP}
     missing = [
         n
         for n in names

@@ -14,13 +14,14 @@ import pytest
 
 from cornplug import cli
 from cornplug.planner.plan import Plan
-from cornplug.planner.replanning import observed, replan, replan_state
-from cornplug.planner.replanning.observed import Snapshot
-from cornplug.planner.replanning.replan import CHANGE, aged
+from cornplug.planner.replan import observed_load, replan_state
+from cornplug.planner.replan import replan_command as replan
+from cornplug.planner.replan.observed_load import Snapshot
+from cornplug.planner.replan.replan_command import CHANGE, aged
 
-from .metrics_text import VLLM
-from .sample_plan import group, plan
-from .test_commands import written
+from ..metrics_text import VLLM
+from ..sample_plan import group, plan
+from ..test_commands import written
 
 
 class Site:
@@ -169,7 +170,7 @@ def address() -> Iterator[str]:
 def test_an_engine_is_asked_twice_a_window_apart(address: str) -> None:
     before, after = replan._snapshots([address], {}, 0.5)
     assert before is not None
-    window = observed.between(before[address], after[address])
+    window = observed_load.between(before[address], after[address])
     assert window.requests == 10
     assert window.seconds == pytest.approx(0.5, abs=0.3)
 

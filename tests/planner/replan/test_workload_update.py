@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given import lengths
-from cornplug.planner.given.inputs import Media, PlanInput, Request, SharedPrefix
+from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs.schema import Media, PlanInput, Request, SharedPrefix
 from cornplug.planner.plan import Plan, Route, Stage
-from cornplug.planner.replanning import observed, workload
-from cornplug.planner.replanning.observed import Window
+from cornplug.planner.replan import observed_load, workload_update
+from cornplug.planner.replan.observed_load import Window
 
-from .metrics_text import VLLM
-from .sample_input import given
-from .sample_plan import group, plan
+from ..metrics_text import VLLM
+from ..sample_input import given
+from ..sample_plan import group, plan
 
 
 def one_group(**requests: float) -> Plan:
@@ -33,9 +33,9 @@ def one_group(**requests: float) -> Plan:
 
 def window(n: int, seconds: float, prompt: float = 400, output: float = 60, cached: float = 0.0) -> Window:
     engine = VLLM()
-    before = observed.parse(engine.text, 0, "")
+    before = observed_load.parse(engine.text, 0, "")
     engine.serve(n, prompt, output, cached=cached)
-    return observed.between(before, observed.parse(engine.text, seconds, ""))
+    return observed_load.between(before, observed_load.parse(engine.text, seconds, ""))
 
 
 def with_requests(*requests: Request) -> PlanInput:
@@ -46,11 +46,11 @@ def with_requests(*requests: Request) -> PlanInput:
 
 def test_what_is_as_planned_changes_nothing() -> None:
     base = given(rate=5)
-    assert workload.updated(base, one_group(short=5), {"": window(300, 60)}) == (base, ())
+    assert workload_update.updated(base, one_group(short=5), {"": window(300, 60)}) == (base, ())
 
 
 def test_a_doubled_rate_is_taken_over() -> None:
-    changed, (difference,) = workload.updated(given(rate=5), one_group(short=5), {"": window(600, 60)})
+    changed, (difference,) = workload_update.updated(given(rate=5), one_group(short=5), {"": window(600, 60)})
     assert (difference.demand, difference.what, difference.planned) == ("chat/short", "rate", 5)
     assert changed.applications[0].requests[0].rate == difference.observed == pytest.approx(10)
 
@@ -58,17 +58,17 @@ def test_a_doubled_rate_is_taken_over() -> None:
 def test_a_difference_within_chance_is_none() -> None:
     """18 requests where 15 were planned for: one standard deviation of 15 is 4."""
     base = given(rate=1)
-    assert workload.updated(base, one_group(short=1), {"": window(18, 15)})[1] == ()
+    assert workload_update.updated(base, one_group(short=1), {"": window(18, 15)})[1] == ()
 
 
 def test_a_lone_class_gets_the_observed_lengths() -> None:
-    changed, (difference,) = workload.updated(
+    changed, (difference,) = workload_update.updated(
         given(rate=5), one_group(short=5), {"chat/short": window(300, 60, prompt=900)}
     )
     assert difference.what == "prompt"
     prompt = changed.applications[0].requests[0].prompt
-    assert lengths.mean(prompt) == pytest.approx(900, rel=0.02)
-    assert lengths.quantile(prompt, 0.99) > 1000
+    assert length_distributions.mean(prompt) == pytest.approx(900, rel=0.02)
+    assert length_distributions.quantile(prompt, 0.99) > 1000
 
 
 def test_two_classes_of_one_engine_grow_alike() -> None:
@@ -77,10 +77,14 @@ def test_two_classes_of_one_engine_grow_alike() -> None:
         Request(name="long", rate=1, prompt=1600, output=60),
     )
     # The mixture's mean is 400, as planned: neither class's own mean is, and nothing may change but the rate.
-    changed, differences = workload.updated(base, one_group(short=4, long=1), {"chat": window(600, 60)})
+    changed, differences = workload_update.updated(
+        base, one_group(short=4, long=1), {"chat": window(600, 60)}
+    )
     assert [d.what for d in differences] == ["rate", "rate"]
     assert [r.rate for r in changed.applications[0].requests] == [pytest.approx(8), pytest.approx(2)]
-    _, differences = workload.updated(base, one_group(short=4, long=1), {"chat": window(300, 60, prompt=800)})
+    _, differences = workload_update.updated(
+        base, one_group(short=4, long=1), {"chat": window(300, 60, prompt=800)}
+    )
     assert {d.demand: d.observed for d in differences} == {
         "chat/short": pytest.approx(200, rel=0.02),
         "chat/long": pytest.approx(3200, rel=0.02),
@@ -91,9 +95,9 @@ def test_groups_count_by_their_part_of_the_route() -> None:
     halves = Stage(tasks="PD", groups={"a": 0.75, "b": 0.25})
     route = Route(app="chat", request="short", structure="monolith", rate=8, stages=[halves])
     running = plan(groups=[group("a", "PD"), group("b", "PD")], routes=[route])
-    changed, _ = workload.updated(given(rate=8), running, {"a": window(720, 60), "b": window(240, 60)})
+    changed, _ = workload_update.updated(given(rate=8), running, {"a": window(720, 60), "b": window(240, 60)})
     assert changed.applications[0].requests[0].rate == pytest.approx(16)
-    only_one, _ = workload.updated(given(rate=8), running, {"b": window(240, 60)})
+    only_one, _ = workload_update.updated(given(rate=8), running, {"b": window(240, 60)})
     assert only_one.applications[0].requests[0].rate == pytest.approx(16)
 
 
@@ -105,20 +109,20 @@ def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits
     route = Route(app="chat", request="short", structure="P+D", rate=5, stages=stages)
     running = plan(groups=[group("p", "P"), group("d", "D")], routes=[route])
     seen = {"p": window(600, 60, cached=0.45), "d": window(300, 60, cached=1.0)}
-    changed, (difference,) = workload.updated(base, running, seen)
+    changed, (difference,) = workload_update.updated(base, running, seen)
     assert (difference.what, difference.observed) == ("prefix", pytest.approx(0.9))
     prefix = changed.applications[0].requests[0].prefix
     assert prefix is not None
     assert prefix.hit_rate == pytest.approx(0.9)
     with pytest.raises(ConfigError, match=r"both count it.*GROUP=URL, of p, d"):
-        workload.updated(base, running, {"": window(600, 60)})
+        workload_update.updated(base, running, {"": window(600, 60)})
 
 
 def test_media_keep_their_tokens_and_take_the_observed_hits() -> None:
     media = Media(encoder="vit", items=1, tokens=300, hit_rate=0.1)
     base = with_requests(Request(name="short", rate=5, prompt=100, output=60, media=[media]))
     seen = Window(60, 300, 0, embedding_hits={"chat": 0.7}, prompt=window(300, 60, prompt=500).prompt)
-    changed, differences = workload.updated(base, one_group(short=5), {"": seen})
+    changed, differences = workload_update.updated(base, one_group(short=5), {"": seen})
     assert {d.what: round(d.observed, 1) for d in differences} == {
         "prompt": pytest.approx(200, rel=0.03),
         "embedding": 0.7,
@@ -128,4 +132,4 @@ def test_media_keep_their_tokens_and_take_the_observed_hits() -> None:
 
 def test_an_unknown_scope_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no such group or class.*chat, chat/short, llm7/PD"):
-        workload.updated(given(), one_group(short=5), {"chta": window(1, 1)})
+        workload_update.updated(given(), one_group(short=5), {"chta": window(1, 1)})

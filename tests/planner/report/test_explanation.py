@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.deciding.decide import Decision, decide
-from cornplug.planner.given.inputs import PlanInput, Slo
-from cornplug.planner.reporting import bindings, monolith, slo_curve, why
-from cornplug.planner.reporting.what_if import Answer, Clock
+from cornplug.planner.inputs.schema import PlanInput, Slo
+from cornplug.planner.pipeline.decide import Decision, decide
+from cornplug.planner.report import binding_constraints, explanation, monolith, slo_cost_curve
+from cornplug.planner.report.counterfactual import Answer, Clock
 
-from .sample_input import given
+from ..sample_input import given
 
 
 def decided(of: PlanInput) -> Decision:
@@ -56,7 +56,7 @@ def pair(rate: float, **changes: Any) -> PlanInput:
 
 
 def test_the_next_best_has_its_price() -> None:
-    found = why.explain(given(rate=14, rules=full()), decided(given(rate=14, rules=full())))
+    found = explanation.explain(given(rate=14, rules=full()), decided(given(rate=14, rules=full())))
     # Best: 1 A100 (10) + 2 A10G (4) = 5.69.
     costs = {a.name: a.cost_per_hour for a in found.alternatives}
     assert costs["without A10G"] == pytest.approx(2 * 3.67)
@@ -69,7 +69,7 @@ def test_the_next_best_has_its_price() -> None:
 
 
 def test_an_engine_that_is_as_good_is_said_to_be() -> None:
-    found = why.explain(given(), decided(given()))
+    found = explanation.explain(given(), decided(given()))
     (one,) = [a for a in found.alternatives if a.name in ("without vllm", "without sglang")]
     assert one.why_not == "as good, as far as the solver's gap tells"
 
@@ -80,7 +80,7 @@ def test_a_stock_that_binds_says_what_more_would_save() -> None:
         {"name": "a100", "gpu": "A100-80", "gpus": 1, "price_per_hour": 3.67, "stock": 1},
     ]
     scarce = given(rate=20, rules=full(), pool=pool)
-    binding = {b.constraint: b for b in why.explain(scarce, decided(scarce)).binding}
+    binding = {b.constraint: b for b in explanation.explain(scarce, decided(scarce)).binding}
     # 1 A100 and 5 A10G, $8.72; with a second A100, $7.34.
     assert binding["stock[a100]"].saves_per_hour == pytest.approx(8.72 - 7.34)
     assert "stock[a10g]" not in binding
@@ -88,18 +88,18 @@ def test_a_stock_that_binds_says_what_more_would_save() -> None:
 
 def test_reserves_are_named_with_their_price() -> None:
     spared = given(rate=16, rules=full(online_share=0.8, n_plus_one=True))
-    binding = {b.constraint: b.saves_per_hour for b in why.explain(spared, decided(spared)).binding}
+    binding = {b.constraint: b.saves_per_hour for b in explanation.explain(spared, decided(spared)).binding}
     assert binding["online"] > 0  # type: ignore[operator]
     assert "rules.online_share" in next(
         b.question.text
-        for b in bindings.questions(decided(spared).pool, decided(spared).solution)
+        for b in binding_constraints.questions(decided(spared).pool, decided(spared).solution)
         if b.question.name == "online"
     )
     assert binding["demand[chat/short]"] > 0  # type: ignore[operator]
 
 
 def test_the_monolith_loses_where_roles_differ_much() -> None:
-    found = why.explain(pair(10), decided(pair(10)))
+    found = explanation.explain(pair(10), decided(pair(10)))
     # At 2.5 requests/s 2 of either do; at 5, 2 do the work of 4.
     assert found.monolith == (
         "The monolith loses here: everywhere, it costs $21.00/h, 133 % more. "
@@ -113,12 +113,12 @@ def test_the_monolith_wins_where_it_is_fast() -> None:
         {"kind": "throughput", "gpu": "A100-80", "role": "PD", "requests_per_s": 6.0},
     ]
     llm = PAIR["components"][0] | {"profiles": profiles}  # type: ignore[operator]
-    found = why.explain(pair(5, components=[llm]), decided(pair(5, components=[llm])))
+    found = explanation.explain(pair(5, components=[llm]), decided(pair(5, components=[llm])))
     assert found.monolith.startswith("The monolith wins here: dividing requests costs $6.00/h, 100 % more.")
 
 
 def test_what_no_bound_can_change_has_no_curve() -> None:
-    assert why.explain(pair(10), decided(pair(10))).curve == []
+    assert explanation.explain(pair(10), decided(pair(10))).curve == []
 
 
 def timed(ttft_s: float) -> PlanInput:
@@ -151,7 +151,7 @@ def timed(ttft_s: float) -> PlanInput:
 def test_looser_bounds_cost_less_and_have_a_price() -> None:
     tight = timed(1.0)
     decision = decided(tight)
-    found = why.explain(tight, decision, budget_s=60)
+    found = explanation.explain(tight, decision, budget_s=60)
     costs = {p.slo_factor: p.cost_per_hour for p in found.curve}
     assert sorted(costs) == [0.5, 0.7, 1.0, 1.5, 2.0, 3.0]
     assert costs[1.0] == decision.plan.cost_per_hour
@@ -164,7 +164,7 @@ def test_looser_bounds_cost_less_and_have_a_price() -> None:
 
 
 def test_no_time_is_said_and_not_filled_in() -> None:
-    found = why.explain(pair(10), decided(pair(10)), budget_s=0)
+    found = explanation.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []
     assert found.binding == []
     assert any("No time was left to ask for: monolith, monolith everywhere" in note for note in found.notes)
@@ -172,7 +172,7 @@ def test_no_time_is_said_and_not_filled_in() -> None:
 
 def test_scaling_bounds_scales_all_of_them_and_nothing_else() -> None:
     base = given()
-    looser = slo_curve.scaled(base, 2.0)
+    looser = slo_cost_curve.scaled(base, 2.0)
     assert looser.applications[0].slo == Slo(ttft_s=1.0)
     assert not looser.rules.simulate
     same = looser.model_copy(update={"applications": base.applications, "rules": base.rules})

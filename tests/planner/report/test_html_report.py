@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cornplug.planner.plan import CurvePoint, PlannedNodes, Why
-from cornplug.planner.reporting import packing_chart, report
+from cornplug.planner.report import html_report, placement_chart
 
-from .sample_plan import group, plan
+from ..sample_plan import group, plan
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -55,7 +55,7 @@ def number(value: str | None) -> float:
 
 
 def test_the_page_says_what_the_plan_says() -> None:
-    page = Page(report.html(plan()))
+    page = Page(html_report.html(plan()))
     assert page.open == []
     for value in (
         "$58.24/h",
@@ -77,15 +77,15 @@ def test_the_page_says_what_the_plan_says() -> None:
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_runs() -> None:
-    page = Page(report.html(plan()))
+    page = Page(html_report.html(plan()))
     tags = {tag for tag, _ in page.seen}
     assert not tags & {"script", "link", "img", "iframe", "object", "use", "a", "image", "form"}
     assert not any(
         k in ("src", "href") or k.startswith("on") for _, attributes in page.seen for k in attributes
     )
-    assert not re.search(r"https?:|url\(|@import", report.html(plan()))
+    assert not re.search(r"https?:|url\(|@import", html_report.html(plan()))
     (policy,) = [a["content"] for _, a in page.seen if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy == report.POLICY
+    assert policy == html_report.POLICY
 
 
 def test_hostile_names_are_words() -> None:
@@ -93,7 +93,7 @@ def test_hostile_names_are_words() -> None:
     name = f"a{HOSTILE}"
     route = given.routes[0].model_copy(update={"app": name})
     page = Page(
-        report.html(
+        html_report.html(
             plan(
                 name=name,
                 groups=[group(name, "PD", service=name, profile=name)],
@@ -109,9 +109,9 @@ def test_hostile_names_are_words() -> None:
 
 def test_replicas_fill_gpus_without_overlap() -> None:
     given = plan()
-    found = packing_chart.parts(given, given.nodes[1])
+    found = placement_chart.parts(given, given.nodes[1])
     assert [(p.gpu, p.start, p.share) for p in found] == [(0, 0, 0.25), (0, 0.25, 0.25), (1, 0, 0.25)]
-    big = packing_chart.parts(
+    big = placement_chart.parts(
         plan(groups=[group("big", "PD", tp=8, pp=2, replicas=1, placement=[[1, 0]])]), given.nodes[0]
     )
     assert {p.node for p in big} == {1, 2}
@@ -121,7 +121,7 @@ def test_replicas_fill_gpus_without_overlap() -> None:
 def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
     shares = (0.5, 1.0, 1.15, 9.0)
     groups = [group(f"g{n}", "P", utilisation=share) for n, share in enumerate(shares)]
-    page = Page(report.html(plan(groups=groups, outlook=[])))
+    page = Page(html_report.html(plan(groups=groups, outlook=[])))
     half, whole, most, beyond = (a for a in page.with_class("fill") if a.get("height") == "15")
     (limit,) = page.with_class("limit")
     assert number(whole["x"]) + number(whole["width"]) == pytest.approx(number(limit["x1"]), abs=0.02)
@@ -131,14 +131,14 @@ def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
 
 def test_the_curve_goes_down_where_cost_goes_down() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
-    page = Page(report.html(plan(why=Why(curve=points))))
+    page = Page(html_report.html(plan(why=Why(curve=points))))
     heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 
 
 def test_empty_plans_have_a_page() -> None:
     bare = plan(groups=[], routes=[], outlook=[], caches=[], reservations=[], nodes=[])
-    assert "no nodes" in Page(report.html(bare)).said
+    assert "no nodes" in Page(html_report.html(bare)).said
 
 
 @pytest.mark.integration
@@ -148,7 +148,7 @@ def test_the_page_fits_a_phone_in_chromium(tmp_path: Path) -> None:
     if browser is None or "CORNPLUG_NO_BROWSER" in os.environ:
         pytest.skip("no chromium here")
     file = tmp_path / "report.html"
-    file.write_text(report.html(plan()), encoding="utf-8")
+    file.write_text(html_report.html(plan()), encoding="utf-8")
     probe = tmp_path / "probe.html"
     # The page runs no scripts by its own policy, so that a frame measures it from outside.
     probe.write_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.reporting.slo_curve import Cost, falling
+from cornplug.planner.report.slo_cost_curve import Cost, falling
 
 
 def test_looser_bounds_never_cost_more() -> None:

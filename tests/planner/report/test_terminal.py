@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from cornplug.planner.plan import Plan, Proof, Why
-from cornplug.planner.reporting import checks, summary, wording
+from cornplug.planner.report import formatting, slo_checks
+from cornplug.planner.report import terminal as summary
 
-from .sample_plan import group, plan
+from ..sample_plan import group, plan
 
 
 def shown(of: Plan, width: int = 160) -> str:
@@ -76,11 +77,11 @@ def test_names_are_no_markup() -> None:
     ("value", "said"), [(None, "–"), (0.0852, "85.2 ms"), (1.239, "1.24 s"), (3600.0, "3,600 s")]
 )
 def test_times_have_three_digits(value: float | None, said: str) -> None:
-    assert wording.seconds(value) == said
+    assert formatting.seconds(value) == said
 
 
 def test_checks_compare_the_slo_percentile_with_its_bound() -> None:
-    ttft, tpot, e2e = checks.of(plan())
+    ttft, tpot, e2e = slo_checks.of(plan())
     assert (ttft.simulated_s, ttft.kept) == (0.43, True)
     assert (tpot.simulated_s, tpot.kept) == (0.052, False)
     assert (e2e.bound_s, e2e.kept) == (None, None)

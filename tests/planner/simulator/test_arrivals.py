@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.simulation import arrivals
+from cornplug.planner.simulator import arrivals
 
 
 @pytest.mark.parametrize("burst", [0.25, 1.0, 4.0])

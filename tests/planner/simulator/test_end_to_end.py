@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.demand import Draw
+from cornplug.planner.inputs.demand import Draw
 from cornplug.planner.plan import Route, Stage
-from cornplug.planner.simulation.rehearsal import Class, Result, rehearse
-from cornplug.planner.simulation.simulator import Station
-from cornplug.planner.simulation.times import Curve, StepTimes
+from cornplug.planner.simulator.end_to_end import Class, Result, rehearse
+from cornplug.planner.simulator.simulator import Station
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3), request_overhead_s=0.5)
 ONE = [Draw(100, 0, (200,), 3, 0.0)]

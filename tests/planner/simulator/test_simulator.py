@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner import simpy_stations
 
 from cornplug.errors import ConfigError
-from cornplug.planner.given.demand import Draw
-from cornplug.planner.simulation.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulation.times import Curve, StepTimes
-from planner import simpy_stations
+from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
+from cornplug.planner.simulator.step_times import Curve, StepTimes
 
 STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3))
 HERE = (Visit(0),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cornplug.planner.simulation.times import ANY, Curve, Hardware, StepTimes
+from cornplug.planner.simulator.step_times import ANY, Curve, Hardware, StepTimes
 
 
 def test_a_curve_goes_through_its_points_and_on_along_the_outermost_lines() -> None:

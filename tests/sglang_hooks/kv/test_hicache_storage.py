@@ -16,19 +16,21 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, hicache, kv_names, weights
-from cornplug.sglang_hooks.hicache import CornplugStorage
-from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.kv_layout import host_pages
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks
+from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv.layout import host_pages
+from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
-from .kv_rig import HEADS, LAYERS, Controller, RigRuntime, device_pool, hashes_of, host_pool
+from ..kv_rig import HEADS, LAYERS, Controller, RigRuntime, device_pool, hashes_of, host_pool
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 DYNAMIC = {
     "backend_name": "cornplug",
-    "module_path": "cornplug.sglang_hooks.hicache",
+    "module_path": "cornplug.sglang_hooks.kv.hicache_storage",
     "class_name": "CornplugStorage",
     "interface_v1": 1,
 }
@@ -43,16 +45,16 @@ def store() -> FaultyStore:
 def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tally]:
     """A scheduler process of a server with cornplug, up to the attaching of its storage."""
     runtime, tally = RigRuntime(store), Tally()
-    monkeypatch.setattr(active, "is_on", lambda: True)
-    monkeypatch.setattr(active, "runtime", lambda: runtime)
-    monkeypatch.setattr(active, "tally", lambda: tally)
-    monkeypatch.setattr(hicache, "_identify", lambda: (b"model", {"config": "x"}))
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "runtime", lambda: runtime)
+    monkeypatch.setattr(activation, "tally", lambda: tally)
+    monkeypatch.setattr(hicache_storage, "_identify", lambda: (b"model", {"config": "x"}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
     monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
     monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
     yield tally
-    kv_names.close_book()
+    page_hash_hooks.close_book()
 
 
 def config(**more: Any) -> HiCacheStorageConfig:
@@ -85,13 +87,13 @@ def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tupl
         backend.on_host_pools_registered()
         return backend
 
-    return kv_names._attach(making, controller), host
+    return page_hash_hooks._attach(making, controller), host
 
 
 def name(tokens: list[int], page_size: int) -> list[str]:
     hashes = hashes_of(tokens, page_size)
-    assert kv_names._book is not None
-    kv_names._book.record(None, hashes, tokens, Space(None, None))
+    assert page_hash_hooks._book is not None
+    page_hash_hooks._book.record(None, hashes, tokens, Space(None, None))
     return hashes
 
 
@@ -172,7 +174,7 @@ class Cache:
         """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
         self.queued.clear()
         hashes = hashes_of(tokens, 64, Space(None, salt))
-        kv_names._prefetch(
+        page_hash_hooks._prefetch(
             Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
             hashes[matched // 64 - 1] if matched else None, None,
             matched_prefix_tokens=array("q", tokens[:matched]), cache_salt=salt,
@@ -231,7 +233,7 @@ def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> 
     hashes = hashes_of(TOKENS, 16)
     for matched, queued in ((0, True), (80, True), (512 - 16, True)):
         cache.queued.clear()
-        kv_names._prefetch(
+        page_hash_hooks._prefetch(
             Cache.prefetch_from_storage, cache, "request", 1, array("q", TOKENS[matched:]),
             hashes[matched // 16 - 1] if matched else None,
             matched_prefix_tokens=array("q", TOKENS[:matched]),
@@ -263,12 +265,12 @@ def test_ranks_queue_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
 def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    monkeypatch.setattr(weights, "replaced", lambda: True)
+    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weights, "replaced", lambda: False)
+    monkeypatch.setattr(weight_updates, "replaced", lambda: False)
     assert backend.batch_exists(hashes) == 0
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weights, "replaced", lambda: True)
+    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
     process.drain()
     assert backend.batch_exists(hashes) == 0
     assert not any(backend.batch_get_v1(hashes, slots))
@@ -305,7 +307,7 @@ def test_pages_that_do_not_fit_are_not_shared(caplog: pytest.LogCaptureFixture) 
 def test_a_layout_that_lies_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hicache, "verify", _refuse)
+    monkeypatch.setattr(hicache_storage, "verify", _refuse)
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
         backend, host = attach()
     assert backend._off == "layout"
@@ -342,6 +344,6 @@ def test_the_old_interface_moves_nothing() -> None:
 
 
 def test_without_cornplug_the_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "is_on", lambda: False)
+    monkeypatch.setattr(activation, "is_on", lambda: False)
     with pytest.raises(ConfigError, match="enable-cornplug"):
         CornplugStorage(config())

@@ -10,10 +10,11 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from cornplug.sglang_hooks import active, compat, kv_late
-from cornplug.sglang_hooks.hicache import CornplugStorage
+from cornplug.sglang_hooks import activation, compat
+from cornplug.sglang_hooks.kv import late_exclusions
+from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
-from .kv_rig import device_pool, latent_pool
+from ..kv_rig import device_pool, latent_pool
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def overridden(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     context = SimpleNamespace(override=lambda source, **fields: found.update(fields))
     monkeypatch.setattr(runtime_context, "get_context", lambda: context)
-    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
     return found
 
 
@@ -71,7 +72,7 @@ def test_pools_that_have_no_pages_get_no_hicache(
 ) -> None:
     scheduler = Scheduler(pool, given=given)
     with mock.patch.object(compat.logger, "warning") as warning:
-        kv_late._pools_made(None, scheduler)
+        late_exclusions._pools_made(None, scheduler)
     assert scheduler.enable_hicache_storage is not bool(why)
     assert scheduler.enable_hierarchical_cache is (given or not why)
     assert why in str(warning.call_args)
@@ -86,10 +87,10 @@ def test_one_rank_that_cannot_share_takes_the_storage_from_all(
     here: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
     scheduler: Any = Scheduler(device_pool(16), given=False)
-    kv_late._schedulers.clear()
-    kv_late._pools_made(None, scheduler)
+    late_exclusions._schedulers.clear()
+    late_exclusions._pools_made(None, scheduler)
     cache = Cache(here=here, others=others)
-    kv_late._host_pools_made(None, cache)
+    late_exclusions._host_pools_made(None, cache)
     assert cache.detached is not (here and others)
     assert scheduler.enable_hicache_storage is (here and others)
     assert overridden.get("hicache_storage_backend", "ours") == ("ours" if here and others else None)
@@ -98,7 +99,7 @@ def test_one_rank_that_cannot_share_takes_the_storage_from_all(
 def test_anothers_storage_is_left_alone(overridden: dict[str, Any]) -> None:
     cache = Cache(here=False, others=False)
     cache.cache_controller.storage_backend = SimpleNamespace()
-    kv_late._host_pools_made(None, cache)
-    kv_late._host_pools_made(None, SimpleNamespace(cache_controller=None))
+    late_exclusions._host_pools_made(None, cache)
+    late_exclusions._host_pools_made(None, SimpleNamespace(cache_controller=None))
     assert not cache.detached
     assert overridden == {}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks import kv_layout
-from cornplug.sglang_hooks.kv_layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv import layout as kv_layout
+from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 
-from .kv_rig import DIM, HEADS, LAYERS, LAYOUTS, Controller, device_pool, host_pool, latent_pool
+from ..kv_rig import DIM, HEADS, LAYERS, LAYOUTS, Controller, device_pool, host_pool, latent_pool
 
 
 def naive(layout: str, size: int, slot: int, h: int, layer: int, plane: int, t: int) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ import pytest
 from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
 from cornplug.identity import page_key
-from cornplug.sglang_hooks import active, named
-from cornplug.sglang_hooks.kv_book import Book
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv.page_hash_index import Book
+from cornplug.sglang_hooks.mm import placeholder_tokens
 
-from .kv_rig import PLAIN, hashes_of
-from .media_rig import item
+from ..kv_rig import PLAIN, hashes_of
+from ..media_rig import item
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
@@ -22,20 +23,20 @@ def test_the_keys_are_those_of_the_other_room(
     case: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From items as the tokenizer names them, over the tokens that SGLang itself makes of these."""
-    monkeypatch.setattr(named, "_values", set())
-    monkeypatch.setattr(named, "_identities", type(named._identities)())
-    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(placeholder_tokens, "_values", set())
+    monkeypatch.setattr(placeholder_tokens, "_identities", type(placeholder_tokens._identities)())
+    monkeypatch.setattr(activation, "is_on", lambda: True)
     items = []
     for medium in vectors.CASES[case]:
         items.append(item(start=medium.offset, rows=medium.rows))
-        named.give(items[-1], medium.key)
+        placeholder_tokens.give(items[-1], medium.key)
     padded = MultimodalProcessorOutput.build_padded_input_ids(vectors.tokens(vectors.CASES[case]), items)
     assert padded is not None
     hashes = hashes_of(padded, page_size)
-    book = Book(page_size, vectors.PAGE_TOKENS, is_foreign=named.is_foreign)
+    book = Book(page_size, vectors.PAGE_TOKENS, is_foreign=placeholder_tokens.is_foreign)
     book.record(None, hashes, padded, PLAIN)
     assert None in book.find(hashes)  # nobody has named them yet
-    named._multimodal_inputs(SimpleNamespace(mm_items=items), None, None)
+    placeholder_tokens._multimodal_inputs(SimpleNamespace(mm_items=items), None, None)
     book.record(None, hashes, padded, PLAIN)
     links = []
     for page in book.find(hashes):

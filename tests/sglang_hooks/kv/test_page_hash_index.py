@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_common.lora_digests import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import kv_ahead, kv_book, kv_names, lora, named
-from cornplug.sglang_hooks.kv_book import Book, Space
-from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks, page_hash_index
+from cornplug.sglang_hooks.kv.namespace_roots import Roots
+from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.mm import placeholder_tokens as named
+from cornplug.sglang_hooks.model import lora_adapters
 
-from .kv_rig import PLAIN, SECRET, hashes_of
+from ..kv_rig import PLAIN, SECRET, hashes_of
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "page_keys.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 PAIRS = [(16, 64), (32, 64), (64, 64), (128, 64), (16, 16), (128, 128), (16, 128), (48, 16), (112, 16)]
 
 
@@ -107,7 +109,7 @@ def test_what_hangs_in_the_air_is_not_entered() -> None:
 
 
 def test_it_forgets_the_oldest() -> None:
-    book = Book(16, 16, max_bytes=10 * (kv_book._PAGE_BYTES + kv_book._END_BYTES))
+    book = Book(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
     old, new = prompt(128), prompt(128, 3)
     book.record(None, hashes_of(old, 16), old, PLAIN)
     book.record(None, hashes_of(new, 16), new, PLAIN)
@@ -181,10 +183,10 @@ def test_a_failed_identity_says_so() -> None:
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "_paths", {})
-    monkeypatch.setattr(lora, "_disputed", set())
-    monkeypatch.setattr(lora, "_files", Adapters())
-    monkeypatch.setattr(lora.active, "is_on", lambda: True)
+    monkeypatch.setattr(lora_adapters, "_paths", {})
+    monkeypatch.setattr(lora_adapters, "_disputed", set())
+    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters.active, "is_on", lambda: True)
 
 
 class _Loras(dict[str, Any]):
@@ -207,7 +209,7 @@ def adapter(folder: Path, weights: bytes) -> str:
 
 
 def load(name: str, path: str | None) -> None:
-    lora._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+    lora_adapters._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
 def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
-    lora._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    lora_adapters._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
     for name, reason in (
         ("id-gone", "lora"),
         ("id-changed", "lora_changed"),
@@ -243,7 +245,7 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
 def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(Space("id-one", None))
-    lora._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    lora_adapters._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
         roots().root(Space("id-one", None))
 
@@ -253,16 +255,16 @@ def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_pat
 
 @pytest.fixture
 def book(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kv_names.active, "is_on", lambda: True)
-    yield kv_names.open_book(16, 64)
-    kv_names.close_book()
+    monkeypatch.setattr(page_hash_hooks.active, "is_on", lambda: True)
+    yield page_hash_hooks.open_book(16, 64)
+    page_hash_hooks.close_book()
 
 
 def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, salt: str | None = None) -> Any:
     key = RadixKey(array("q", tokens), is_bigram=bigram, cache_salt=salt)
     # As bound by the hook that is in place in this process, or not.
     original = inspect.unwrap(get_storage_hash_str)
-    return kv_names._hashed(original, key, prior, page_size=16)
+    return page_hash_hooks._hashed(original, key, prior, page_size=16)
 
 
 def test_a_lookup_is_entered(book: Book) -> None:
@@ -279,7 +281,9 @@ def test_pairs_of_a_draft_are_not(book: Book) -> None:
 def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
-    first = kv_ahead.first_page(book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN)
+    first = early_lookup.first_page(
+        book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN
+    )
     assert first == hashes[8]
     # As far as the page of the store goes, which the next pages are a part of.
     assert [page is not None for page in book.find(hashes)] == [True] * 12 + [False] * 4
@@ -290,7 +294,7 @@ def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
 def test_a_hash_of_other_tokens_learns_nothing(book: Book) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
-    kv_ahead.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
+    early_lookup.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
     looked_up(tokens[128:], hashes[7])
     assert set(book.find(hashes[8:])) == {None}
 
@@ -311,9 +315,9 @@ def queue(
 
 def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] | None) -> None:
     def write(self: Any, node_id: int) -> None:
-        assert kv_names._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
+        assert page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
-    kv_names._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
+    page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
 
 
 def test_a_backup_is_entered(book: Book) -> None:
@@ -328,12 +332,12 @@ def test_a_backup_is_entered(book: Book) -> None:
 def test_a_backup_without_its_prefix_is_not(book: Book) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
-    kv_names._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
+    page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(book) == 0
 
 
 def test_hooks_do_nothing_in_a_server_without_us(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_names.active, "is_on", lambda: False)
+    monkeypatch.setattr(page_hash_hooks.active, "is_on", lambda: False)
     looked_up(prompt(64), None)
     back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
     assert len(book) == 0
@@ -353,13 +357,13 @@ def test_sglangs_hash_is_our_chain(prior: bytes) -> None:
     tokens = prompt(64)
     tokens[20:24] = placeholder_tokens(b"o" * 32)
     for made in (tokens, array("q", tokens)):
-        assert kv_names._native_chain(prior, made) == chain(prior, made)
-    assert kv_names._fastest_chain() is kv_names._native_chain
+        assert page_hash_hooks._native_chain(prior, made) == chain(prior, made)
+    assert page_hash_hooks._fastest_chain() is page_hash_hooks._native_chain
 
 
 def test_a_changed_hash_of_sglangs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_names, "_native_chain", lambda prior, tokens: [b"other"])
-    assert kv_names._fastest_chain() is chain
+    monkeypatch.setattr(page_hash_hooks, "_native_chain", lambda prior, tokens: [b"other"])
+    assert page_hash_hooks._fastest_chain() is chain
 
 
 def test_one_page_hash_is_what_get_hash_str_gives() -> None:

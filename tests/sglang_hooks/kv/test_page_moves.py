@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cornplug.errors import StoreUnavailable
-from cornplug.sglang_hooks import kv_writer
-from cornplug.sglang_hooks.kv_book import Space
+from cornplug.sglang_hooks.kv import writer as kv_writer
+from cornplug.sglang_hooks.kv.page_hash_index import Space
 from cornplug.store.memory import MemoryStore
 
-from .kv_rig import LAYOUTS, Engine, sequence
+from ..kv_rig import LAYOUTS, Engine, sequence
 
 TOKENS = [(7 * i) % 991 for i in range(512)]
 SIZES = (16, 32, 64, 128)

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import page_root_vectors as vectors
 import pytest
 
-from cornplug.engine_side.adapters import Adapters
-from cornplug.sglang_hooks import lora
-from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.kv_roots import Roots
+from cornplug.engine_common.lora_digests import Adapters
+from cornplug.sglang_hooks.kv.namespace_roots import Roots
+from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.model import lora_adapters
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
-        monkeypatch.setattr(lora, name, empty)
-    monkeypatch.setattr(lora, "_files", Adapters())
-    monkeypatch.setattr(lora.active, "is_on", lambda: True)
+        monkeypatch.setattr(lora_adapters, name, empty)
+    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters.active, "is_on", lambda: True)
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
@@ -30,7 +30,7 @@ def test_roots(name: str, tmp_path: Path) -> None:
     # SGLang's LoRAManager, which applies all of the adapter, as vLLM does.
     applied = SimpleNamespace(layers=[SimpleNamespace(weights={"q_proj": None})], embedding_layers={})
     manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
-    lora._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
+    lora_adapters._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
     made = Roots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
     assert made.wait(5)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.

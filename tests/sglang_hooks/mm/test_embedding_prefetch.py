@@ -13,19 +13,20 @@ import torch
 
 from cornplug.codec import Kind
 from cornplug.config import StoreConfig
-from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
-from cornplug.engine_side import engine_state
-from cornplug.engine_side.model import TowerIdentity
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Tensor
+from cornplug.engine_common import engine_state
+from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import asking, named, weights
-from cornplug.sglang_hooks.asking import Asker, source_of
-from cornplug.store import entry
+from cornplug.sglang_hooks.mm import embedding_prefetch, placeholder_tokens
+from cornplug.sglang_hooks.mm.embedding_prefetch import Asker, source_of
+from cornplug.sglang_hooks.model import weight_updates
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.testing.strangers import NOBODY, listener
+from devkit.strangers import NOBODY, listener
 
-from .media_rig import SECRET, TOWER, Service, item, runtime
+from ..media_rig import SECRET, TOWER, Service, item, runtime
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 KEYS = [bytes([i]) * 32 for i in range(4)]
@@ -43,7 +44,7 @@ def tower(served: bytes | None = TOWER) -> TowerIdentity:
 class Stage:
     def __init__(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = Service()
-        monkeypatch.setattr(asking, "SocketEncoder", lambda path, secret: self.service)
+        monkeypatch.setattr(embedding_prefetch, "SocketEncoder", lambda path, secret: self.service)
         self.tally = Tally()
         self.asker = Asker(runtime(store), self.tally)
         self.store = store
@@ -54,7 +55,7 @@ class Stage:
         items = []
         for i, key in enumerate(keys):
             one = item(i)
-            named.give(one, key)
+            placeholder_tokens.give(one, key)
             items.append(one)
         asyncio.run(self.asker.prepare(items, tower(served), salt))
         return [source_of(one) for one in items]
@@ -91,8 +92,11 @@ def test_what_the_family_names_is_sent() -> None:
     """Not what else SGLang's processor keeps: the service refuses what its tower does not take."""
     one = item()
     one.model_specific_data["num_crops"] = torch.tensor([0])
-    assert set(asking._inputs(one, ("pixel_values", "image_grid_thw"))) == {"pixel_values", "image_grid_thw"}
-    assert set(asking._inputs(one, ("pixel_values",))) == {"pixel_values"}
+    assert set(embedding_prefetch._inputs(one, ("pixel_values", "image_grid_thw"))) == {
+        "pixel_values",
+        "image_grid_thw",
+    }
+    assert set(embedding_prefetch._inputs(one, ("pixel_values",))) == {"pixel_values"}
 
 
 def test_llava_s_sizes_are_not_guessed_at() -> None:
@@ -100,7 +104,7 @@ def test_llava_s_sizes_are_not_guessed_at() -> None:
     one = item()
     one.model_specific_data["image_sizes"] = [(70, 60)]
     with pytest.raises(EncoderRefused) as error:
-        asking._inputs(one, ("pixel_values", "image_sizes"))
+        embedding_prefetch._inputs(one, ("pixel_values", "image_sizes"))
     assert error.value.reason == "no_inputs"
 
 
@@ -155,9 +159,9 @@ def test_an_item_without_a_name_is_asked_for_by_nobody(here: Stage) -> None:
     """Nor is what SGLang itself has named since."""
     here.service.answer = encoded()
     nameless, renamed, ours = item(1), item(2), item(3)
-    named.give(renamed, KEYS[2])
+    placeholder_tokens.give(renamed, KEYS[2])
     renamed.set_hash(7)
-    named.give(ours, KEYS[3])
+    placeholder_tokens.give(ours, KEYS[3])
     asyncio.run(here.asker.prepare([nameless, renamed, ours], tower(), None))
     assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_ran"]
     assert [asked.key for asked in here.service.asked] == [KEYS[3]]
@@ -178,7 +182,7 @@ def test_nothing_is_packed_for_a_service_that_is_not_there(
     here: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[Any] = []
-    monkeypatch.setattr(asking, "_inputs", lambda *args: packed.append(args))
+    monkeypatch.setattr(embedding_prefetch, "_inputs", lambda *args: packed.append(args))
     monkeypatch.setattr(here.service, "refusal", EncoderUnavailable("gone", reason="encoder_down"))
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"encoder_down": 1}
@@ -214,7 +218,7 @@ def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
     async def run() -> None:
         nonlocal turns
         one = item()
-        named.give(one, KEYS[0])
+        placeholder_tokens.give(one, KEYS[0])
         waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not waiting.done():
             turns += 1
@@ -250,7 +254,7 @@ def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
 def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
     one = item()
     one.feature = object()
-    named.give(one, KEYS[0])
+    placeholder_tokens.give(one, KEYS[0])
     asyncio.run(here.asker.prepare([one], tower(), None))
     assert here.missed() == {"no_inputs": 1}
 
@@ -258,7 +262,7 @@ def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
 def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
     async def run() -> None:
         one = item()
-        named.give(one, KEYS[0])
+        placeholder_tokens.give(one, KEYS[0])
         waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
         while not here.service.futures:
             await asyncio.sleep(0.001)
@@ -274,7 +278,7 @@ def test_nothing_is_asked_for_once_weights_were_replaced(
     here: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.publish(KEYS[0])
-    monkeypatch.setattr(weights, "replaced", lambda: True)
+    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
     assert here.prepare(KEYS[0]) == [None]
 
 
@@ -286,7 +290,7 @@ def test_what_a_stranger_at_the_encoder_s_path_says_is_not_published(
     # Another user's listener has the secret here, ours has another one: either is enough to be a stranger.
     secret = SECRET if uid is not None else b"o" * 32
     one, tally = item(), Tally()
-    named.give(one, KEYS[0])
+    placeholder_tokens.give(one, KEYS[0])
     with listener(path, uid=uid, secret=secret) as heard:
         asker = Asker(runtime(store, socket=path), tally)
         asyncio.run(asker.prepare([one], tower(), None))

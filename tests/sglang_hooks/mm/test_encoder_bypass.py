@@ -11,16 +11,18 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
 
 from cornplug.codec import Kind
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, embeddings, named, weights
-from cornplug.sglang_hooks.embeddings import Embeddings, Encoding
-from cornplug.store import entry
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.mm import encoder_bypass, placeholder_tokens
+from cornplug.sglang_hooks.mm.encoder_bypass import Embeddings, Encoding
+from cornplug.sglang_hooks.model import weight_updates
+from cornplug.store import payload as entry
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
-from .media_rig import item, runtime
+from ..media_rig import item, runtime
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -38,7 +40,7 @@ class Model:
 
     def get_image_feature(self, items: list[Any]) -> Any:
         self.ran.append([float(i.feature[0, 0]) for i in items])
-        made = [value(float(i.feature[0, 0]), embeddings.rows_of(i)) for i in items]
+        made = [value(float(i.feature[0, 0]), encoder_bypass.rows_of(i)) for i in items]
         return made if self.as_list else torch.cat(made)
 
 
@@ -75,7 +77,7 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
 
 def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     one = item(seed, rows=rows)
-    named.give(one, bytes([seed]) * 32)
+    placeholder_tokens.give(one, bytes([seed]) * 32)
     if source is not None:
         one.model_specific_data["cornplug_source"] = source
     return one
@@ -251,7 +253,7 @@ def test_replaced_weights_neither_take_nor_give(
     engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
-    monkeypatch.setattr(weights, "replaced", lambda: True)
+    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
     assert same(engine()([picture(1, None), picture(2)]), value(1), value(2))
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
@@ -321,15 +323,15 @@ def test_through_sglangs_own_scheduling(
     mm_schedule.init_mm_embedding_cache(1 << 20)
     model, here = Model(), engine()._here
     put(store.connect(), 1, value(1))
-    monkeypatch.setattr(active, "is_on", lambda: True)
-    monkeypatch.setattr(active, "config", lambda: runtime(store.connect()).config)
-    monkeypatch.setattr(embeddings, "_embeddings", lambda: here)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "config", lambda: runtime(store.connect()).config)
+    monkeypatch.setattr(encoder_bypass, "_embeddings", lambda: here)
     one, two, again = picture(1), picture(2, None), picture(1)
     two.offsets, again.offsets = [(6, 9)], [(2, 5)]
 
     def prefill(prefix: list[int], extend: list[int]) -> torch.Tensor:
         offsets = [[(0, 3), (6, 9)], [(2, 5)]]
-        made, _ = embeddings._get_chunked_prefill_embedding(
+        made, _ = encoder_bypass._get_chunked_prefill_embedding(
             mm_schedule._get_chunked_prefill_embedding,
             model.get_image_feature,
             [one, two, again],

@@ -23,14 +23,16 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.statement import Statement, salt_proof
+from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import active, epd, epd_fallback, named
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.mm import epd, epd_fallback
+from cornplug.sglang_hooks.mm import placeholder_tokens as named
 
 SECRET, MODEL = b"s" * 32, b"i" * 32
-GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_embedding_header.hex"
+GOLDEN = Path(__file__).parents[2] / "golden" / "sglang_embedding_header.hex"
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 
 
@@ -38,9 +40,9 @@ A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     """A process of a server that shares, and that knows its model and has a tower."""
     tally = Tally()
-    monkeypatch.setattr(active, "is_on", lambda: True)
-    monkeypatch.setattr(active, "runtime", lambda: SimpleNamespace(secret=SECRET, app="x"))
-    monkeypatch.setattr(active, "tally", lambda: tally)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "runtime", lambda: SimpleNamespace(secret=SECRET, app="x"))
+    monkeypatch.setattr(activation, "tally", lambda: tally)
     monkeypatch.setattr(epd, "_here", epd._Here(MODEL))
     monkeypatch.setattr(epd_fallback, "_here", epd_fallback._Here(True))
     return tally

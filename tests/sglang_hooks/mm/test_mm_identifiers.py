@@ -15,18 +15,19 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
 from sglang.srt.utils import ImageData
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.media import digest_image
-from cornplug.engine_side.model import EngineModel, TowerIdentity
-from cornplug.engine_side.settings import settings
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.media.image import digest_image
+from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
+from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
-from cornplug.sglang_hooks import active, decoded, media
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import PROVEN
-from cornplug.sglang_hooks.named import key_of
+from cornplug.sglang_hooks.mm import media_digests, mm_identifiers
+from cornplug.sglang_hooks.mm.placeholder_tokens import key_of
 from cornplug.store.memory import MemoryStore
 
-from .media_rig import SECRET, TOWER, item, picture, runtime
+from ..media_rig import SECRET, TOWER, item, picture, runtime
 
 TOWERS = TowerIdentity(TOWER, TOWER)
 PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNamespace(do_convert_rgb=True)))
@@ -35,8 +36,8 @@ PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNam
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = runtime(MemoryStore(capacity_bytes=1 << 20).connect())
-    monkeypatch.setattr(active, "is_on", lambda: True)
-    monkeypatch.setattr(active, "runtime", lambda: here)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "runtime", lambda: here)
 
 
 def request(**fields: Any) -> GenerateReqInput:
@@ -47,72 +48,77 @@ def request(**fields: Any) -> GenerateReqInput:
 
 
 def test_a_picture_has_the_digest_that_vllm_and_the_service_give_it() -> None:
-    assert decoded.picture_digest(picture(1)) == digest_image(picture(1))
-    assert decoded.picture_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
-    assert decoded.picture_digest(picture(1)) != decoded.picture_digest(picture(2))
+    assert media_digests.picture_digest(picture(1)) == digest_image(picture(1))
+    assert media_digests.picture_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
+    assert media_digests.picture_digest(picture(1)) != media_digests.picture_digest(picture(2))
 
 
 def test_transparency_is_other_pixels_here_than_in_vllm() -> None:
     clear = picture(1, mode="RGBA")
-    assert decoded.picture_digest(clear) == decoded.picture_digest(clear.convert("RGB"))
-    assert decoded.picture_digest(clear) != digest_image(clear)
+    assert media_digests.picture_digest(clear) == media_digests.picture_digest(clear.convert("RGB"))
+    assert media_digests.picture_digest(clear) != digest_image(clear)
 
 
 def test_sglang_turns_no_picture_upright_and_neither_do_we() -> None:
     turned = picture(1)
     turned.getexif()[0x0112] = 6
-    assert decoded.picture_digest(turned) == digest_image(picture(1))
-    assert decoded.picture_digest(turned) != digest_image(turned)
+    assert media_digests.picture_digest(turned) == digest_image(picture(1))
+    assert media_digests.picture_digest(turned) != digest_image(turned)
 
 
 def test_what_is_no_picture_or_not_converted_has_no_digest() -> None:
-    assert decoded.picture_digest(picture(1, mode="L"), converts=False) is None
-    assert decoded.picture_digest(torch.zeros(3, 4, 4)) is None
-    assert decoded.picture_digest("a") is None
+    assert media_digests.picture_digest(picture(1, mode="L"), converts=False) is None
+    assert media_digests.picture_digest(torch.zeros(3, 4, 4)) is None
+    assert media_digests.picture_digest("a") is None
 
 
 def test_pixels_of_a_gpu_decoder_are_another_domain() -> None:
     pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    assert decoded.picture_digest(pixels) not in (None, decoded.picture_digest(picture(0, (4, 4))))
+    assert media_digests.picture_digest(pixels) not in (
+        None,
+        media_digests.picture_digest(picture(0, (4, 4))),
+    )
 
 
 def test_a_digest_stays_in_its_process() -> None:
     one = item()
-    decoded.set_digest(one, b"d" * 32)
-    assert decoded.digest_of(one) == b"d" * 32
+    media_digests.set_digest(one, b"d" * 32)
+    assert media_digests.digest_of(one) == b"d" * 32
     assert b"d" * 32 not in msgspec.msgpack.encode(one, enc_hook=lambda _: None)
     assert "_cornplug_media" not in one.model_specific_data
 
 
 def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
-    made = decoded._finalize_mm_items(lambda this, items, images: items, PROCESSOR, items, images=images)
-    return [decoded.digest_of(one) for one in made]
+    made = media_digests._finalize_mm_items(
+        lambda this, items, images: items, PROCESSOR, items, images=images
+    )
+    return [media_digests.digest_of(one) for one in made]
 
 
 @pytest.mark.parametrize("way", ["items", "artifacts"])
 def test_no_picture_is_digested_on_the_event_loop(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """A large one takes a tenth of a second, in which every stream of the server would stand still."""
     seen: list[threading.Thread] = []
-    digest = decoded.picture_digest
+    digest = media_digests.picture_digest
 
     def digested(picture: object, *, converts: bool = True) -> bytes | None:
         seen.append(threading.current_thread())
         return digest(picture, converts=converts)
 
-    monkeypatch.setattr(decoded, "picture_digest", digested)
+    monkeypatch.setattr(media_digests, "picture_digest", digested)
 
     async def build(this: Any, entries: Any) -> Any:
         return [SimpleNamespace(artifact_key="k")]
 
     async def loop() -> None:
         if way == "artifacts":
-            await decoded._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=picture(1))])
+            await media_digests._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=picture(1))])
             return
-        items = decoded._finalize_mm_items(
+        items = media_digests._finalize_mm_items(
             lambda this, items, images: items, PROCESSOR, [item()], images=[picture(1)]
         )
-        await decoded.settle(items)
-        assert decoded.digest_of(items[0]) == digest_image(picture(1))
+        await media_digests.settle(items)
+        assert media_digests.digest_of(items[0]) == digest_image(picture(1))
 
     asyncio.run(loop())
     assert len(seen) == 1
@@ -138,13 +144,13 @@ def test_preprocessed_pictures_that_sglang_kept_keep_their_digests() -> None:
     async def build(this: Any, entries: Any) -> Any:
         return [SimpleNamespace(artifact_key=entry.artifact_key) for entry in entries]
 
-    made = asyncio.run(decoded._build_artifacts(build, PROCESSOR, entries))
+    made = asyncio.run(media_digests._build_artifacts(build, PROCESSOR, entries))
     # A later request finds both in SGLang's cache, one of them twice, and one that we never saw.
     unknown = SimpleNamespace(artifact_key="k9")
     output = SimpleNamespace(mm_items=[item() for _ in range(4)])
-    decoded._compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
+    media_digests._compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
     one, two = digest_image(picture(1)), digest_image(picture(2))
-    assert [decoded.digest_of(i) for i in output.mm_items] == [two, one, two, None]
+    assert [media_digests.digest_of(i) for i in output.mm_items] == [two, one, two, None]
 
 
 def test_llava_items_get_the_digest_of_their_picture_and_way() -> None:
@@ -157,12 +163,12 @@ def test_llava_items_get_the_digest_of_their_picture_and_way() -> None:
 
     async def several(this: Any, images: Any, *args: Any) -> Any:
         aspect = "pad" if len(images) > 1 else None
-        await asyncio.gather(*(decoded._llava_picture(one, this, i, aspect, None) for i in images))
+        await asyncio.gather(*(media_digests._llava_picture(one, this, i, aspect, None) for i in images))
         return SimpleNamespace(mm_items=[item() for _ in images])
 
     async def run(images: list[str]) -> list[bytes | None]:
-        output = await decoded._llava_request(several, processor, images)
-        return [decoded.digest_of(i) for i in output.mm_items]
+        output = await media_digests._llava_request(several, processor, images)
+        return [media_digests.digest_of(i) for i in output.mm_items]
 
     assert asyncio.run(run(["a"])) == [b"a" * 32]
     padded = asyncio.run(run(["a", "b", "c"]))
@@ -177,13 +183,13 @@ def test_llava_items_get_the_digest_of_their_picture_and_way() -> None:
 
 def named(items: list[Any], obj: Any, **fields: Any) -> MultimodalProcessorOutput:
     made = MultimodalProcessorOutput(mm_items=items, **fields)
-    media.name(made, TOWERS, obj)
+    mm_identifiers.name(made, TOWERS, obj)
     return made
 
 
 def with_digest(seed: int = 1, **fields: Any) -> Any:
     one = item(seed, **fields)
-    decoded.set_digest(one, digest_image(picture(seed)))
+    media_digests.set_digest(one, digest_image(picture(seed)))
     return one
 
 
@@ -236,7 +242,7 @@ def test_a_clients_own_words_name_nothing() -> None:
 
 def test_without_a_model_nothing_is_named() -> None:
     one = with_digest()
-    assert media.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
+    assert mm_identifiers.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
     assert one.identity is None
 
 
@@ -245,7 +251,7 @@ def test_an_item_without_a_place_in_the_prompt_is_not_named() -> None:
     nowhere, here = with_digest(1), with_digest(2)
     nowhere.offsets = None
     made = MultimodalProcessorOutput(mm_items=[nowhere, here])
-    assert media.name(made, TOWERS, request(image_data=["a", "b"])) == [here]
+    assert mm_identifiers.name(made, TOWERS, request(image_data=["a", "b"])) == [here]
     assert key_of(nowhere) is None
     assert nowhere.identity is None
 
@@ -292,17 +298,17 @@ def test_families_that_nobody_compared_in_sglang_are_refused(
         engine="sglang",
         proven=PROVEN,
     )
-    monkeypatch.setattr(media, "engine_model", lambda: described)
+    monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
     with pytest.raises(CheckpointError, match="nobody has compared") as caught:
-        media._tower_identity(None)
+        mm_identifiers._tower_identity(None)
     assert caught.value.reason == "unproven_family"
 
 
 def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = threading.Event()
-    monkeypatch.setattr(media, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
-    monkeypatch.setattr(media, "_FIRST_READ_S", 0.2)
-    names = media.Names(None)
+    monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
+    monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.2)
+    names = mm_identifiers.Names(None)
 
     async def requests() -> list[float]:
         waited = []
@@ -332,13 +338,13 @@ def test_ranks_of_several_hosts_ask_for_nothing_that_they_cannot_take(
         async def prepare(self, items: list[Any], *args: Any) -> None:
             asked.extend(items)
 
-    monkeypatch.setattr(media, "Asker", Asker)
-    monkeypatch.setattr(media, "_tower_identity", lambda processor: TOWERS)
-    monkeypatch.setattr(active, "tally", lambda: None)
-    monkeypatch.setattr(active, "config", lambda: settings({}))
+    monkeypatch.setattr(mm_identifiers, "Asker", Asker)
+    monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: TOWERS)
+    monkeypatch.setattr(activation, "tally", lambda: None)
+    monkeypatch.setattr(activation, "config", lambda: settings({}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(nnodes=nnodes))
     one = item()
-    decoded.set_digest(one, digest_image(picture(1)))
+    media_digests.set_digest(one, digest_image(picture(1)))
     one.precomputed_embeddings = None
     tokenized = SimpleNamespace(mm_inputs=MultimodalProcessorOutput(mm_items=[one], input_ids=[1]))
 
@@ -346,6 +352,6 @@ def test_ranks_of_several_hosts_ask_for_nothing_that_they_cannot_take(
         return tokenized
 
     manager = SimpleNamespace(mm_processor=object())
-    asyncio.run(media._tokenize_one_request(original, manager, request()))
+    asyncio.run(mm_identifiers._tokenize_one_request(original, manager, request()))
     assert one.identity is not None  # named all the same: its KV is
     assert len(asked) == (1 if nnodes == 1 else 0)

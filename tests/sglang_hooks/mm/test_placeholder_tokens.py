@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from cornplug.identity import placeholder_tokens
-from cornplug.sglang_hooks import active, named
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.mm import placeholder_tokens as named
 
-from .media_rig import item
+from ..media_rig import item
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def test_what_was_not_seen_for_long_is_foreign(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
     ours, theirs = item(1), item(2)
     named.give(ours, b"k" * 32)
     theirs.set_hash(12345)
@@ -44,7 +45,7 @@ def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyP
 
 def test_an_identity_of_somebody_elses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi's processors set one of what a client may claim, where no hook of ours has seen the item."""
-    monkeypatch.setattr(active, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "is_on", lambda: True)
     kimi, hashed = item(1), item(2)
     kimi.set_identity(b"k" * 32)
     named.give(hashed, b"h" * 32)
@@ -97,7 +98,7 @@ def test_what_a_client_puts_in_our_field_is_no_key(said: object) -> None:
 
 
 def test_nothing_is_kept_where_cornplug_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "is_on", lambda: False)
+    monkeypatch.setattr(activation, "is_on", lambda: False)
     ours = item(1)
     named.give(ours, b"k" * 32)
     named._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)

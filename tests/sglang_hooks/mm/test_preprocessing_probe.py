@@ -10,12 +10,12 @@ import torch
 from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 from transformers import AutoImageProcessor
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import preprocessing
 from cornplug.sglang_hooks.compat import PROVEN
-from cornplug.sglang_hooks.preprocessing import peculiarity
+from cornplug.sglang_hooks.mm import preprocessing_probe
+from cornplug.sglang_hooks.mm.preprocessing_probe import peculiarity
 
 QWEN: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2,
@@ -69,7 +69,7 @@ class Processor:
 
 
 def test_probes_are_the_same_pictures_always() -> None:
-    first, second = preprocessing.probes(), preprocessing.probes()
+    first, second = preprocessing_probe.probes(), preprocessing_probe.probes()
     assert [p.tobytes() for p in first] == [p.tobytes() for p in second]
     assert len({p.size for p in first}) == 3
 

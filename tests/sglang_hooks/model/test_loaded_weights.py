@@ -18,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side import engine_state
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import engine_state
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import active, flags, loaded_weights, model, weights
-from cornplug.testing import checkpoints
+from cornplug.sglang_hooks import activation, flags
+from cornplug.sglang_hooks.model import loaded_weights, model_config, weight_updates
+from devkit import checkpoints
 
 _CHILD = """
-from cornplug.engine_side import engine_state
+from cornplug.engine_common import engine_state
 from cornplug.sglang_hooks import weights
 print(engine_state.current().began_ns(), int(weights.replaced()))
 """
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_replaced", SimpleNamespace(is_set=lambda: False))
+    monkeypatch.setattr(weight_updates, "_replaced", SimpleNamespace(is_set=lambda: False))
     monkeypatch.setenv("CORNPLUG_SGLANG", "{}")
 
 
@@ -51,7 +52,7 @@ def in_child() -> tuple[int, bool]:
 
 def described(folder: Path) -> Any:
     args = ServerArgs(model_path=str(folder), device="cpu")
-    return model.describe(args, ModelConfig.from_server_args(args))
+    return model_config.describe(args, ModelConfig.from_server_args(args))
 
 
 # -- files that change after the start ------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_the_next_server_of_a_process_begins_anew() -> None:
     first.note_replaced()
     engine_state.begin(anew=True)
     assert engine_state.current().began_ns() > first.began_ns()
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
     assert in_child() == (engine_state.current().began_ns(), False)
 
 
@@ -149,11 +150,11 @@ def test_a_rank_that_loaded_something_else_ends_sharing(
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
         loaded_weights._loaded(None, rank)
-        assert not weights.replaced()
+        assert not weight_updates.replaced()
         assert not caplog.records
         rewrite(folder, part)
         loaded_weights._loaded(None, rank)
-    assert weights.replaced()
+    assert weight_updates.replaced()
     assert in_child()[1]
     [record] = caplog.records
     assert str(folder) in record.getMessage()
@@ -166,9 +167,9 @@ def test_weights_that_come_late_are_compared_when_they_are_there(
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
     loaded_weights._loaded(None, rank)
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
     loaded_weights._fetched(None, rank)
-    assert weights.replaced()
+    assert weight_updates.replaced()
 
 
 @pytest.mark.parametrize("why", ["draft", "off", "unidentified"])
@@ -180,15 +181,15 @@ def test_what_names_nothing_is_not_compared(folder: Path, why: str, monkeypatch:
 
     monkeypatch.setattr(loaded_weights, "engine_model", identified)
     if why == "off":
-        active.turn_off()
+        activation.turn_off()
     rank = runner(folder, is_draft_worker=why == "draft")
     rewrite(folder, "model.layers")
     loaded_weights._loaded(None, rank)
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
 
 
 def test_enough_is_compared_under_sglang_s_own_names(folder: Path) -> None:
-    from cornplug.engine_side.loaded_weights import differing
+    from cornplug.engine_common.weight_comparison import differing
 
     name, compared = differing(Loaded(folder), Checkpoint.open(str(folder)))
     depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.lora.utils import get_target_module_name
 
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_common.lora_digests import Adapters
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks import lora
-from cornplug.sglang_hooks.kv_book import Space
-from cornplug.sglang_hooks.kv_roots import Roots, RootsOfCall
+from cornplug.sglang_hooks.kv.namespace_roots import Roots, RootsOfCall
+from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.model import lora_adapters
 
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 
@@ -27,9 +27,9 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
-        monkeypatch.setattr(lora, name, empty)
-    monkeypatch.setattr(lora, "_files", Adapters())
-    monkeypatch.setattr(lora.active, "is_on", lambda: True)
+        monkeypatch.setattr(lora_adapters, name, empty)
+    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters.active, "is_on", lambda: True)
 
 
 def folder(path: Path, *, target_modules: Any = "all-linear") -> Path:
@@ -55,9 +55,9 @@ def manager(*targets: str, embeddings: tuple[str, ...] = ()) -> Any:
 
 def root(of: Any, path: Path) -> bytes:
     """Of a process that has loaded this one adapter."""
-    for table in (lora._paths, lora._managers, lora._left_out):
+    for table in (lora_adapters._paths, lora_adapters._managers, lora_adapters._left_out):
         table.clear()
-    lora._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
+    lora_adapters._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
     return roots().root(Space("id-1", None))
 
 
@@ -74,9 +74,9 @@ def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path)
     query = root(manager("q_proj"), path)
     assert len({whole, attention, query}) == 3
     # What vLLM has for it, which applies all of an adapter or refuses it.
-    assert lora.taken_apart("id-1")[1] != Adapters().digest(str(path))
+    assert lora_adapters.taken_apart("id-1")[1] != Adapters().digest(str(path))
     assert root(manager(*WEIGHTS), path) == whole
-    assert lora.taken_apart("id-1")[1] == Adapters().digest(str(path))
+    assert lora_adapters.taken_apart("id-1")[1] == Adapters().digest(str(path))
 
 
 def test_embeddings_that_are_not_adapted_count(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_weight_counts_as_applied_where_sglang_finds_its_module() -> None:
 def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_path: Path) -> None:
     of = manager(*WEIGHTS)
     root(of, folder(tmp_path / "a"))
-    lora._left_out.clear()
+    lora_adapters._left_out.clear()
     of.loras.clear()
     with pytest.raises(CheckpointError):
         roots().root(Space("id-1", None))
@@ -116,7 +116,7 @@ def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeyp
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)
     for number in range(500):
-        lora._paths[f"id-other-{number}"] = str(path)
+        lora_adapters._paths[f"id-other-{number}"] = str(path)
     stats = 0
     stat = Path.stat
 
@@ -147,12 +147,12 @@ def test_a_file_that_changes_while_sglang_loads_it_is_seen(tmp_path: Path) -> No
     path = folder(tmp_path / "a")
     file = path / "adapter_model.safetensors"
     of, ref = manager(*WEIGHTS), SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one")
-    lora._adapter_loads(of, ref)
-    known, times = lora.taken_apart("id-1")[1], file.stat()
+    lora_adapters._adapter_loads(of, ref)
+    known, times = lora_adapters.taken_apart("id-1")[1], file.stat()
     time.sleep(0.05)  # beyond the tick of the files' clock
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert known is not None
     with pytest.raises(CheckpointError) as refused:
-        lora.taken_apart("id-1")
+        lora_adapters.taken_apart("id-1")
     assert refused.value.reason == "lora_changed"

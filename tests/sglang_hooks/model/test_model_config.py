@@ -14,11 +14,11 @@ from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.model import EngineModel
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import PROVEN
-from cornplug.sglang_hooks.model import READS_SAFETENSORS, describe
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, describe
 
 _CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,

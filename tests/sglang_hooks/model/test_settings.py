@@ -18,12 +18,13 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.engine_side.allow_lists import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import compat, environment, model
-from cornplug.sglang_hooks.environment import ENVIRONMENT
-from cornplug.sglang_hooks.model import describe
-from cornplug.sglang_hooks.setting_tables import SERVER_ARGS, grouped
+from cornplug.sglang_hooks import compat
+from cornplug.sglang_hooks.model import environment, model_config
+from cornplug.sglang_hooks.model.environment import ENVIRONMENT
+from cornplug.sglang_hooks.model.model_config import describe
+from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, grouped
 
 CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -205,13 +206,13 @@ def test_switches_that_nobody_can_identify_are_refused_by_name(
 def test_a_setting_of_a_later_release_is_refused_by_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = model._fields
+    fields = model_config._fields
 
     def with_another(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         values, defaults = fields(settings)
         return {**values, "enable_lossy_2027": True}, {**defaults, "enable_lossy_2027": False}
 
-    monkeypatch.setattr(model, "_fields", with_another)
+    monkeypatch.setattr(model_config, "_fields", with_another)
     with pytest.raises(CheckpointError, match=r"ServerArgs\.enable_lossy_2027"):
         overrides(folder)
 
@@ -259,7 +260,7 @@ def test_other_plugins_are_in_the_key(folder: Path, monkeypatch: pytest.MonkeyPa
     other = SimpleNamespace(name="patch", value="p:q", dist=SimpleNamespace(name="patches", version="1.0"))
     ours = SimpleNamespace(name="cornplug", value="c:d", dist=SimpleNamespace(name="cornplug", version="1"))
     found = {"sglang.srt.plugins": [ours, other], "sglang.srt.platforms": []}
-    monkeypatch.setattr(model.importlib.metadata, "entry_points", lambda group: found[group])
+    monkeypatch.setattr(model_config.importlib.metadata, "entry_points", lambda group: found[group])
     assert overrides(folder) == {"sglang_plugins": ["patches==1.0"]}
     monkeypatch.setenv("SGLANG_PLUGINS", "cornplug")
     assert overrides(folder) == {}
@@ -293,7 +294,7 @@ def test_code_of_the_checkpoint_counts_where_it_may_run(tmp_path: Path) -> None:
 def test_an_epoch_parts_servers_before_and_after_a_mending(folder: Path, monkeypatch: Any) -> None:
     args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native")
     args.resolve_once()
-    monkeypatch.setattr(model, "EPOCHS", {"qwen2": 2})
+    monkeypatch.setattr(model_config, "EPOCHS", {"qwen2": 2})
     assert describe(resolved_view(args), model_config_of(args)).epochs == {"qwen2": 2}
 
 
@@ -304,7 +305,7 @@ def test_every_epoch_is_of_a_family_and_counts_from_one() -> None:
 def test_the_log_names_what_is_in_the_way(folder: Path, caplog: Any, monkeypatch: Any) -> None:
     """What a server says when its language model cannot be identified."""
     from cornplug.kv_page import PageGeometry
-    from cornplug.sglang_hooks.kv_roots import Roots
+    from cornplug.sglang_hooks.kv.namespace_roots import Roots
 
     monkeypatch.setenv("SGLANG_OF_2027", "1")
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from sglang.srt.managers import io_struct
 
-from cornplug.sglang_hooks import weights
+from cornplug.sglang_hooks.model import weight_updates
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    weights._replaced.clear()
+    weight_updates._replaced.clear()
     yield
-    weights._replaced.clear()
+    weight_updates._replaced.clear()
 
 
 def run(name: str, request: Any) -> None:
     """Each hook on a method of that name, as the registry calls it."""
-    found = [hook for hook in weights.HOOKS if hook.target.endswith(f".{name}")]
+    found = [hook for hook in weight_updates.HOOKS if hook.target.endswith(f".{name}")]
     assert found
     for hook in found:
         hook.function(None, request)
@@ -42,9 +42,9 @@ def run(name: str, request: Any) -> None:
     ],
 )
 def test_an_update_ends_sharing(name: str, request_: Any) -> None:
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
     run(name, request_)
-    assert weights.replaced()
+    assert weight_updates.replaced()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_update_ends_sharing(name: str, request_: Any) -> None:
 )
 def test_what_leaves_the_weights_alone_does_not(name: str, request_: Any) -> None:
     run(name, request_)
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,4 @@ def test_released_memory_that_comes_back_empty(
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: settings)
     run("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
-    assert weights.replaced() is lost
+    assert weight_updates.replaced() is lost

@@ -18,16 +18,18 @@ import pytest
 from cornplug.codec import Kind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store import arena, entry, growth, patience
+from cornplug.store import arena, reserve_retry
+from cornplug.store import payload as entry
 from cornplug.store.arena import Arena, fitting_size
 from cornplug.store.base import Refusal, Reservation
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon import arena_growth
+from cornplug.store.daemon.server import Server
 from cornplug.store.host_memory import Memory, host_memory
 from cornplug.store.memory import MemoryStore
-from cornplug.store.pool import PoolStore
-from cornplug.store.server import Server
 from cornplug.testing.store import fill, key, lease, present, reserve
 
-from .conftest import answers, eventually
+from ..conftest import answers, eventually
 
 Connect = Callable[..., PoolStore]
 MIB = 1 << 20
@@ -177,8 +179,8 @@ def test_running_out_is_survived_and_ends_when_there_is_memory_again(
         real(fd, offset, size)
 
     monkeypatch.setattr("cornplug.store.arena.os.posix_fallocate", fallocate)
-    monkeypatch.setattr("cornplug.store.server.HEADROOM_BYTES", 16 * MIB)
-    monkeypatch.setattr(growth, "RETRY_S", 0.1)
+    monkeypatch.setattr("cornplug.store.daemon.server.HEADROOM_BYTES", 16 * MIB)
+    monkeypatch.setattr(arena_growth, "RETRY_S", 0.1)
     running = serve_in_thread(size_bytes=64 * MIB)
     store = connect()
     fill(store, 0, b"x" * MIB)
@@ -205,7 +207,7 @@ def test_a_fault_that_is_no_lack_of_room_is_not_hidden() -> None:
 def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
     ours = Arena(MIB)
     os.close(ours.fd)
-    making = growth.Growth(ours)
+    making = arena_growth.Growth(ours)
     making.want(MIB)
     eventually(lambda: making.exhausted)
     assert "no memory for the store" in caplog.text
@@ -228,7 +230,7 @@ def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
     refused = {answer for answer in first if isinstance(answer, Refusal)}
     assert refused <= {Refusal.GROWING}
     left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, Refusal)]
-    again = patience.reserve(store, left, app="a", deadline_s=10)
+    again = reserve_retry.reserve(store, left, app="a", deadline_s=10)
     assert all(isinstance(answer, Reservation) for answer in again)
     assert store.stat(deadline_s=5).evictions == 0
 
@@ -253,7 +255,7 @@ def test_who_asks_is_answered_while_memory_is_made(
         assert time.monotonic() - began_s < 1.0
     finally:
         slow.set()
-    (room,) = patience.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=10)
+    (room,) = reserve_retry.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=10)
     assert isinstance(room, Reservation)
 
 
@@ -292,7 +294,7 @@ def test_what_is_put_while_room_is_made_is_stored() -> None:
 def test_patience_ends_with_the_deadline() -> None:
     store = _Growing(10**6)
     began_s = time.monotonic()
-    assert patience.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [Refusal.GROWING]  # type: ignore[arg-type]
+    assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [Refusal.GROWING]  # type: ignore[arg-type]
     assert time.monotonic() - began_s < 1
 
 
@@ -316,7 +318,7 @@ def cgroup() -> Iterator[Path]:
 
 
 def _boxed(box: list[str], config: StoreConfig, *size: str) -> subprocess.Popen[str]:
-    command = [*box, sys.executable, "-m", "cornplug.store.daemon", "--clamp", *size]
+    command = [*box, sys.executable, "-m", "cornplug.store.daemon.main", "--clamp", *size]
     command += ["--socket", str(config.socket), "--secret-file", str(config.secret_file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     eventually(lambda: process.poll() is not None or answers(config.socket))
@@ -335,7 +337,7 @@ def test_in_a_small_cgroup_a_store_fills_up_and_nobody_is_killed(
         capacity_bytes = store.stat(deadline_s=5).capacity_bytes
         assert 40 * MIB < capacity_bytes < 256 * MIB
         for number in range(300):
-            (room,) = patience.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
+            (room,) = reserve_retry.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
             assert isinstance(room, Reservation), room
             store.view(room.location, writable=True)[:] = b"x" * MIB
             assert store.commit([(room, b"meta")], deadline_s=5) == [True]

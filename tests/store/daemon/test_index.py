@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cornplug.store.allocator import ALIGN, Allocator, align_up
 from cornplug.store.base import Refusal, Reservation
-from cornplug.store.index import Index
+from cornplug.store.daemon.allocator import ALIGN, Allocator, align_up
+from cornplug.store.daemon.index import Index
 from cornplug.testing.store import key
 
 CAPACITY = 4096

@@ -19,15 +19,18 @@ import pytest
 
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError
-from cornplug.store import autostart, daemon, server, wire
+from cornplug.store import autostart
+from cornplug.store import messages as wire
 from cornplug.store.base import Part
-from cornplug.store.daemon import EXIT_TAKEN, parse_size
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon import main as daemon
+from cornplug.store.daemon import server
+from cornplug.store.daemon.main import EXIT_TAKEN, parse_size
+from cornplug.store.daemon.server import Server
 from cornplug.store.host_memory import host_memory
-from cornplug.store.pool import PoolStore
-from cornplug.store.server import Server
 from cornplug.testing.store import fill, present
 
-from .conftest import answers, eventually
+from ..conftest import answers, eventually
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -234,7 +237,7 @@ def test_another_users_client_is_refused(
     serve_in_thread()
     uid = os.getuid()
     with monkeypatch.context() as patch:
-        patch.setattr("cornplug.store.session.os.getuid", lambda: uid + 1)
+        patch.setattr("cornplug.store.daemon.session.os.getuid", lambda: uid + 1)
         with _raw(store_config, hello=False) as raw:
             assert raw.recv(1) == b""
 
@@ -290,7 +293,7 @@ def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: S
         "import os, socket, struct, sys\n"
         "from pathlib import Path\n"
         "from cornplug.config import StoreConfig\n"
-        "from cornplug.store.pool import PoolStore\n"
+        "from cornplug.store.client import PoolStore\n"
         f"os.sched_setaffinity(0, {{{min(allowed)}}})\n"
         "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 26)\n"
         "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
@@ -314,7 +317,7 @@ def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "cornplug.store.daemon",
+        "cornplug.store.daemon.main",
         "--size",
         "1MiB",
         "--socket",

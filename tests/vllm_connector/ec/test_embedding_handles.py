@@ -21,17 +21,19 @@ from vllm.multimodal.media.connector import MediaConnector
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
-from cornplug.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import Kind
-from cornplug.encoder_service.reference import EmbeddingRef
-from cornplug.encoder_service.voucher import Voucher
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.wire.embedding_handle import Voucher
 from cornplug.identity import embedding_key
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector import compat, engine_config, identifiers, weights
-from cornplug.vllm_connector.identifiers import Identifiers, key_of
+from cornplug.vllm_connector import compat, connector_config
+from cornplug.vllm_connector.ec import mm_identifiers
+from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.model import weight_updates
 
-from .test_identifiers import SECRET, config, llava, picture  # noqa: F401
+from ..test_identifiers import SECRET, config, llava, picture  # noqa: F401
 
 MEDIA = b"m" * 32
 GRID = (1, 4, 6)
@@ -53,7 +55,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Make:
     """The names that an API process gives, with our seams in vLLM for the length of the test."""
-    for module, target, wrapper in identifiers.WRAPS:
+    for module, target, wrapper in mm_identifiers.WRAPS:
         if target == "ImageEmbeddingMediaIO.load_base64":
             from vllm.multimodal.media.image import ImageEmbeddingMediaIO
 
@@ -67,7 +69,7 @@ def make(
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = Identifiers(config(llava, **fields), extra)
         made.vouchers._store = store.connect()
-        monkeypatch.setattr(identifiers, "_active", made)
+        monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
 
     return make
@@ -126,7 +128,7 @@ def names(data: Any, **kwargs: Any) -> list[str]:
         parser = MultiModalDataParser(expected_hidden_size=64)
         data = data.unsqueeze(0) if isinstance(data, torch.Tensor) else data
     inputs = ProcessorInputs([1], parser.parse_mm_data({"image": data}), None, hf_processor_mm_kwargs=kwargs)
-    found = identifiers._get_mm_hashes(
+    found = mm_identifiers._get_mm_hashes(
         lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs
     )
     return found["image"]
@@ -135,7 +137,7 @@ def names(data: Any, **kwargs: Any) -> list[str]:
 def final(mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
-    identifiers._process_inputs(lambda this, request: request, None, request)
+    mm_identifiers._process_inputs(lambda this, request: request, None, request)
     return feature.identifier
 
 
@@ -207,9 +209,9 @@ def test_what_cannot_be_believed_or_had_is_a_clear_error(
     with pytest.raises(VLLMValidationError, match="no more"):
         loaded({"image_embeds": kept_voucher_only(right)})
     # As vLLM's API process learns it.
-    weights._rpc_of_api(lambda *args: None, SimpleNamespace(), "list_loras")
+    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "list_loras")
     assert loaded(kept(store, right).as_vllm_part()) is not None
-    weights._rpc_of_api(lambda *args: None, SimpleNamespace(), "update_weights")
+    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "update_weights")
     with pytest.raises(VLLMValidationError, match="another model"):
         loaded(kept(store, right).as_vllm_part())
 
@@ -277,7 +279,7 @@ def test_the_operators_word_reaches_the_api_process() -> None:
             ec_transfer_config=made.ec_transfer_config,
             enable_mm_embeds=asked,
         )
-        engine_config.create(lambda args: made, given)
+        connector_config.create(lambda args: made, given)
         assert made.kv_transfer_config.kv_connector_extra_config == (
             made.ec_transfer_config.ec_connector_extra_config
         )
@@ -322,7 +324,7 @@ def test_nobodys_rows_pass_for_a_vouchers(
 def test_a_uuid_never_passes_for_a_vouchers_name(make: Make) -> None:
     made = make()
     claimed = f"cpv1-{MEDIA.hex()}-{bytes(32).hex()}"
-    assert identifiers._foreign(claimed) == f"foreign-{claimed}"
+    assert mm_identifiers._foreign(claimed) == f"foreign-{claimed}"
     assert key_of(final(f"foreign-{claimed}")) is None
     with pytest.raises(VLLMValidationError):
         made.identifier(claimed, None)

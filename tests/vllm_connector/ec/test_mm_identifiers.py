@@ -26,13 +26,14 @@ from vllm.multimodal.parse import (
 )
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.encoder_service.media import digest_image
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.encoder_service.media.image import digest_image
 from cornplug.identity import embedding_key
-from cornplug.testing import checkpoints
-from cornplug.vllm_connector import compat, identifiers
-from cornplug.vllm_connector.identifiers import Identifiers, key_of
-from cornplug.vllm_connector.model import embedding_width, kv_identity, tower_identity
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.ec import mm_identifiers
+from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.model.model_config import embedding_width, kv_identity, tower_identity
+from devkit import checkpoints
 
 SECRET = bytes(range(32))
 
@@ -84,7 +85,7 @@ def named(config: Any, tmp_path: Path) -> Identifiers:
 @pytest.fixture
 def active(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identifiers:
     one = named(config(llava, mm_processor_kwargs={"size": 56}), tmp_path)
-    monkeypatch.setattr(identifiers, "_active", one)
+    monkeypatch.setattr(mm_identifiers, "_active", one)
     return one
 
 
@@ -102,14 +103,14 @@ def names(
     def original(this: Any, inputs: ProcessorInputs) -> Any:
         return inputs.get_mm_hashes("model", "blake3")
 
-    return identifiers._get_mm_hashes(original, None, inputs)
+    return mm_identifiers._get_mm_hashes(original, None, inputs)
 
 
 def final(active: Identifiers, mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
     """The identifier after `process_inputs`."""
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
-    assert identifiers._process_inputs(lambda this, request: request, None, request) is request
+    assert mm_identifiers._process_inputs(lambda this, request: request, None, request) is request
     return feature.identifier
 
 
@@ -164,7 +165,7 @@ def test_a_uuid_means_a_picture_not_how_it_was_once_processed(active: Identifier
 
 
 def test_uuids_are_forgotten_oldest_first(active: Identifiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identifiers, "_UUIDS", 2)
+    monkeypatch.setattr(mm_identifiers, "_UUIDS", 2)
     for i, uuid in enumerate("abca"):
         names({"image": [picture(i)]}, {"image": [uuid]})
     assert names({"image": [None] * 2}, {"image": ["b", "z"]})["image"] == ["b", "z"]
@@ -189,12 +190,12 @@ def test_a_picture_as_an_array(active: Identifiers) -> None:
     array = np.asarray(picture(1))
     [name] = names({"image": array})["image"]
     assert key_of(name) is not None
-    assert identifiers._media_digest(torch.from_numpy(array.copy())) == bytes.fromhex(name[4:])
+    assert mm_identifiers._media_digest(torch.from_numpy(array.copy())) == bytes.fromhex(name[4:])
     assert names({"image": np.asfortranarray(array)})["image"] == [name]
     assert names({"image": array[:, ::-1]})["image"] != [name]
     assert names({"image": array.astype(np.int16)})["image"] != [name]
-    assert identifiers._media_digest(torch.zeros(2, dtype=torch.bfloat16)) is None
-    assert identifiers._media_digest({"image_embeds": 1}) is None
+    assert mm_identifiers._media_digest(torch.zeros(2, dtype=torch.bfloat16)) is None
+    assert mm_identifiers._media_digest({"image_embeds": 1}) is None
 
 
 def test_video_and_audio_keep_vllms_names(active: Identifiers) -> None:
@@ -223,24 +224,24 @@ def test_an_adapter_on_the_tower_is_nobody_elses(active: Identifiers) -> None:
 
 def test_requests_without_media(active: Identifiers) -> None:
     request = SimpleNamespace(mm_features=None, cache_salt=None)
-    identifiers._process_inputs(lambda this, r: r, None, request)
+    mm_identifiers._process_inputs(lambda this, r: r, None, request)
     assert request.mm_features is None
 
 
 def test_without_us_names_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identifiers, "_active", None)
+    monkeypatch.setattr(mm_identifiers, "_active", None)
     items = MultiModalDataParser().parse_mm_data({"image": picture(1)})
     assert names({"image": picture(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
     feature = SimpleNamespace(mm_hash="cp1-" + "0" * 64, identifier="cp1-" + "0" * 64)
     request = SimpleNamespace(mm_features=[feature], cache_salt=None)
-    assert identifiers._process_inputs(lambda this, r: r, None, request) is request
+    assert mm_identifiers._process_inputs(lambda this, r: r, None, request) is request
     assert feature.identifier == feature.mm_hash
 
 
 def test_a_model_without_identity_has_local_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").mkdir()
     one = named(config(tmp_path / "m"), tmp_path)
-    monkeypatch.setattr(identifiers, "_active", one)
+    monkeypatch.setattr(mm_identifiers, "_active", one)
     [name] = names({"image": picture(1)})["image"]
     found = [final(one, name, salt) for salt in (None, "", "x")]
     assert len(set(found)) == 3
@@ -255,7 +256,7 @@ def test_a_family_that_was_not_compared_runs_as_stock_and_says_so_once(
     sounds = checkpoints.qwen2_audio(tmp_path / "m")
     with mock.patch.object(compat.logger, "warning") as warning:
         one = named(config(sounds), tmp_path)
-        monkeypatch.setattr(identifiers, "_active", one)
+        monkeypatch.setattr(mm_identifiers, "_active", one)
         [name] = names({"image": picture(1)})["image"]
         assert final(one, name).startswith("local-")
     warning.assert_called_once()
@@ -271,8 +272,8 @@ def test_while_weights_are_read_names_wait(
         assert go.wait(5)
         return tower_identity(config)
 
-    monkeypatch.setattr(identifiers, "tower_identity", slow)
-    monkeypatch.setattr(identifiers, "_FIRST_READ_S", 0.3)
+    monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
+    monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.3)
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
     began = time.monotonic()
@@ -304,27 +305,27 @@ def test_while_weights_are_read_names_wait(
 def test_only_engines_with_a_connector_of_ours_are_touched(
     llava: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: bool
 ) -> None:
-    monkeypatch.setattr(identifiers, "_active", None)
-    monkeypatch.setattr(identifiers, "_asked_for", False)
+    monkeypatch.setattr(mm_identifiers, "_active", None)
+    monkeypatch.setattr(mm_identifiers, "_asked_for", False)
     calls: list[Any] = []
-    identifiers._input_processor_init(
+    mm_identifiers._input_processor_init(
         lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1
     )
     assert len(calls) == 1
-    assert (identifiers._active is not None) is wanted
+    assert (mm_identifiers._active is not None) is wanted
 
 
 def test_without_a_secret_an_engine_starts_and_names_are_vllms(
     llava: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "home").write_text("no folder")
-    monkeypatch.setattr(identifiers, "_active", None)
-    monkeypatch.setattr(identifiers, "_asked_for", False)
+    monkeypatch.setattr(mm_identifiers, "_active", None)
+    monkeypatch.setattr(mm_identifiers, "_asked_for", False)
     extra = {"store.secret_file": str(tmp_path / "home" / "secret")}
-    identifiers._input_processor_init(lambda *a: None, "self", config(llava, extra=extra))
-    assert identifiers._active is None
+    mm_identifiers._input_processor_init(lambda *a: None, "self", config(llava, extra=extra))
+    assert mm_identifiers._active is None
     ours = "cp1-" + "0" * 64
-    got = identifiers._get_mm_hashes(lambda *a: {"image": ["theirs", ours]}, None, None)
+    got = mm_identifiers._get_mm_hashes(lambda *a: {"image": ["theirs", ours]}, None, None)
     assert got == {"image": ["theirs", f"foreign-{ours}"]}, "a client's uuid still passes for none of ours"
 
 

@@ -15,18 +15,19 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug.codec import Kind
-from cornplug.encoder_service.protocol import Encode, Encoded, Tensor
-from cornplug.engine_side.model import TowerIdentity
+from cornplug.encoder_service.wire.messages import Encode, Encoded, Tensor
+from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import ec_scheduler, weights
-from cornplug.vllm_connector.ec_moves import ECAcks
-from cornplug.vllm_connector.ec_scheduler import ECScheduler
+from cornplug.vllm_connector.ec import scheduler as ec_scheduler
+from cornplug.vllm_connector.ec.metadata import ECAcks
+from cornplug.vllm_connector.ec.scheduler import ECScheduler
+from cornplug.vllm_connector.model import weight_updates
 
-from .rig import runtime
+from ..rig import runtime
 
 ROWS, HIDDEN = 6, 16
 DEADLINE_S = 5.0
@@ -593,7 +594,7 @@ def test_replaced_weights_share_nothing(stage: Callable[..., Stage]) -> None:
     request = here.request("a", 1)
     assert here.half.available(request, 0)
     assert here.half.arrived(identifier(1))
-    weights.note_replaced("a test")
+    weight_updates.note_replaced("a test")
     assert not here.half.arrived(identifier(1)), "what arrived is of the old weights"
     moves = here.take_in(request)
     assert moves.arrived == []

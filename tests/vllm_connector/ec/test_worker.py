@@ -21,18 +21,18 @@ from vllm.multimodal.inputs import (
 )
 
 from cornplug.codec import Kind
-from cornplug.engine_side import publisher
+from cornplug.engine_common import embedding_publisher
 from cornplug.errors import EncoderRefused
-from cornplug.store import entry
+from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
+from cornplug.vllm_connector.ec.metadata import Arrived, ECMoves
+from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
+from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.ec_moves import Arrived, ECMoves
-from cornplug.vllm_connector.ec_worker import ECWorker
-from cornplug.vllm_connector.media_inputs import MediaInputs
 
-from .rig import runtime
+from ..rig import runtime
 
 NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
@@ -97,7 +97,7 @@ def test_a_store_that_fails_is_an_outcome(faulty: FaultyStore) -> None:
 def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with mock.patch.object(entry, "put", side_effect=RuntimeError("device")):
-        for _ in range(3 * publisher._MAX_WAITING):
+        for _ in range(3 * embedding_publisher._MAX_WAITING):
             worker.save(NAME, torch.ones(2, 2), ECMoves())
             published(worker)
     worker.save(NAME, torch.ones(2, 2), ECMoves())
@@ -107,7 +107,7 @@ def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStor
 def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "_MAX_WAITING", 2)
+    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
     go = threading.Event()
     with mock.patch.object(entry, "put", side_effect=lambda *a, **k: go.wait(5) and "stored"):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")

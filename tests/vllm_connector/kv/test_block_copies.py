@@ -20,14 +20,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
-from cornplug.testing.fake_cuda import Recorder, fake_cuda
-from cornplug.vllm_connector import kv_layout
-from cornplug.vllm_connector.kv_copies import BlockCopies, CudaSide, kernel_table
-from cornplug.vllm_connector.kv_layout import derive
-from cornplug.vllm_connector.kv_mover import Mover
+from cornplug.vllm_connector.kv import layout as kv_layout
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
+from cornplug.vllm_connector.kv.layout import derive
+from cornplug.vllm_connector.kv.mover import Mover
+from devkit.fake_cuda import Recorder, fake_cuda
 
-from .late_device import STALE, LateDevice
-from .test_kv_layout import side_by_side
+from ..late_device import STALE, LateDevice
+from ..test_kv_layout import side_by_side
 
 HEADS, BLOCK, DIM, LAYERS, BLOCKS, PAGE = 3, 16, 8, 4, 12, 32
 SHARED = [layout for layout in KVCacheLayout if layout is not KVCacheLayout.LHBNC]

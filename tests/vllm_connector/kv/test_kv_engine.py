@@ -15,17 +15,19 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
-from cornplug.engine_side.adapters import Adapters
+from cornplug.engine_common.lora_digests import Adapters
 from cornplug.errors import CheckpointError, ConfigError
+from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.store.pool import PoolStore
 from cornplug.testing import FaultyStore
-from cornplug.testing.processes import StoreProcess
-from cornplug.vllm_connector import compat, kv_scheduler, weights
-from cornplug.vllm_connector.kv_moves import KVAcks
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import scheduler as kv_scheduler
+from cornplug.vllm_connector.kv.metadata import KVAcks
+from cornplug.vllm_connector.model import weight_updates
+from devkit.processes import StoreProcess
 
-from .conftest import open_in
-from .rig import BrokenBackend, Engine
+from ..conftest import open_in
+from ..rig import BrokenBackend, Engine
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 
@@ -556,7 +558,7 @@ def test_an_offer_is_remembered_and_renewed_in_time(
         assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
     assert faulty.calls["lease"] == before.get("lease", 0) + 1
     later = time.monotonic() + 11
-    monkeypatch.setattr("cornplug.vllm_connector.kv_scheduler.time.monotonic", lambda: later)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.scheduler.time.monotonic", lambda: later)
     assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
     assert faulty.calls["lease"] == before.get("lease", 0) + 2
     # Another local hit asks anew as well.
@@ -649,12 +651,12 @@ def test_a_load_behind_others_is_compared_with_its_wait(engine: Make) -> None:
 def test_a_load_has_a_deadline_and_the_rest_is_computed(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornplug.vllm_connector.kv_copies._DIRECT_TOKENS", 32)  # a page a slab
+    monkeypatch.setattr("cornplug.vllm_connector.kv.block_copies._DIRECT_TOKENS", 32)  # a page a slab
     engine().run("a", PROMPT)
     second = engine(load_when="pays")
     slow_views(monkeypatch, second, 0.2)
     monkeypatch.setattr(rule_of(second), "compute_s", lambda tokens: 0.1)
-    monkeypatch.setattr("cornplug.vllm_connector.kv_costs._LOAD_FLOOR_S", 0.3)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.costs._LOAD_FLOOR_S", 0.3)
     request = second.run("b", PROMPT)
     assert request.failed
     assert second.counts["misses", "kv_page", "load_timeout"] == 1
@@ -710,7 +712,7 @@ def test_replaced_weights_share_nothing(engine: Make, store: MemoryStore) -> Non
     second = engine()
     waiting = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(waiting, 0)[0] == 128
-    weights.note_replaced("a test")
+    weight_updates.note_replaced("a test")
     second.settle()
     second.check(waiting)
     assert waiting.external_tokens == 0
@@ -742,7 +744,7 @@ def test_a_checkpoint_that_breaks_the_reader_is_not_for_ever_being_read(engine: 
 
 
 def test_while_weights_are_being_read_requests_go_on(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.vllm_connector.kv_scheduler._FIRST_READ_S", 0.01)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.scheduler._FIRST_READ_S", 0.01)
 
     def slow(config: Any) -> Any:
         time.sleep(0.3)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
-from .conftest import open_in
-from .rig import Engine
+from ..conftest import open_in
+from ..rig import Engine
 
 # Prompts that share prefixes: of one page, of two, and their own rest.
 PROMPTS = [

@@ -11,8 +11,8 @@ import torch
 from vllm.v1.attention.backends import cpu_attn
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_copies import BlockCopies
-from cornplug.vllm_connector.kv_layout import BlockLayout, WriteOp, derive, write_op
+from cornplug.vllm_connector.kv.block_copies import BlockCopies
+from cornplug.vllm_connector.kv.layout import BlockLayout, WriteOp, derive, write_op
 
 Tensor = torch.Tensor
 

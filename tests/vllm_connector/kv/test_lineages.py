@@ -6,7 +6,7 @@ import lineage_vectors as vectors
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from cornplug.vllm_connector.page_keys import PageKeys
+from cornplug.vllm_connector.kv.page_keys import PageKeys
 
 
 @pytest.mark.parametrize("case", vectors.CASES)

@@ -15,10 +15,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from cornplug import identity
 from cornplug.identity import medium_lineage, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.vllm_connector.identifiers import key_of
-from cornplug.vllm_connector.page_keys import PageKeys
+from cornplug.vllm_connector.ec.mm_identifiers import key_of
+from cornplug.vllm_connector.kv.page_keys import PageKeys
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "page_keys.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 SECRET = bytes(range(32))
 A, B = "cp1-" + "aa" * 32, "cp1-" + "bb" * 32
 PLACEHOLDER = 32000

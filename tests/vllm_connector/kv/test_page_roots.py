@@ -14,10 +14,10 @@ import pytest
 from cornplug.errors import CheckpointError
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector import kv_scheduler
-from cornplug.vllm_connector.kv_scheduler import KVScheduler
+from cornplug.vllm_connector.kv import scheduler as kv_scheduler
+from cornplug.vllm_connector.kv.scheduler import KVScheduler
 
-from .rig import Request, runtime
+from ..rig import Request, runtime
 
 
 @pytest.mark.parametrize("name", vectors.CASES)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from cornplug.vllm_connector import compat, provenance
-from cornplug.vllm_connector.provenance import OwnTokens
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import provenance
+from cornplug.vllm_connector.kv.provenance import OwnTokens
 
-from .rig import Engine
+from ..rig import Engine
 
 Make = Callable[..., Engine]
 PROMPT = [7 * i for i in range(150)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cornplug.checkpoint import Checkpoint
-from cornplug.engine_side.loaded_weights import differing
-from cornplug.testing import checkpoints
-from cornplug.vllm_connector import loaded_weights, verdicts, weights
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common.weight_comparison import differing
+from cornplug.vllm_connector.model import loaded_weights, setting_verdicts, weight_updates
+from devkit import checkpoints
 
 
 class Loaded(torch.nn.Module):
@@ -78,12 +78,12 @@ def config(folder: Path, kv: str = "CornplugConnector") -> Any:
 def test_a_worker_that_loaded_something_else_ends_sharing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kv: str, dummy: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(verdicts, "of_everything", lambda config: verdicts.Verdict({}, {}))
+    monkeypatch.setattr(setting_verdicts, "of_everything", lambda config: setting_verdicts.Verdict({}, {}))
     model = Loaded(folder, torch.float32)
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)
     loaded_weights._load_model(lambda worker, **_: None, worker)
-    assert not weights.replaced()
+    assert not weight_updates.replaced()
     rewrite(folder, "language_model")
     loaded_weights._load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
-    assert weights.replaced() is ends
+    assert weight_updates.replaced() is ends

@@ -18,18 +18,19 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 
-from cornplug.engine_side.allow_lists import FieldTables, misplaced
+from cornplug.engine_common.allow_lists import FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.identity import canonical
-from cornplug.testing import checkpoints
-from cornplug.testing.quantised import quantised
-from cornplug.vllm_connector import field_tables, field_tables_engine, model
-from cornplug.vllm_connector.code_in_use import transformers_backend
-from cornplug.vllm_connector.model import kv_identity, tower_identity
+from cornplug.vllm_connector.model import engine_fields, model_fields
+from cornplug.vllm_connector.model import model_config as model
+from cornplug.vllm_connector.model.code_in_use import transformers_backend
+from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+from devkit import checkpoints
+from devkit.quantised import quantised
 
 TABLES: dict[str, FieldTables] = {
     tables.of: tables
-    for module in (field_tables, field_tables_engine)
+    for module in (model_fields, engine_fields)
     for tables in vars(module).values()
     if isinstance(tables, FieldTables)
 }
@@ -183,9 +184,10 @@ def test_online_quantisation_is_in_the_key_with_all_its_options(
 def test_a_setting_of_a_later_release_is_refused_by_name(
     changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harmless = {k: v for k, v in field_tables.MODEL.harmless.items() if k != "seed"}
+    harmless = {k: v for k, v in model_fields.MODEL.harmless.items() if k != "seed"}
     monkeypatch.setattr(
-        "cornplug.vllm_connector.verdicts.MODEL", dataclasses.replace(field_tables.MODEL, harmless=harmless)
+        "cornplug.vllm_connector.model.setting_verdicts.MODEL",
+        dataclasses.replace(model_fields.MODEL, harmless=harmless),
     )
     with pytest.raises(CheckpointError, match=r"ModelConfig\.seed: .*does not know"):
         kv_identity(changed("model_config", seed=7))
@@ -398,15 +400,15 @@ def test_variables_that_may_change_values_are_in_the_key(
 def test_a_release_s_new_variables_are_named() -> None:
     """They are in the key until somebody has looked at them. `tests/golden/vllm_variables.txt` lists those
     that were looked at; a new one either stays in the key or joins `HARMLESS_VARIABLES`."""
-    seen = set((Path(__file__).parents[1] / "golden" / "vllm_variables.txt").read_text().split())
+    seen = set((Path(__file__).parents[2] / "golden" / "vllm_variables.txt").read_text().split())
     known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
     assert known - seen == set()
 
 
 def test_the_variables_in_the_tables_exist() -> None:
     known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
-    assert known.issuperset(field_tables_engine.REFUSED_VARIABLES)
-    harmless = {name for name in known if field_tables_engine.HARMLESS_VARIABLES.fullmatch(name)}
+    assert known.issuperset(engine_fields.REFUSED_VARIABLES)
+    harmless = {name for name in known if engine_fields.HARMLESS_VARIABLES.fullmatch(name)}
     words = (
         "QUANT",
         "FP8",

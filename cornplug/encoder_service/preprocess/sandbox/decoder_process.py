@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.jail import wire
+from cornplug.encoder_service.preprocess.sandbox import ipc as wire
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
@@ -61,7 +61,7 @@ class DecoderProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "cornplug.encoder_service.jail.process"),
+                    *(sys.executable, "-m", "cornplug.encoder_service.preprocess.sandbox.process"),
                     *(str(self._max_bytes), str(theirs.fileno())),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -8,10 +8,12 @@ from typing import Final, Protocol
 
 from PIL import Image
 
-from cornplug.encoder_service import clips, media, sounds
-from cornplug.encoder_service.clips import Clip, ClipLimits, Source
-from cornplug.encoder_service.media import COMMON
-from cornplug.encoder_service.sounds import Sound
+from cornplug.encoder_service.media import audio as sounds
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media import video as clips
+from cornplug.encoder_service.media.audio import Sound
+from cornplug.encoder_service.media.image import COMMON
+from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
 
 _RGB_BYTES: Final = 3 + 4
 """A pixel as it comes from the decoder, and as Pillow has it."""

@@ -19,9 +19,11 @@ from typing import Final
 import numpy as np
 from PIL import AvifImagePlugin, Image
 
-from cornplug.encoder_service import clips, media, sounds
-from cornplug.encoder_service.clips import Clip, ClipLimits, Source
-from cornplug.encoder_service.jail import wire
+from cornplug.encoder_service.media import audio as sounds
+from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media import video as clips
+from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
+from cornplug.encoder_service.preprocess.sandbox import ipc as wire
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 1 << 20

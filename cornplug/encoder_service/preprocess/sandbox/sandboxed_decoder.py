@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from cornplug.encoder_service.clips import Clip, ClipLimits, Source
-from cornplug.encoder_service.jail import wire
-from cornplug.encoder_service.jail.decoder_process import Asked, DecoderProcess
-from cornplug.encoder_service.jail.decoders import Header, Heard, chosen
-from cornplug.encoder_service.media import COMMON
-from cornplug.encoder_service.sounds import MAX_SAMPLES, Sound
+from cornplug.encoder_service.media.audio import MAX_SAMPLES, Sound
+from cornplug.encoder_service.media.image import COMMON
+from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
+from cornplug.encoder_service.preprocess.sandbox import ipc as wire
+from cornplug.encoder_service.preprocess.sandbox.decoder_process import Asked, DecoderProcess
+from cornplug.encoder_service.preprocess.sandbox.decoders import Header, Heard, chosen
 from cornplug.errors import MediaError
 
 

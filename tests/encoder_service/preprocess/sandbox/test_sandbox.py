@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.clips import ClipLimits, Source
-from cornplug.encoder_service.jail.decoder_process import DecoderProcess
-from cornplug.encoder_service.jail.decoders import Decoder, Header, InProcess, anything
-from cornplug.encoder_service.jail.jailed import Jailed
-from cornplug.encoder_service.media import MAX_SCANS
+from cornplug.encoder_service.media.image import MAX_SCANS
+from cornplug.encoder_service.media.video import ClipLimits, Source
+from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
+from cornplug.encoder_service.preprocess.sandbox.decoders import Decoder, Header, InProcess, anything
+from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import Jailed
 from cornplug.errors import EncoderRefused, MediaError
 
-from . import hostile_pictures
-from .conftest import eventually
-from .hostile_pictures import many_scans, saved
-from .recordings import encoded, moving, tone, video, wav
+from ... import hostile_pictures
+from ...conftest import eventually
+from ...hostile_pictures import many_scans, saved
+from ...recordings import encoded, moving, tone, video, wav
 
 MAX_PIXELS = 4_000_000
 LIMITS = ClipLimits(max_s=20, max_frames=16, max_pixels=200_000)
