@@ -17,7 +17,8 @@ from devkit import checkpoints
 
 LIGHT = """
 import sys
-import cornplug.cli, cornplug.checkpoints.checkpoint, cornplug.store.client, cornplug.encoder_service.client.sync_client
+import cornplug.cli, cornplug.checkpoints.checkpoint, cornplug.store.client
+import cornplug.encoder_service.client.sync_client
 heavy = {"torch", "transformers", "vllm", "fastapi"} & sys.modules.keys()
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """

@@ -37,15 +37,16 @@ import importlib.util, json
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import flags, hicache_settings, parts, plugin
+from cornplug.sglang_hooks import flags, hook_registry, hook_selection
+from cornplug.sglang_hooks.kv import hicache_config
 answer = {"why_not": "", "cache": ""}
 try:
     flags.share()
-    plugin.install(parts.ALL)
+    hook_registry.install(hook_selection.ALL)
 except ConfigError as e:
     answer["why_not"] = str(e)
 try:
-    hicache_settings.compile_hash()
+    hicache_config.compile_hash()
 except ConfigError as e:
     answer["cache"] = str(e)
 import torch

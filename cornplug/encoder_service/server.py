@@ -26,10 +26,10 @@ from starlette.types import ASGIApp
 
 from cornplug.config import Config, EncoderConfig, load, read_secret
 from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, Encoder
 from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.http.access_control import check_exposure
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import Gate
 from cornplug.encoder_service.http.head_timeout import (

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
+from typing import Final
 
 from cornplug.config import Config
 from cornplug.engine_common.runtime import Runtime
@@ -19,6 +20,8 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.identity import digest
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.stats import ServerTally
+
+ENABLE: Final = "--enable-cornplug"
 
 _VARIABLE = "CORNPLUG_SGLANG"
 _PARTS = "CORNPLUG_SGLANG_PARTS"

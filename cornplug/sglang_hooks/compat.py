@@ -1,7 +1,7 @@
 """Everything that knows a version of SGLang: the tested range, and how its seams are hooked.
 
 SGLang offers entry points and a hook registry for any of its functions. Each module of this
-room lists the hooks that it needs (`HOOKS`); `plugin.py` registers them all.
+room lists the hooks that it needs (`HOOKS`); `hook_registry.py` registers them.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ def sglang_version() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def untested() -> str:
+    """Why this SGLang is refused; "" for one in the tested range."""
+    version = sglang_version()
+    if version is not None and is_tested(version):
+        return ""
+    low, high = (".".join(map(str, v)) for v in TESTED)
+    return (
+        f"SGLang {version} is outside the tested range >={low},<{high}; install a release of cornplug for it"
+    )
 
 
 def is_tested(version: str) -> bool:

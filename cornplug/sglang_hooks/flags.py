@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from cornplug.engine_common.shared_flags import SETTINGS, dest
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import Hook, logger
-
-ENABLE: Final = "--enable-cornplug"
+from cornplug.sglang_hooks.activation import ENABLE
+from cornplug.sglang_hooks.compat import Hook, logger, untested
 
 
 def share(extra: Mapping[str, str] | None = None) -> None:
@@ -32,9 +31,7 @@ def share(extra: Mapping[str, str] | None = None) -> None:
     Raises ConfigError for a setting that is unknown or wrong, and for an SGLang that is not
     in the tested range.
     """
-    from cornplug.sglang_hooks import plugin
-
-    if why := plugin.untested():
+    if why := untested():
         raise ConfigError(ENABLE, why, "Or do not ask for it.")
     activation.turn_on(extra or {})
 
@@ -75,17 +72,17 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
         original(server_args)
         return
     from cornplug.engine_common import engine_state
-    from cornplug.sglang_hooks import hook_selection, plugin
+    from cornplug.sglang_hooks import hook_registry, hook_selection
     from cornplug.sglang_hooks.kv import hicache_config
 
     engine_state.begin(anew=True)
-    plugin.install(hook_selection.RESOLUTION)
+    hook_registry.install(hook_selection.RESOLUTION)
     _say_what_is_not_shared(server_args)
     hicache_config.check(server_args, activation.config())
     original(server_args)
     needed = hook_selection.needed(server_args)
     activation.need(needed)
-    plugin.install(needed)
+    hook_registry.install(needed)
 
 
 def _say_what_is_not_shared(server_args: Any) -> None:

@@ -1,7 +1,7 @@
 """Which of this room's hooks a server needs: a hook that is not there cannot break, or be in the way.
 
 Decided in the main process from SGLang's resolved settings, and told to its children
-(`active.need`). Each part names the modules whose `HOOKS` it takes,
+(`activation.need`). Each part names the modules whose `HOOKS` it takes,
 or one such tuple of a module.
 """
 
@@ -18,14 +18,14 @@ _ROOM: Final = "cornplug.sglang_hooks"
 # part -> modules, or one name of a module
 _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
-    "resolution": ("hicache_settings",),
-    "weights": ("weights",),
-    "loaded": ("loaded_weights",),
-    "kv": ("kv_names", "kv_late", "kv_pace"),
-    "lora": ("lora",),
-    "pictures": ("named", "media", "embeddings"),
-    "llava": ("decoded:LLAVA_HOOKS",),
-    "encoder": ("epd", "epd_fallback"),
+    "resolution": ("kv.hicache_config",),
+    "weights": ("model.weight_updates",),
+    "loaded": ("model.loaded_weights",),
+    "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
+    "lora": ("model.lora_adapters",),
+    "pictures": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
+    "llava": ("mm.media_digests:LLAVA_HOOKS",),
+    "encoder": ("mm.epd", "mm.epd_fallback"),
 }
 RESOLUTION: Final = frozenset({"resolution"})
 ALL: Final = frozenset(_MODULES)

@@ -1,26 +1,17 @@
 """What SGLang's entry point `sglang.srt.plugins` calls, in every process of every server.
 
-SGLang swallows what a plugin raises and logs the hooks that it could not apply. Here nothing
+Nothing
 happens in a server that did not ask for cornplug, beyond its flags; and in one that did, what
 cannot work stops the process with the reason.
 """
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 import sys
-from collections.abc import Iterable
-from types import MethodType
-from typing import Any, Final
 
 from cornplug.engine_common.shared_flags import SETTINGS
-from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.flags import ENABLE
-
-_registered: dict[str, Hook] = {}
+from cornplug.sglang_hooks import activation, compat, hook_registry, hook_selection
+from cornplug.sglang_hooks.activation import ENABLE
 
 
 def register() -> None:
@@ -29,124 +20,17 @@ def register() -> None:
     Raises SystemExit, which SGLang lets through, where cornplug was asked for and this SGLang
     is not one that it knows.
     """
-    from cornplug.sglang_hooks import flags, hook_selection
+    from cornplug.sglang_hooks import flags
 
-    why = untested()
+    why = compat.untested()
     if why and _asked_for():
         raise SystemExit(f"cornplug: {why}")
     if why:
         return
-    _register(flags.HOOKS)
+    hook_registry.register(flags.HOOKS)
     needed = activation.needed() if activation.is_on() else None
     if needed is not None:
-        _register(
-            (*hook_selection.hooks(needed), _LAST)
-        )  # SGLang applies them when all plugins have had their turn
-
-
-def install(needed: Iterable[str]) -> None:
-    """Hook these parts now: the main process knows only from its settings what it shares.
-
-    Raises ConfigError where this SGLang lacks a target or has another kind of function there, or
-    where another plugin holds it.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from cornplug.sglang_hooks import hook_selection
-
-    _register((*hook_selection.hooks(needed), _LAST))
-    HookRegistry.apply_hooks()
-    verify()
-
-
-def verify(*_args: Any, **_kwargs: Any) -> None:
-    """Raise ConfigError unless every hook of this process is in its place."""
-    missing = sorted(name for name, hook in _registered.items() if not is_applied(hook))
-    if missing:
-        raise ConfigError(
-            ENABLE,
-            f"SGLang {compat.sglang_version()} cannot be hooked at {', '.join(missing)}",
-            "Its log says why. Leave the flag out, or the plugin that holds the same place (SGLANG_PLUGINS).",
-        )
-    unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
-    if unlike:
-        raise ConfigError(
-            ENABLE,
-            f"SGLang {compat.sglang_version()} calls with other parameters: {'; '.join(unlike)}",
-            "Install a release of cornplug for it, or leave the flag out.",
-        )
-
-
-def untested() -> str:
-    """Why this SGLang is refused; "" for one in the tested range."""
-    version = compat.sglang_version()
-    if version is not None and compat.is_tested(version):
-        return ""
-    low, high = (".".join(map(str, v)) for v in compat.TESTED)
-    return (
-        f"SGLang {version} is outside the tested range >={low},<{high}; install a release of cornplug for it"
-    )
-
-
-def is_applied(hook: Hook) -> bool:
-    """Whether SGLang's function at `hook.target` now runs `hook.function`."""
-    try:
-        found: Any = pkgutil.resolve_name(hook.target)
-    except (AttributeError, ImportError):
-        return False
-    if isinstance(found, MethodType):
-        found = found.__func__
-    while found is not None:
-        cells = getattr(found, "__closure__", None) or ()
-        if found is hook.function or any(cell.cell_contents is hook.function for cell in cells):
-            return True
-        found = getattr(found, "__wrapped__", None)
-    return False
-
-
-# The first thing that each process does once its plugins are loaded.
-_LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)
-
-
-def misfit(hook: Hook) -> str:
-    """Why a hook in its place cannot take the calls that its target gets; "" where it can.
-
-    Tried with every parameter that the target has, given by position and by name: what was added to
-    it or renamed is found here, and not at the first request.
-    """
-    if hook.kind == "replace":
-        return ""
-    first = () if hook.kind == "before" else (None,)
-    found = pkgutil.resolve_name(hook.target)
-    found = (
-        found.__func__ if isinstance(found, MethodType) else found
-    )  # a class method, whose hook gets `cls`
-    target = inspect.signature(found).parameters.values()
-    plain = [p for p in target if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name: None for p in target if p.kind is p.KEYWORD_ONLY}
-    ours = inspect.signature(hook.function)
-    if unknown := sorted(set(hook.reads) - {p.name for p in target}):
-        return f"no parameter {', '.join(unknown)}"
-    # A method's own object, and what has no name, come by position always.
-    fixed = sum(p.kind is p.POSITIONAL_ONLY or p.name in ("self", "cls") for p in plain)
-    try:
-        ours.bind(*first, *(None for _ in plain), **named)
-        by_name = {p.name: None for p in plain[fixed:]}
-        ours.bind(*first, *(None for _ in plain[:fixed]), **by_name, **named)
-    except TypeError as e:
-        return str(e)
-    return ""
-
-
-def _register(hooks: tuple[Hook, ...]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-
-    source = HookSource("cornplug", "cornplug")
-    for hook in hooks:
-        name = f"{hook.target} ({hook.function.__module__}.{hook.function.__qualname__})"
-        if name not in _registered:
-            HookRegistry.register(hook.target, hook.function, HookType(hook.kind), source=source)
-            _registered[name] = hook
+        hook_registry.register((*hook_selection.hooks(needed), hook_registry.LAST))
 
 
 def _asked_for() -> bool:

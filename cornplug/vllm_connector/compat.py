@@ -25,6 +25,10 @@ from typing import Any, Final
 
 logger = logging.getLogger("vllm.cornplug")
 
+KV_CONNECTOR: Final = "CornplugConnector"
+EC_CONNECTOR: Final = "CornplugECConnector"
+"""The names by which vLLM's factories know us: users write them into configurations."""
+
 TESTED = ((0, 32), (0, 33))
 """Half-open range of (major, minor) that the tests run on."""
 

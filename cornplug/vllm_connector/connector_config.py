@@ -14,7 +14,7 @@ from typing import Any, Final
 from cornplug.engine_common import engine_state
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
 _RECOMPUTE: Final = "recompute"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cornplug.engine_common.shared_flags import SETTINGS, dest, settings
-from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 NAME = "cornplug"
 

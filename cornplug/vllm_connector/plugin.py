@@ -8,9 +8,7 @@ cornplug was asked for (the connectors' constructors).
 from __future__ import annotations
 
 from cornplug.vllm_connector import compat
-
-KV_CONNECTOR = "CornplugConnector"
-EC_CONNECTOR = "CornplugECConnector"
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 _state: dict[str, bool | str] = {"registered": False}
 

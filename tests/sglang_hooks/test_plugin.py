@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, compat, hook_selection, plugin
+from cornplug.sglang_hooks import activation, compat, hook_registry, hook_selection
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -66,11 +66,11 @@ def test_a_child_has_the_hooks_that_its_server_needs(
 
 def test_every_target_is_there_and_installing_twice_hooks_once() -> None:
     load_plugins()
-    plugin.install(hook_selection.ALL)
-    plugin.install(hook_selection.ALL)
+    hook_registry.install(hook_selection.ALL)
+    hook_registry.install(hook_selection.ALL)
     for hook in hook_selection.hooks(hook_selection.ALL):
-        assert plugin.is_applied(hook), hook
-        assert plugin.misfit(hook) == "", hook
+        assert hook_registry.is_applied(hook), hook
+        assert hook_registry.misfit(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
         assert len(ours) == 1, hook
 
@@ -95,14 +95,14 @@ def test_a_hook_that_cannot_be_called_is_found_at_start(
     kind: Any, function: Any, reads: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hook(f"{__name__}._grown", kind, function, reads)
-    assert (plugin.misfit(hook) == "") is fits
-    monkeypatch.setattr(plugin, "is_applied", lambda hook: True)
-    monkeypatch.setattr(plugin, "_registered", {"grown": hook})
+    assert (hook_registry.misfit(hook) == "") is fits
+    monkeypatch.setattr(hook_registry, "is_applied", lambda hook: True)
+    monkeypatch.setattr(hook_registry, "_registered", {"grown": hook})
     if fits:
-        plugin.verify()
+        hook_registry.verify()
     else:
         with pytest.raises(ConfigError, match="grown"):
-            plugin.verify()
+            hook_registry.verify()
 
 
 def test_hooks_do_nothing_where_nobody_asked() -> None:
@@ -110,7 +110,7 @@ def test_hooks_do_nothing_where_nobody_asked() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    plugin.install(hook_selection.ALL)
+    hook_registry.install(hook_selection.ALL)
     activation.turn_off()
     record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
     record.resolve_once()
@@ -119,9 +119,9 @@ def test_hooks_do_nothing_where_nobody_asked() -> None:
 
 def test_a_target_that_is_not_there_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "before", lambda *_: None)
-    monkeypatch.setitem(plugin._registered, "gone", gone)
+    monkeypatch.setitem(hook_registry._registered, "gone", gone)
     with pytest.raises(ConfigError, match="gone"):
-        plugin.verify()
+        hook_registry.verify()
 
 
 def test_a_hook_in_place_is_told_from_one_that_is_not() -> None:
@@ -133,8 +133,8 @@ def test_a_hook_in_place_is_told_from_one_that_is_not() -> None:
 
     HookRegistry.register(f"{__name__}._seam", theirs)
     HookRegistry.apply_hooks()
-    assert plugin.is_applied(Hook(f"{__name__}._seam", "after", theirs))
-    assert not plugin.is_applied(Hook(f"{__name__}._seam", "after", ours))
+    assert hook_registry.is_applied(Hook(f"{__name__}._seam", "after", theirs))
+    assert not hook_registry.is_applied(Hook(f"{__name__}._seam", "after", ours))
 
 
 def _seam() -> None:

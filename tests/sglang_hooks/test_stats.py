@@ -16,14 +16,14 @@ import sys
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 role, enabled, world_rank = sys.argv[1], sys.argv[2] == "metrics", int(sys.argv[3])
-from cornplug.sglang_hooks import active
-active.tally().count("cornplug_saves_total", "chat", "kv_page", "too_early")
+from cornplug.sglang_hooks import activation
+activation.tally().count("cornplug_saves_total", "chat", "kv_page", "too_early")
 args = ServerArgs(model_path="dummy", device="cpu", tp_size=2, enable_metrics=enabled)
 ranks = None
 if role == "scheduler":
     ranks = runtime_context.SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0)
 runtime_context.publish(args, role=role, ranks=ranks)
-tally = active.tally()
+tally = activation.tally()
 tally.count("cornplug_hits_total", "chat", "kv_page", "store", by=3)
 tally.observe("cornplug_wait_seconds", 0.02, "chat", "kv_page")
 drained = tally.drain()

@@ -25,12 +25,12 @@ from devkit import checkpoints
 CHILD = """
 import sys
 from cornplug.engine_common import engine_state
-from cornplug.vllm_connector import weights
+from cornplug.vllm_connector.model import weight_updates
 print(engine_state.current().began_ns(), flush=True)
 for line in sys.stdin:
     if line.strip() == "replace":
-        weights.note_replaced("a test")
-    print(int(weights.replaced()), flush=True)
+        weight_updates.note_replaced("a test")
+    print(int(weight_updates.replaced()), flush=True)
 """
 
 

@@ -21,11 +21,11 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import Encoder
 from cornplug.encoder_service.execution.media_intake import Door, Parts
 from cornplug.encoder_service.http import requests as http_bodies
 from cornplug.encoder_service.http import responses as http_answers
-from cornplug.encoder_service.http.access_control import salt_of
 from cornplug.encoder_service.http.requests import Asked, Source
 from cornplug.encoder_service.http.responses import Done, Failed, Outcome
 from cornplug.encoder_service.http.url_fetcher import Fetcher

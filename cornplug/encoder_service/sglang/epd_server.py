@@ -37,10 +37,10 @@ from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import Encoder
 from cornplug.encoder_service.execution.media_intake import Door, Parts
-from cornplug.encoder_service.http.access_control import salt_of
 from cornplug.encoder_service.models.registry import Loaded, Registry
 from cornplug.encoder_service.preprocess.preparer import SGLANG, Prepared, Preparer, medium_bytes
 from cornplug.encoder_service.preprocess.preprocessor import Bench

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from string import Template
 from typing import Literal, assert_never
 
@@ -111,20 +110,6 @@ def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
     return found
-
-
-def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
-    """Write launch scripts, one a host, and what they refer to; the paths, in the order to run them."""
-    from cornplug.planner.launch.scripts import scripts
-
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, text in (scripts(plan, transfer=transfer) | files(plan, transfer=transfer)).items():
-        path = folder / name
-        path.write_text(text)
-        path.chmod(0o755 if name.endswith(".sh") else 0o644)
-        paths.append(path)
-    return paths
 
 
 def qos_toml(plan: Plan) -> str:

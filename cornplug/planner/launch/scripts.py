@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
-from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.command_lines import Command, commands, files
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 
@@ -103,6 +104,18 @@ while true; do
     sleep 2
 done
 """
+
+
+def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+    """Write launch scripts, one a host, and what they refer to; the paths, in the order to run them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in (scripts(plan, transfer=transfer) | files(plan, transfer=transfer)).items():
+        path = folder / name
+        path.write_text(text)
+        path.chmod(0o755 if name.endswith(".sh") else 0o644)
+        paths.append(path)
+    return paths
 
 
 def scripts(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:

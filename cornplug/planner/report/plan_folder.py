@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.launch import command_lines
+from cornplug.planner.launch import scripts
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import html_report
@@ -31,7 +31,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
         (new / "report.html").write_text(html_report.html(plan), encoding="utf-8")
         without = ""
         try:
-            command_lines.write(plan, new, transfer=transfer)
+            scripts.write(plan, new, transfer=transfer)
         except ConfigError as e:
             without = str(e)
         return _replace(folder, new), without

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cornplug.engine_common.load_policy import LoadRule, When
-from cornplug.sglang_hooks.compat import Hook, arguments
 
 _MAX_QUEUED: Final = 1024
 """Requests that nobody asks about again, because their clients have gone, are forgotten."""
@@ -93,40 +92,3 @@ class LoadPace:
         """A line for the log, now and then; "" otherwise."""
         with self._lock:
             return self._rule.news(self._bytes_a_token)
-
-
-def _pace(scheduler_or_cache: Any) -> LoadPace | None:
-    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-
-    controller = getattr(scheduler_or_cache, "cache_controller", None)
-    storage = getattr(controller, "storage_backend", None)
-    return storage.pace if isinstance(storage, CornplugStorage) else None
-
-
-def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """After a batch's result is there."""
-    pace = _pace(scheduler.tree_cache)
-    if pace is not None and batch.launch_ts is not None:
-        tokens = sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else len(batch.reqs)
-        pace.stepped(tokens, batch.launch_ts)
-
-
-def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's question whether a request's prefetch is done."""
-    done = original(*args, **kwargs)
-    call = arguments(original, args, kwargs)
-    pace = _pace(call["self"])
-    if done and pace is not None and pace.waits(call["request"]):
-        pace.answered(call["request"])
-    return done
-
-
-HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.srt.managers.scheduler.Scheduler.process_batch_result", "after", _stepped),
-    Hook(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_prefetch_progress",
-        "around",
-        _progress,
-        ("self", "request"),
-    ),
-)

@@ -1,8 +1,8 @@
 """Why the KV of a server is not shared: what of its settings, model or deployment excludes it.
 
-Asked at the end of SGLang's own resolution of its settings (`hicache_settings.settle`), when
+Asked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), when
 nothing of ours is set yet: a server that cannot share runs with exactly what stock would have.
-What only the loaded model shows is asked before the host pools are made (`kv_late.py`).
+What only the loaded model shows is asked before the host pools are made (`late_exclusions.py`).
 """
 
 from __future__ import annotations

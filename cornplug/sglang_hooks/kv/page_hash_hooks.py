@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
-import torch
-
 from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
@@ -77,41 +75,6 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's prefetch for a request, on the scheduler's thread: the store is asked first.
-
-    SGLang queues the question, and a request that waits for an answer misses the batch that is being
-    made: beside running decodes one step, whatever the answer is. Our store answers in 0.1 ms, so
-    where it lacks the first page that the engine lacks nothing is queued.
-    """
-    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-
-    call = arguments(original, args, kwargs)
-    cache = call["self"]
-    storage = cache.cache_controller.storage_backend if cache.enable_storage else None
-    if not isinstance(storage, CornplugStorage) or cache.tree_core.is_eagle or call["storage_hit_end"]:
-        return original(*args, **kwargs)
-    if len(call["new_input_tokens"]) < cache.prefetch_threshold:
-        return original(*args, **kwargs)  # SGLang asks for nothing so short.
-    ahead = storage.ahead(
-        call["new_input_tokens"],
-        call["matched_prefix_tokens"] or (),
-        call["last_hash"],
-        Space(call["extra_key"], call["cache_salt"]),
-    )
-    fetches = ahead > 0
-    if cache.tp_world_size > 1:
-        # What is queued on one rank and not on another is waited for, in SGLang's own collectives.
-        vote = torch.tensor([fetches], dtype=torch.int32)
-        cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
-        fetches = bool(vote.item())
-    if fetches:
-        storage.queued(call["request"], ahead)
-        return original(*args, **kwargs)
-    # SGLang's own answer to a request that has nothing to fetch, with what it notes beside it.
-    return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
-
-
 def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a node's backup: `_writing_storage` needs its namespace."""
     call = arguments(original, args, kwargs)
@@ -151,20 +114,6 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 HOOKS: tuple[Hook, ...] = (
     # The name that this module has bound; the one in mem_cache.utils would not be seen here.
     Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
-    Hook(
-        f"{_CACHE}.prefetch_from_storage",
-        "around",
-        _prefetch,
-        (
-            "self",
-            "new_input_tokens",
-            "last_hash",
-            "matched_prefix_tokens",
-            "extra_key",
-            "cache_salt",
-            "storage_hit_end",
-        ),
-    ),
     Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
     Hook(
         f"{_CONTROLLER}.HybridCacheController.write_storage",

@@ -172,7 +172,7 @@ _HARMLESS: Final = {
         hicache_write_policy max_total_tokens mem_fraction_static page_size
         prefill_only_disable_kv_cache radix_eviction_policy radix_eviction_policy_config
         swa_full_tokens_ratio swa_prefix_tails""",
-    "KV of another cache is not shared: `hicache_settings` refuses it beside ours": """
+    "KV of another cache is not shared: `kv.hicache_config` refuses it beside ours": """
         enable_flexkv enable_lmcache enable_unified_cache_external_linker flexkv_config_file
         hicache_storage_backend hicache_storage_backend_extra_config lmcache_config_file
         radix_cache_backend unified_cache_external_linker_backend unified_cache_external_linker_config""",

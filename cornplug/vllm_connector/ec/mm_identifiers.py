@@ -32,10 +32,10 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX as VOUCHER
 from cornplug.vllm_connector.ec.embedding_handles import Vouchers, is_voucher
 from cornplug.vllm_connector.model.model_config import tower_identity
-from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

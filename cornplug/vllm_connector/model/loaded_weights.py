@@ -8,7 +8,7 @@ from typing import Any
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import weight_comparison
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.plugin import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 
 def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any:

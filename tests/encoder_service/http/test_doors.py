@@ -18,8 +18,8 @@ from starlette.requests import HTTPConnection
 from cornplug import identity
 from cornplug.config import Config, QosConfig, load
 from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.http import requests as http_bodies
-from cornplug.encoder_service.http.access_control import check_exposure
 from cornplug.encoder_service.media import image as media
 from cornplug.errors import ConfigError
 from cornplug.qos import Classes

@@ -12,7 +12,8 @@ import pytest
 from cornplug.config import load
 from cornplug.encoder_service.server_flags import parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import Command, commands, write
+from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.scripts import write
 from cornplug.planner.plan import Plan, Reservation, Stage
 from cornplug.store.daemon.main import _parser as store_parser
 

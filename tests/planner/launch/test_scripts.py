@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.planner.launch import addresses
-from cornplug.planner.launch.command_lines import write
-from cornplug.planner.launch.scripts import quoted, scripts
+from cornplug.planner.launch.scripts import quoted, scripts, write
 
 from ..plans import Case, matrix, plan
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cornplug.sglang_hooks.kv import costs as kv_costs
+from cornplug.sglang_hooks.kv import prefetch_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
@@ -45,7 +46,7 @@ def step(scheduler: Any, tokens: int, launched_s: float, *, extend: bool = True)
         extend_lens=[tokens] if extend else None,
         launch_ts=launched_s,
     )
-    kv_costs._stepped(None, scheduler, batch.copy(), None)
+    prefetch_hooks._stepped(None, scheduler, batch.copy(), None)
 
 
 def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Clock) -> None:
@@ -74,11 +75,11 @@ def test_a_load_is_noticed_after_what_was_not_copying(clock: Clock) -> None:
         return clock.now >= 101.0
 
     pace.queued("r", 64)
-    assert not kv_costs._progress(progress, scheduler.tree_cache, "r")
+    assert not prefetch_hooks._progress(progress, scheduler.tree_cache, "r")
     assert pace.waits("r")
     pace.moved(64_000, 0.25)
     clock.now = 101.0
-    assert kv_costs._progress(progress, scheduler.tree_cache, "r")
+    assert prefetch_hooks._progress(progress, scheduler.tree_cache, "r")
     assert not pace.waits("r")
     # 0.25 s a copy of this size, and 0.75 s until somebody looked.
     assert pace._rule.load_s(64_000) == pytest.approx(1.0)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks
+from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.layout import host_pages
 from cornplug.sglang_hooks.kv.page_hash_index import Space
@@ -174,7 +174,7 @@ class Cache:
         """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
         self.queued.clear()
         hashes = hashes_of(tokens, 64, Space(None, salt))
-        page_hash_hooks._prefetch(
+        prefetch_hooks._prefetch(
             Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
             hashes[matched // 64 - 1] if matched else None, None,
             matched_prefix_tokens=array("q", tokens[:matched]), cache_salt=salt,
@@ -233,7 +233,7 @@ def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> 
     hashes = hashes_of(TOKENS, 16)
     for matched, queued in ((0, True), (80, True), (512 - 16, True)):
         cache.queued.clear()
-        page_hash_hooks._prefetch(
+        prefetch_hooks._prefetch(
             Cache.prefetch_from_storage, cache, "request", 1, array("q", TOKENS[matched:]),
             hashes[matched // 16 - 1] if matched else None,
             matched_prefix_tokens=array("q", TOKENS[:matched]),

@@ -27,8 +27,8 @@ from devkit import checkpoints
 
 _CHILD = """
 from cornplug.engine_common import engine_state
-from cornplug.sglang_hooks import weights
-print(engine_state.current().began_ns(), int(weights.replaced()))
+from cornplug.sglang_hooks.model import weight_updates
+print(engine_state.current().began_ns(), int(weight_updates.replaced()))
 """
 
 
@@ -71,7 +71,7 @@ def test_a_server_begins_before_anything_of_it_is_resolved(monkeypatch: pytest.M
     def install(parts: Any) -> None:
         raise Resolving
 
-    monkeypatch.setattr("cornplug.sglang_hooks.plugin.install", install)
+    monkeypatch.setattr("cornplug.sglang_hooks.hook_registry.install", install)
     before_ns = time.time_ns()
     with pytest.raises(Resolving):
         resolve(lambda _: None)
