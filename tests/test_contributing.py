@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TREE = Path(__file__).parents[1]
-PARTS = ("cornplug", "script", "pyproject.toml", "README.md")
+PARTS = ("cornplug", "devkit", "script", "pyproject.toml", "README.md")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def edit(file: Path, old: str, new: str) -> None:
 def test_a_family_is_one_file_found_by_itself(scratch: Path) -> None:
     """Gemma 3's, taken away and written again; the line in test_towers compares it with transformers'."""
     line = ("tests/encoder_service/towers/test_towers.py", "-k", "equals_the_reference and gemma3")
-    file = scratch / "cornplug" / "families" / "gemma3.py"
+    file = scratch / "cornplug" / "checkpoints" / "families" / "gemma3.py"
     text = file.read_text()
     file.unlink()
     status, said = pytest_in(scratch, *line)

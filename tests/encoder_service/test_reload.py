@@ -32,8 +32,8 @@ from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
 from .conftest import SECRET, MakeEncoder, eventually, inputs_of, picture, png
-from .test_socket import RealService
-from .test_worker import Gate, hold
+from .execution.test_encoder import Gate, hold
+from .test_unix_socket import RealService
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from cornplug.encoder_service.wire.messages import MAX_FRAME_BYTES, Describe, En
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
-from .test_worker import Gate, passes
+from .execution.test_encoder import Gate, passes
 
 __all__ = ["gate"]
 

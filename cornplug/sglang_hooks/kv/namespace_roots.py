@@ -1,6 +1,6 @@
 """What the KV of a namespace is computed from, besides its tokens: the root of its page keys.
 
-Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine_side.page_roots`.
+Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine_common.kv_root`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where each of SGLang's `ServerArgs` stands: in the key, harmless, or a reason not to share.
 
 A field that stands in none of these tables is one of a later SGLang: where it is not at its default
-nothing is shared, and the log names it (`engine_side.allow_lists`). Reasons are given by groups. The
+nothing is shared, and the log names it (`engine_common.allow_lists`). Reasons are given by groups. The
 environment's switches have tables of their own (`environment_tables`).
 """
 

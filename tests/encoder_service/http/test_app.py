@@ -20,7 +20,7 @@ from cornplug.qos import Classes
 
 from ..conftest import SECRET, MakeEncoder, inputs_of, picture, png
 from ..http_service import Service
-from ..test_media import bomb
+from ..media.test_image import bomb
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 

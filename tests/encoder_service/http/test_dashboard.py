@@ -123,7 +123,7 @@ def test_the_page_takes_nothing_from_elsewhere_and_runs_no_strangers_script(serv
 
 
 def test_every_file_of_the_page_is_shipped() -> None:
-    shipped = {file.name for file in (files("cornplug.encoder_service") / "page").iterdir()}
+    shipped = {file.name for file in (files("cornplug.encoder_service.http") / "static").iterdir()}
     assert shipped >= {"index.html", "status.js", "plots.js", "status.css", "icon.svg"}
 
 

@@ -30,8 +30,8 @@ from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 from devkit import checkpoints
 
 from ..conftest import SECRET, Requests, eventually
-from ..test_towers import CASES
 from ..tower_rig import wire
+from ..towers.test_towers import CASES
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from cornplug.encoder_service.telemetry.service_metrics import APPS_MAX, OTHER, 
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, Requests, eventually
-from ..test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
+from ..execution.test_encoder import Gate, gate, hold, no, ok, queued  # noqa: F401
 
 LABELS = {
     "cornplug_encoder_waiting": (),

@@ -25,7 +25,7 @@ from cornplug.encoder_service.telemetry.tracing import OFF, Tracing, open_tracin
 from cornplug.encoder_service.wire.messages import Encode, trace_of
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
-from ..test_worker import Gate, gate, hold, no, ok, queued  # noqa: F401
+from ..execution.test_encoder import Gate, gate, hold, no, ok, queued  # noqa: F401
 
 TRACE = "a" * 32
 PARENT = "b" * 16

@@ -17,8 +17,8 @@ from cornplug.encoder_service.towers.base import Item
 from devkit.checkpoints import llava
 
 from ..fake_cuda import FakeCuda, fake_cuda
-from ..test_towers import CASES, Tiny, tiny
 from ..tower_rig import CPU, wire
+from .test_towers import CASES, Tiny, tiny
 
 __all__ = ["tiny"]
 SECOND = torch.device("cuda:1")

@@ -13,9 +13,9 @@ import torch
 
 from cornplug.encoder_service.execution.executor import InProcess
 
-from ..test_cuda_branches import items_of, loaded, task
-from ..test_towers import Tiny, each_case, tiny
 from ..tower_rig import CPU
+from .test_cuda_branches import items_of, loaded, task
+from .test_towers import Tiny, each_case, tiny
 
 __all__ = ["tiny"]
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from cornplug.errors import ConfigError, EncoderUnavailable
 from devkit.strangers import NOBODY, listener
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually
-from ..test_socket import reason, serve
+from ..test_unix_socket import reason, serve
 
 __all__ = ["serve"]
 OTHER = b"o" * 32

@@ -21,7 +21,7 @@ from cornplug.planner.replan.replan_command import CHANGE, aged
 
 from ..metrics_text import VLLM
 from ..sample_plan import group, plan
-from ..test_commands import written
+from ..test_plan_command import written
 
 
 class Site:

@@ -186,7 +186,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_adapters, "_paths", {})
     monkeypatch.setattr(lora_adapters, "_disputed", set())
     monkeypatch.setattr(lora_adapters, "_files", Adapters())
-    monkeypatch.setattr(lora_adapters.active, "is_on", lambda: True)
+    monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 
 class _Loras(dict[str, Any]):
@@ -255,7 +255,7 @@ def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_pat
 
 @pytest.fixture
 def book(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(page_hash_hooks.active, "is_on", lambda: True)
+    monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: True)
     yield page_hash_hooks.open_book(16, 64)
     page_hash_hooks.close_book()
 
@@ -337,7 +337,7 @@ def test_a_backup_without_its_prefix_is_not(book: Book) -> None:
 
 
 def test_hooks_do_nothing_in_a_server_without_us(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_hash_hooks.active, "is_on", lambda: False)
+    monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: False)
     looked_up(prompt(64), None)
     back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
     assert len(book) == 0

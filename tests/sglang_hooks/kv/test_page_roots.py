@@ -20,7 +20,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
         monkeypatch.setattr(lora_adapters, name, empty)
     monkeypatch.setattr(lora_adapters, "_files", Adapters())
-    monkeypatch.setattr(lora_adapters.active, "is_on", lambda: True)
+    monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 
 @pytest.mark.parametrize("name", vectors.CASES)

@@ -33,7 +33,7 @@ from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
-from ..test_identifiers import SECRET, config, llava, picture  # noqa: F401
+from .test_mm_identifiers import SECRET, config, llava, picture  # noqa: F401
 
 MEDIA = b"m" * 32
 GRID = (1, 4, 6)

@@ -27,7 +27,7 @@ from cornplug.vllm_connector.kv.mover import Mover
 from devkit.fake_cuda import Recorder, fake_cuda
 
 from ..late_device import STALE, LateDevice
-from ..test_kv_layout import side_by_side
+from .test_layout import side_by_side
 
 HEADS, BLOCK, DIM, LAYERS, BLOCKS, PAGE = 3, 16, 8, 4, 12, 32
 SHARED = [layout for layout in KVCacheLayout if layout is not KVCacheLayout.LHBNC]
