@@ -1,0 +1,112 @@
+"""The rules of the house hold, and each contract on imports can be broken: ARCHITECTURE.md says why."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+TREE = Path(__file__).parents[1]
+MODULES = sorted((TREE / "cornplug").rglob("*.py"))
+
+# Contract -> (module, an import that it must not have).
+WRONG = {
+    "Imports run downwards only": ("cornplug/store/messages.py", "import cornplug.planner.plan"),
+    "The encoder service's rooms": (
+        "cornplug/encoder_service/towers/input_checks.py",
+        "import cornplug.encoder_service.http.requests",
+    ),
+    "The planner's rooms": ("cornplug/planner/plan.py", "import cornplug.planner.report.formatting"),
+    "No two rooms of one folder import each other": (
+        "cornplug/vllm_connector/model/code_in_use.py",
+        "import cornplug.vllm_connector.kv.scheduler",
+    ),
+    "vLLM is imported in its room only": ("cornplug/identity.py", "import vllm"),
+    "SGLang is imported in its room only": ("cornplug/vllm_connector/stats.py", "import sglang"),
+    "Engines see the encoder service's client side only": (
+        "cornplug/vllm_connector/stats.py",
+        "import cornplug.encoder_service.scheduling.admission",
+    ),
+    "No torch where a client, a store or the planner runs, not even through another module": (
+        "cornplug/qos.py",
+        "import torch",
+    ),
+    "Rooms without torch do not reach for the modules about tensors": (
+        "cornplug/encoder_service/client/retry.py",
+        "import cornplug.encoder_service.wire.tensors",
+    ),
+    "The planner stands alone": ("cornplug/planner/plan.py", "import cornplug.engine_common.load_policy"),
+    "Nothing in the wheel needs what is not in it": ("cornplug/kv_page.py", "import devkit.photos"),
+}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What import-linter says of a copy of the tree with every wrong import in it."""
+    scratch = tmp_path_factory.mktemp("house")
+    for name in ("cornplug", "devkit"):
+        shutil.copytree(TREE / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TREE / "pyproject.toml", scratch)
+    for path, line in WRONG.values():
+        file = scratch / path
+        file.write_text(f"{file.read_text()}\n{line}\n")
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [lint, "--no-cache", "--no-logo"],
+        cwd=scratch,
+        env={**os.environ, "PYTHONPATH": str(scratch), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("contract", WRONG)
+def test_contract_wrong_import_is_named(planted: str, contract: str) -> None:
+    words = " ".join(planted.split())
+    assert f"{contract} BROKEN" in words
+
+
+def test_contract_every_one_has_a_wrong_import() -> None:
+    names = re.findall(r'^name = "(.+)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(names) - {"cornplug"} == set(WRONG)
+
+
+def test_folder_modules_at_most_20() -> None:
+    count = Counter(file.parent for file in MODULES if file.name != "__init__.py")
+    assert {str(folder): n for folder, n in count.items() if n > 20} == {}
+
+
+def test_module_base_name_at_most_twice() -> None:
+    count = Counter(file.stem for file in MODULES if file.name != "__init__.py")
+    assert {name: n for name, n in count.items() if n > 2} == {}
+
+
+def test_class_name_in_one_file_only() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for file in MODULES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(str(file.relative_to(TREE)))
+    assert {name: sorted(files) for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_class_name_of_one_word_is_rare() -> None:
+    names = {
+        node.name
+        for file in MODULES
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    short = {name for name in names if re.fullmatch(r"[A-Z][a-z]+\d*|[A-Z]+", name)}
+    assert len(short) < 0.25 * len(names)
