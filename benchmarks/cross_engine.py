@@ -2,7 +2,7 @@
 
     python benchmarks/cross_engine.py [--quick] [--out DIR]
 
-One engine with cornplug answers prompts of about 1,500 tokens, half of them with a picture,
+One engine with cornplug answers prompts of about 1,500 tokens, half of them with an image,
 and is stopped. Then a fresh stock engine and a fresh cornplug engine of the other kind get
 the same prefixes with a new last question, in turns. Beside them what others offer for it: for
 SGLang its own file storage, for vLLM LMCache's cross-engine example (script/lmcache-site).

@@ -4,7 +4,7 @@
 
 One service process, HTTP, a small CLIP tower (4 layers of 256) at 336 pixels on one core. First its
 capacity is measured, with always eight requests under way. Then it meets the same storm twice, distinct
-pictures with Poisson arrivals: once nobody says who they are, so that all are of the default class, and
+images with Poisson arrivals: once nobody says who they are, so that all are of the default class, and
 once the apps do, one of which has a class with half of the tower.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures a second of a mixed stream from three apps: the encoder service against transformers.
+"""Images a second of a mixed stream from three apps: the encoder service against transformers.
 
     python benchmarks/encoder_throughput.py [--quick] [--out DIR]
 
@@ -103,7 +103,7 @@ class Sides:
 
 
 def measure(report: Report, served: list[Path], *, rounds: int, each: int) -> None:
-    """Fill `report`: `rounds` pairs of each kind of stream, of `each` pictures an app."""
+    """Fill `report`: `rounds` pairs of each kind of stream, of `each` images an app."""
     reference = Transformers(served)
     threads = reference.choose_threads(stream(served, 1, 0.0, seed=-2), (1, _CORES))
     report.facts["torch's threads that transformers was faster with"] = threads

@@ -2,7 +2,7 @@
 
     python benchmarks/fresh_engine.py [--quick] [--out DIR]
 
-An engine with cornplug answers prompts of about 1,500 tokens, half of them with a picture,
+An engine with cornplug answers prompts of about 1,500 tokens, half of them with an image,
 and is stopped. Then a fresh engine with cornplug and a fresh stock engine get the same
 prefixes with a new last question, in turns.
 """

@@ -28,13 +28,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.codec import Header, Kind, checksum, decode_header, encode_header
+from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
 from cornplug.vllm_connector.kv.layout import WriteOp
-from cornplug.vllm_connector.kv.metadata import Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from devkit.processes import StoreProcess
 
@@ -130,7 +130,7 @@ class Moves:
         given = [room for room in rooms if isinstance(room, Reservation)]
         _expect(len(given) == len(self.keys), f"rooms {rooms}")
         writes = tuple(PageWrite(i, room.token, room.location) for i, room in enumerate(given))
-        self.worker.start_saves([Save("r", writes, self.source)])
+        self.worker.start_saves([PageSave("r", writes, self.source)])
         self.worker.drain()
         acks = self.worker.acks()
         _expect(acks is not None and not acks.failed_writes and not acks.unusable, f"{acks}")
@@ -139,7 +139,7 @@ class Moves:
         for room in given:
             sums = acks.written[room.token]
             segments = tuple(sums[i] for i in range(self.page.segments))
-            header = Header(Kind.KV_PAGE, room.key, self.page.dtype, self.page.shape, segments)
+            header = PayloadHeader(PayloadKind.KV_PAGE, room.key, self.page.dtype, self.page.shape, segments)
             metas.append((room, encode_header(header)))
         _expect(all(self.store.commit(metas, deadline_s=_DEADLINE_S)), "commit")
         return time.perf_counter() - began
@@ -154,7 +154,7 @@ class Moves:
             assert lease is not None
             header = decode_header(lease.meta, key=lease.key)
             reads.append(PageRead(i, lease.key, lease.location, header.checksums))
-        self.worker.start_loads([Load("r", 0, self.tokens, tuple(reads), self.target)])
+        self.worker.start_loads([PageLoad("r", 0, self.tokens, tuple(reads), self.target)])
         self.worker.drain()
         acks = self.worker.acks()
         _expect(acks is None or not acks.failed_loads, f"{acks}")

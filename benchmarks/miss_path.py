@@ -5,7 +5,7 @@
 A stock and a cornplug engine answer the same requests, none of which anybody has seen, in
 blocks that alternate between them. The store runs and takes whatever is saved; the encoder
 service is configured and absent, so each engine runs its own tower. One series mixes text
-and pictures, the other is text only.
+and images, the other is text only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def model(engine: str) -> Path:
 
 
 def mixed_requests() -> Iterator[Request]:
-    """A picture with a little text, and text alone, in turns; never one twice."""
+    """An image with a little text, and text alone, in turns; never one twice."""
     seen = pictures(224)
     for i in count():
         yield Request(words(100, 2 * i), (next(seen),), 16)

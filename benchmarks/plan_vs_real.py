@@ -28,8 +28,8 @@ from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
 from cornplug.planner.launch import launcher
-from cornplug.planner.launch.process_runner import Process
-from cornplug.planner.plan import Group, Plan
+from cornplug.planner.launch.process_runner import RunningCommand
+from cornplug.planner.plan import Plan, ReplicaGroup
 from devkit.checkpoints import CLIP_L_336
 
 TOWER = {
@@ -143,11 +143,11 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
         yield {app.name: urls[_group(plan, app).name] for app in APPS}
 
 
-def _say(process: Process, what: str) -> None:
+def _say(process: RunningCommand, what: str) -> None:
     print(f"{process.name}: {what}", file=sys.stderr)
 
 
-def _group(plan: Plan, app: App) -> Group:
+def _group(plan: Plan, app: App) -> ReplicaGroup:
     """Of the app's engine."""
     return next(group for group in plan.groups if app.name in group.apps and "P" in group.tasks)
 

@@ -12,7 +12,15 @@ from typing import Literal
 import numpy as np
 
 from cornplug.planner.candidates.dominance import prune
-from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
+)
 
 TIERS = (0.5, 2.0)
 """Seconds for each stage: tight and loose."""
@@ -82,10 +90,10 @@ class Spec:
     cell: Cell
 
 
-def pool(size: Size, seed: int, *, objective: Literal["cost", "goodput"] = "cost") -> Pool:
+def pool(size: Size, seed: int, *, objective: Literal["cost", "goodput"] = "cost") -> OptimizationProblem:
     rng = np.random.default_rng(seed)
     towers, llms = components(size)
-    nodes = tuple(Nodes(d.name, d.name, d.gpus, d.price, size.nodes) for d in DEVICES[: size.devices])
+    nodes = tuple(MachineClass(d.name, d.name, d.gpus, d.price, size.nodes) for d in DEVICES[: size.devices])
     demands, sizes, chains = applications(size, rng, towers, llms)
     services = {f"{tower.name}/E": tower for tower in towers}
     for llm in llms:
@@ -100,7 +108,9 @@ def pool(size: Size, seed: int, *, objective: Literal["cost", "goodput"] = "cost
     ]
     variants = [v for u in demands for v in ways(u.name, *chains[u.name])]
     kept = tuple(spec.cell for spec in prune(Spec(cell) for cell in cells))  # type: ignore[misc]
-    return Pool(nodes, kept, tuple(demands), tuple(variants), limits=Limits(), objective=objective)
+    return OptimizationProblem(
+        nodes, kept, tuple(demands), tuple(variants), limits=PoolLimits(), objective=objective
+    )
 
 
 def components(size: Size) -> tuple[list[Component], list[Component]]:
@@ -115,9 +125,9 @@ def components(size: Size) -> tuple[list[Component], list[Component]]:
 
 def applications(
     size: Size, rng: np.random.Generator, towers: list[Component], llms: list[Component]
-) -> tuple[list[Demand], dict[str, Sizes], dict[str, tuple[Component | None, Component, float]]]:
-    """Two request types each, one with pictures; the last application can wait."""
-    demands, sizes = list[Demand](), dict[str, Sizes]()
+) -> tuple[list[RateDemand], dict[str, Sizes], dict[str, tuple[Component | None, Component, float]]]:
+    """Two request types each, one with images; the last application can wait."""
+    demands, sizes = list[RateDemand](), dict[str, Sizes]()
     chains: dict[str, tuple[Component | None, Component, float]] = {}
     for a in range(size.applications):
         llm = llms[a % len(llms)]
@@ -125,7 +135,7 @@ def applications(
             name = f"app{a}/{kind}"
             tower = towers[a % len(towers)] if kind == "picture" else None
             demands.append(
-                Demand(
+                RateDemand(
                     name, round(float(rng.uniform(4, 14)) * size.load, 2), online=a < size.applications - 1
                 )
             )
@@ -136,20 +146,20 @@ def applications(
     return demands, sizes, chains
 
 
-def ways(demand: str, tower: Component | None, llm: Component, missed: float) -> list[Variant]:
-    """Monolith or P+D, after E where there are pictures, in both tiers of each stage."""
+def ways(demand: str, tower: Component | None, llm: Component, missed: float) -> list[PathVariant]:
+    """Monolith or P+D, after E where there are images, in both tiers of each stage."""
     found = []
     for structure in ("PD", "P+D"):
         roles = [f"{llm.name}/{role}" for role in structure.split("+")]
         for stage_tier in TIERS:
             for first_tier in TIERS if tower else (TIERS[0],):
-                needs = [Need(role, stage_tier) for role in roles]
+                needs = [ServiceDemand(role, stage_tier) for role in roles]
                 if tower:
-                    needs.insert(0, Need(f"{tower.name}/E", first_tier, missed))
+                    needs.insert(0, ServiceDemand(f"{tower.name}/E", first_tier, missed))
                 if tower and first_tier == stage_tier == TIERS[1]:
                     continue  # together beyond the SLO
                 found.append(
-                    Variant(
+                    PathVariant(
                         f"{demand}:{structure}@{first_tier}+{stage_tier}", demand, structure, tuple(needs)
                     )
                 )

@@ -24,9 +24,9 @@ from planner_instance import Size, pool
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.milp import build, solve
-from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
 
 FULL = Size()
 GROWTH: dict[str, list[int]] = {
@@ -87,7 +87,7 @@ def measure(name: str, size: Size, seed: int, *, objective: str = "cost") -> Row
     given = pool(size, seed, objective=objective)  # type: ignore[arg-type]
     model = build(given)
     began, cpu = time.monotonic(), time.process_time()
-    found = solve(given, Solver(gap=GAP, time_limit_s=LIMIT_S))
+    found = solve(given, SolverOptions(gap=GAP, time_limit_s=LIMIT_S))
     seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu
     row = Row(
         name,
@@ -109,7 +109,7 @@ def measure(name: str, size: Size, seed: int, *, objective: str = "cost") -> Row
     return row
 
 
-def excess(found: Solution) -> float | None:
+def excess(found: PoolSolution) -> float | None:
     early = [at.incumbent for at in found.history if at.seconds <= FIRST_PLAN_S and at.incumbent is not None]
     return abs(early[-1] / found.objective - 1) if early else None
 

@@ -1,9 +1,9 @@
-"""Time to first token of a second app that asks about a picture another app has asked about.
+"""Time to first token of a second app that asks about an image another app has asked about.
 
     python benchmarks/second_app.py [--quick] [--out DIR]
 
 Two LLaVA models with different language models and one CLIP-L/336 tower. App A (through the
-encoder service and the store) asks about every picture and is stopped. Then app B's engine
+encoder service and the store) asks about every image and is stopped. Then app B's engine
 and a stock engine of the same model, both of which have never seen them, ask in turns.
 """
 
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def measure(report: Report, here: Stage, model_a: Path, model_b: Path, count: int) -> None:
-    """Fill `report` with `count` pictures' figures."""
+    """Fill `report` with `count` images' figures."""
     seen = pictures(336)
     warm = list(islice(seen, 2))
     asked = list(islice(seen, count))

@@ -28,7 +28,7 @@ import machine
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.store import payload as entry
 from cornplug.store.client import PoolStore
@@ -78,7 +78,7 @@ def fill(config: StoreConfig) -> None:
     store = PoolStore(config, connect_timeout_s=10)
     for key in names(max(KEYS))[::2]:
         entry.put(
-            store, b"x" * 64, kind=Kind.FEATURE, key=key, dtype="uint8", shape=(64,), app="bench",
+            store, b"x" * 64, kind=PayloadKind.FEATURE, key=key, dtype="uint8", shape=(64,), app="bench",
             deadline_s=_DEADLINE_S,
         )  # fmt: skip
     store.close()

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.codec import Header, Kind, decode_header, encode_header
+from cornplug.codec import PayloadHeader, PayloadKind, decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
@@ -76,8 +76,8 @@ def warm(store: PoolStore) -> None:
         check(time.monotonic() < give_up_s)
         for key in rounds.keys:
             entry.put(
-                store, rounds.part(rounds.source, 0), kind=Kind.FEATURE, key=key, dtype="uint8", shape=(1,),
-                app="bench", deadline_s=DEADLINE_S,
+                store, rounds.part(rounds.source, 0), kind=PayloadKind.FEATURE, key=key, dtype="uint8",
+                shape=(1,), app="bench", deadline_s=DEADLINE_S,
             )  # fmt: skip
     rounds.empty()
 
@@ -123,8 +123,8 @@ class Rounds:
     def put(self) -> None:
         for i in range(self.count):
             outcome = entry.put(
-                self.store, self.part(self.source, i), kind=Kind.FEATURE, key=self.keys[i], dtype="uint8",
-                shape=(self.size,), app="bench", deadline_s=DEADLINE_S,
+                self.store, self.part(self.source, i), kind=PayloadKind.FEATURE, key=self.keys[i],
+                dtype="uint8", shape=(self.size,), app="bench", deadline_s=DEADLINE_S,
             )  # fmt: skip
             check(outcome == "stored")
 
@@ -147,7 +147,12 @@ class Rounds:
                 target = self.store.view(room.location, writable=True)
                 sums = entry.copy_checksummed(target, self.part(self.source, i), 1, of="source")
                 written.append(
-                    (room, encode_header(Header(Kind.FEATURE, room.key, "uint8", (self.size,), sums)))
+                    (
+                        room,
+                        encode_header(
+                            PayloadHeader(PayloadKind.FEATURE, room.key, "uint8", (self.size,), sums)
+                        ),
+                    )
                 )
             check(all(self.store.commit(written, deadline_s=DEADLINE_S)))
 
@@ -203,7 +208,7 @@ def measure_contains(store: PoolStore, seconds: float) -> dict[str, float]:
     keys = [hashlib.sha256(f"q{i}".encode()).digest() for i in range(256)]
     for each in keys[::2]:
         entry.put(
-            store, b"x" * 64, kind=Kind.FEATURE, key=each, dtype="uint8", shape=(64,), app="bench",
+            store, b"x" * 64, kind=PayloadKind.FEATURE, key=each, dtype="uint8", shape=(64,), app="bench",
             deadline_s=DEADLINE_S,
         )  # fmt: skip
     took: list[float] = []

@@ -1,9 +1,9 @@
-"""Pictures a second of a tower in the service's form, beside transformers' own, and beside a plain matmul.
+"""Images a second of a tower in the service's form, beside transformers' own, and beside a plain matmul.
 
     python benchmarks/tower_throughput.py [--quick] [--device cuda] [--dtype bfloat16] [--compile] [--out DIR]
 
 Both sides load one checkpoint with random weights and turn the same processor outputs, in the
-host's memory, into embeddings on the device. transformers takes one picture at a time, as an app does
+host's memory, into embeddings on the device. transformers takes one image at a time, as an app does
 that calls `get_image_features`; the service's tower and projector take them in batches. What
 preprocessing costs is left out: in the service it overlaps with the tower.
 """
@@ -30,11 +30,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers import varlen_attention
-from cornplug.encoder_service.towers.base import Item, Projector, Tower
+from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem
 from cornplug.encoder_service.towers.input_checks import float_dtype
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from devkit.checkpoints import CLIP_L_336, QWEN2_5_VISION
 
@@ -42,7 +42,7 @@ TIMES_NAIVE: Final = 3.0
 OF_CEILING: Final = 0.5
 _LLM: Final = {"hidden_size": 2048, "layers": 1, "heads": 16, "intermediate_size": 256}
 _GRIDS: Final = ((26, 34), (46, 74), (32, 24), (54, 36), (18, 26), (64, 64))
-"""Patches down and across of pictures from 364 x 252 to 896 x 896 pixels, mixed."""
+"""Patches down and across of images from 364 x 252 to 896 x 896 pixels, mixed."""
 _SMALL_GRIDS: Final = ((16, 22), (26, 18), (12, 26))
 """For the CPU: 168 x 364 to 364 x 252 pixels."""
 
@@ -104,13 +104,13 @@ class Ours:
         self._compile = chosen.compile
         self._tower = self._plain
 
-    def items(self, pictures: Sequence[Picture]) -> list[Item]:
+    def items(self, pictures: Sequence[Picture]) -> list[TowerItem]:
         return [self._plain.prepare({name: _wire(t) for name, t in one.items()}) for one in pictures]
 
-    def flops(self, items: Sequence[Item]) -> int:
+    def flops(self, items: Sequence[TowerItem]) -> int:
         """Of one pass over these, counted operation by operation; then compiles the tower, if asked to.
 
-        One picture of each grid, and by plain matmuls: fused kernels hide theirs from the counter,
+        One image of each grid, and by plain matmuls: fused kernels hide theirs from the counter,
         and packing changes no count.
         """
         grids = Counter(item.digests[1:] for item in items)
@@ -125,10 +125,10 @@ class Ours:
                 self._projector.project(self._plain.encode([item]), [item])
             total += counted.get_total_flops() * grids[grid]
         if self._compile:
-            self._tower = Compiled(self._plain)
+            self._tower = CompiledTower(self._plain)
         return total
 
-    def run(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def run(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         out: list[torch.Tensor] = []
         for first in range(0, len(items), self._batch):
             batch = items[first : first + self._batch]
@@ -137,7 +137,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers' model, one picture at a time."""
+    """transformers' model, one image at a time."""
 
     def __init__(self, path: Path, architecture: str, chosen: Options) -> None:
         cls = getattr(transformers, architecture)
@@ -162,7 +162,7 @@ def clip_pictures(chosen: Options) -> Iterator[Picture]:
 
 
 def qwen_pictures(chosen: Options) -> Iterator[Picture]:
-    """Processor outputs of pictures of mixed sizes."""
+    """Processor outputs of images of mixed sizes."""
     grids = _SMALL_GRIDS if chosen.device.type == "cpu" else _GRIDS
     for seed, (h, w) in enumerate(islice(cycle(grids), chosen.pictures)):
         pixels = _noise(seed, (h * w, 3 * 2 * 14 * 14), chosen)
@@ -278,8 +278,10 @@ def _noise(seed: int, shape: tuple[int, ...], chosen: Options) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(chosen.dtype)
 
 
-def _wire(tensor: torch.Tensor) -> Tensor:
-    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))
+def _wire(tensor: torch.Tensor) -> WireTensor:
+    return WireTensor(
+        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor))
+    )
 
 
 if __name__ == "__main__":

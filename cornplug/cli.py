@@ -15,27 +15,31 @@ from cornplug import __version__
 from cornplug.errors import CornplugError
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     target: str
     """`module:function`, imported late: `cornplug --help` must not load torch."""
     help: str
 
 
-COMMANDS: Mapping[str, Command] = {
-    "serve-store": Command(
+COMMANDS: Mapping[str, CliCommand] = {
+    "serve-store": CliCommand(
         "cornplug.store.daemon.main:main", "run the cache daemon (the store) of this host"
     ),
-    "encoder": Command(
+    "encoder": CliCommand(
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),
-    "plan": Command("cornplug.planner.plan_command:main", "plan what to run where, from SLOs and prices"),
-    "launch": Command("cornplug.planner.launch.launcher:main", "start a plan of one host"),
-    "replan": Command("cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"),
-    "profile": Command("cornplug.planner.profiler.profile_command:main", "measure a component's times here"),
-    "fingerprint": Command(
+    "plan": CliCommand("cornplug.planner.plan_command:main", "plan what to run where, from SLOs and prices"),
+    "launch": CliCommand("cornplug.planner.launch.launcher:main", "start a plan of one host"),
+    "replan": CliCommand(
+        "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
+    ),
+    "profile": CliCommand(
+        "cornplug.planner.profiler.profile_command:main", "measure a component's times here"
+    ),
+    "fingerprint": CliCommand(
         "cornplug.commands.fingerprint:main", "print the fingerprints of checkpoints and their common parts"
     ),
-    "doctor": Command(
+    "doctor": CliCommand(
         "cornplug.commands.doctor:main", "check this host's set-up, with a remedy for each fault"
     ),
 }

@@ -36,16 +36,16 @@ PART_MAGIC: Final = b"CPPT"
 _PART: Final = struct.Struct("<4sHH")
 
 
-class Kind(enum.IntEnum):
+class PayloadKind(enum.IntEnum):
     EMBEDDING = 1
     FEATURE = 2
     KV_PAGE = 3
 
 
-class Header(msgspec.Struct, frozen=True):
+class PayloadHeader(msgspec.Struct, frozen=True):
     """The kind of a payload. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
 
-    kind: Kind
+    kind: PayloadKind
     key: bytes
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def checksum(payload: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: PayloadHeader) -> bytes:
     """The header's bytes. Raises CodecError when a field does not fit the format."""
     name = header.dtype.encode()
     if len(header.key) != 32 or len(name) > 255 or len(header.shape) > 255:
@@ -73,7 +73,7 @@ def encode_header(header: Header) -> bytes:
     return body + struct.pack("<Q", checksum(body))
 
 
-def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
+def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
     """Read a header and check that it belongs to `key`.
 
     Raises CodecError with reason "codec" (not ours, or damaged), "version" (another
@@ -92,10 +92,10 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
         raise CodecError("header belongs to another key", reason="wrong_key")
     at = _FIXED.size + name_len
     try:
-        named, dtype = Kind(kind), data[_FIXED.size : at].decode()
+        named, dtype = PayloadKind(kind), data[_FIXED.size : at].decode()
     except ValueError as e:  # whole, but not written by this format
         raise CodecError(f"header of a kind of another release: {e}", reason="version") from e
-    return Header(
+    return PayloadHeader(
         kind=named,
         key=found_key,
         dtype=dtype,
@@ -105,14 +105,19 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> Header:
 
 
 def encode_part(
-    kind: Kind, key: bytes, dtype: str, shape: Sequence[int], segments: int, checksums: Mapping[int, int]
+    kind: PayloadKind,
+    key: bytes,
+    dtype: str,
+    shape: Sequence[int],
+    segments: int,
+    checksums: Mapping[int, int],
 ) -> bytes:
     """The checksums of one writer's segments of a payload of `segments`: index -> checksum.
 
     Raises CodecError when a field does not fit the format."""
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
         raise CodecError(f"a part of segments {sorted(checksums)} of {segments}", reason="codec")
-    header = Header(kind, key, dtype, tuple(shape), tuple(checksums.values()))
+    header = PayloadHeader(kind, key, dtype, tuple(shape), tuple(checksums.values()))
     fixed = _PART.pack(PART_MAGIC, segments, len(checksums))
     return fixed + struct.pack(f"<{len(checksums)}H", *checksums) + encode_header(header)
 
@@ -123,7 +128,7 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
     Raises CodecError as `decode_header`, and with reason "parts" where they disagree, overlap or
     leave a segment out."""
     found: dict[int, int] = {}
-    claims: set[tuple[Kind, str, tuple[int, ...], int]] = set()
+    claims: set[tuple[PayloadKind, str, tuple[int, ...], int]] = set()
     for part in parts:
         if len(part) < _PART.size or part[:4] != PART_MAGIC:
             raise CodecError("not a part of a cornplug header", reason="codec")
@@ -142,10 +147,10 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
     ((kind, dtype, shape, total),) = claims
     if sorted(found) != list(range(total)):
         raise CodecError(f"{len(found)} of {total} segments", reason="parts")
-    return encode_header(Header(kind, key, dtype, shape, tuple(found[i] for i in range(total))))
+    return encode_header(PayloadHeader(kind, key, dtype, shape, tuple(found[i] for i in range(total))))
 
 
-def verify(header: Header, payload: memoryview, segments: Sequence[int] | None = None) -> None:
+def verify(header: PayloadHeader, payload: memoryview, segments: Sequence[int] | None = None) -> None:
     """Check a whole payload, or only the given segments of it, against the header.
 
     Raises CodecError("corrupt") at the first part that does not match.

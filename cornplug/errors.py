@@ -3,7 +3,7 @@
     CornplugError
     ├── ConfigError            a setting is wrong: names the field and the remedy
     ├── CheckpointError        a checkpoint cannot be read or is of no known family
-    ├── MediaError             a picture or sound cannot be decoded, or is refused
+    ├── MediaError             an image or sound cannot be decoded, or is refused
     ├── CodecError             bytes are not what their envelope says
     ├── LayoutError            an engine's KV cache does not map to pages
     ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking

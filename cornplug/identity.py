@@ -85,7 +85,7 @@ def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> byte
 
 
 def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview) -> bytes:
-    """Media digest of a decoded picture: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
+    """Media digest of a decoded image: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
     h = hashlib.sha256(b"cornplug-pixels-v1")
     h.update(struct.pack(">16sQQ", mode.encode(), width, height))
     h.update(pixels)
@@ -240,7 +240,7 @@ def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
     """Media digest of a medium that one request wants processed in another way.
 
     `options` are that request's own processor arguments; with none the digest stays as it is,
-    so that every door that a picture comes in by agrees on its key.
+    so that every door that an image comes in by agrees on its key.
     """
     return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
 

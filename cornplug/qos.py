@@ -60,7 +60,7 @@ ONE_CLASS: Final = ServiceClass(name="default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class QosCaller:
     """The caller: the class it is served in, the app it says it is, where that app is known, and the
     tenant whose key it has."""
 
@@ -74,7 +74,7 @@ class Caller:
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
-class Classes:
+class QosClasses:
     """The classes of one service. Immutable."""
 
     def __init__(self, config: QosConfig | None = None) -> None:
@@ -117,7 +117,7 @@ class Classes:
         """The class of an engine of this host and user, which is trusted to say who it works for."""
         return self._by_app.get(app, self.default)
 
-    def of_headers(self, headers: Mapping[str, str]) -> Caller:
+    def of_headers(self, headers: Mapping[str, str]) -> QosCaller:
         """The caller that sent these headers (names in lower case).
 
         A class that has keys is given to their holders only. Who asks for it without one, or names
@@ -132,7 +132,7 @@ class Classes:
                 break
         else:
             qos = self.default
-        return Caller(qos=qos, app=app if of_app is qos else None, tenant=tenant)
+        return QosCaller(qos=qos, app=app if of_app is qos else None, tenant=tenant)
 
     @property
     def have_keys(self) -> bool:

@@ -113,7 +113,7 @@ class EngineServer(ManagedProcess):
 
         Args:
             prompt: The user's words, or whole OpenAI messages (then without `images`).
-            images: Encoded pictures, placed before the words.
+            images: Encoded images, placed before the words.
             fields: Further fields of the request's body, as `temperature` or `ignore_eos`.
 
         Raises RequestFailed for an error status, httpx.TransportError when the server is gone.

@@ -45,7 +45,7 @@ class Photo:
         return out.getvalue()
 
     def crops(self, width: int, height: int) -> Iterator[bytes]:
-        """Distinct pictures of one size, cut side by side, as PNG: load for benchmarks."""
+        """Distinct images of one size, cut side by side, as PNG: load for benchmarks."""
         with Image.open(io.BytesIO(self.data)) as image:
             for top in range(0, self.height - height + 1, height):
                 for left in range(0, self.width - width + 1, width):

@@ -41,7 +41,7 @@ _QUIET: Final = {
     # Else each /health computes a token and takes a second.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
-# Without the second the first picture waits 16 s for the compiler.
+# Without the second the first image waits 16 s for the compiler.
 _CPU_ENV: Final = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -120,7 +120,7 @@ class SglangServer(EngineServer):
 
         Args:
             prompt: Text or token ids; with `images`, holding the model's placeholder of each.
-            images: Encoded pictures.
+            images: Encoded images.
             sampling: Further sampling parameters, as `ignore_eos`.
             fields: Further fields of the request's body, as `cache_salt` or `extra_key`.
 

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import Answering
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, Described, Encoded, Tensor
+from cornplug.encoder_service.wire.handshake import ServiceHandshake
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, DescribeReply, EncodeReply, WireTensor
 
 NOBODY: Final = 65534
 BODY: Final = b"\x66" * 96
-"""What it says that a picture's embedding is."""
+"""What it says that an image's embedding is."""
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -61,7 +61,7 @@ def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[C
 
 
 def _serve(connection: socket.socket, secret: bytes, heard: bytearray) -> None:
-    answering = Answering(secret)
+    answering = ServiceHandshake(secret)
     with suppress(OSError, EOFError):
         while True:
             (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
@@ -72,20 +72,20 @@ def _serve(connection: socket.socket, secret: bytes, heard: bytearray) -> None:
                 connection.sendall(_LENGTH.pack(len(answer)) + answer)
 
 
-def _answer(message: dict[str, Any], frame: bytes, answering: Answering) -> bytes | None:
+def _answer(message: dict[str, Any], frame: bytes, answering: ServiceHandshake) -> bytes | None:
     match message["type"]:
         case "hello":
             return answering.challenge(frame)
         case "describe":
-            return msgspec.msgpack.encode(Described(version=PROTOCOL_VERSION, models=()))
+            return msgspec.msgpack.encode(DescribeReply(version=PROTOCOL_VERSION, models=()))
         case "encode":
             return msgspec.msgpack.encode(
-                Encoded(
+                EncodeReply(
                     id=message["id"],
                     key=message["key"],
                     tower="ran",
                     stored=False,
-                    tensor=Tensor(dtype="float32", shape=(4, 6), data=BODY),
+                    tensor=WireTensor(dtype="float32", shape=(4, 6), data=BODY),
                     seconds=0.1,
                 )
             )

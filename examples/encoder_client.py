@@ -1,11 +1,11 @@
-"""Embeddings of pictures from one or several `cornplug encoder`, as an app would use them.
+"""Embeddings of images from one or several `cornplug encoder`, as an app would use them.
 
     cornplug encoder --model llava-hf/llava-1.5-7b-hf &
     python examples/encoder_client.py llava-hf/llava-1.5-7b-hf photo.jpg another.png
 
 MODEL is a name that the encoder was started with. For several services set
-CORNPLUG_ENCODER_URLS="http://a:8750, http://b:8750": each picture has its own order of them, and
-while one is down the next one answers. Kill one while this runs, and every picture is answered.
+CORNPLUG_ENCODER_URLS="http://a:8750, http://b:8750": each image has its own order of them, and
+while one is down the next one answers. Kill one while this runs, and every image is answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def three_lines(model: str, picture: str) -> None:
 
 
 def many(model: str, pictures: Sequence[str]) -> int:
-    """A folder of pictures, each as it finishes: an error is one picture's, not the loop's."""
+    """A folder of images, each as it finishes: an error is one image's, not the loop's."""
     failures = 0
     with EncoderClient(app="example") as client:
         for index, result in client.encode_many(pictures, model=model):

@@ -52,10 +52,10 @@ if __name__ == "__main__":
     import tempfile
 
     from cornplug.engine_common.kv_root import page_root
-    from cornplug.engine_common.lora_digests import Adapters
+    from cornplug.engine_common.lora_digests import LoraDigests
 
     with tempfile.TemporaryDirectory() as place:
-        lora = Adapters().digest(adapter(Path(place) / "lora"))
+        lora = LoraDigests().digest(adapter(Path(place) / "lora"))
     made = {
         name: page_root(SECRET, IDENTITY, PAGE, adapter=lora if case.lora else None, salt=case.salt).hex()
         for name, case in CASES.items()

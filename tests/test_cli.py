@@ -32,7 +32,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         (tmp_path / "cornplug_cli_probe.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "cornplug_cli_probe", raising=False)
-        monkeypatch.setattr(cli, "COMMANDS", {"probe": cli.Command("cornplug_cli_probe:main", "")})
+        monkeypatch.setattr(cli, "COMMANDS", {"probe": cli.CliCommand("cornplug_cli_probe:main", "")})
 
     return add
 

@@ -11,18 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug import codec
-from cornplug.codec import Header, Kind, checksum, decode_header, encode_header, verify
+from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header, verify
 from cornplug.errors import CodecError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "codec.json").read_text())
 KEY = bytes(range(32))
 PAYLOAD = bytes(range(240))
-HEADER = Header(Kind.EMBEDDING, KEY, "bfloat16", (6, 20), (checksum(PAYLOAD[:120]), checksum(PAYLOAD[120:])))
+HEADER = PayloadHeader(
+    PayloadKind.EMBEDDING, KEY, "bfloat16", (6, 20), (checksum(PAYLOAD[:120]), checksum(PAYLOAD[120:]))
+)
 META = encode_header(HEADER)
 
 headers = st.builds(
-    Header,
-    kind=st.sampled_from(Kind),
+    PayloadHeader,
+    kind=st.sampled_from(PayloadKind),
     key=st.binary(min_size=32, max_size=32),
     dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "uint8", ""]),
     shape=st.lists(st.integers(0, (1 << 64) - 1), max_size=5).map(tuple),
@@ -33,8 +35,8 @@ headers = st.builds(
 @pytest.mark.parametrize("row", GOLDEN, ids=[row["header"]["kind"] for row in GOLDEN])
 def test_golden(row: dict[str, object]) -> None:
     h = dict(row["header"])  # type: ignore[call-overload]
-    header = Header(
-        Kind[h["kind"]], bytes.fromhex(h["key"]), h["dtype"], tuple(h["shape"]), tuple(h["checksums"])
+    header = PayloadHeader(
+        PayloadKind[h["kind"]], bytes.fromhex(h["key"]), h["dtype"], tuple(h["shape"]), tuple(h["checksums"])
     )
     assert encode_header(header).hex() == row["meta"]
     assert decode_header(bytes.fromhex(str(row["meta"])), key=header.key) == header
@@ -46,7 +48,7 @@ def test_checksum_is_xxh3_64() -> None:
 
 
 @given(headers)
-def test_a_header_comes_back(header: Header) -> None:
+def test_a_header_comes_back(header: PayloadHeader) -> None:
     assert decode_header(memoryview(encode_header(header)), key=header.key) == header
 
 
@@ -117,15 +119,15 @@ def test_a_whole_header_of_unknown_content_is_refused(at: int, patch: bytes) -> 
 @pytest.mark.parametrize(
     "header",
     [
-        Header(Kind.FEATURE, KEY[:31], "float32", (1,), (0,)),
-        Header(Kind.FEATURE, KEY, "x" * 256, (1,), (0,)),
-        Header(Kind.FEATURE, KEY, "float32", (1,) * 256, (0,)),
-        Header(Kind.FEATURE, KEY, "float32", (1,), ()),
-        Header(Kind.FEATURE, KEY, "float32", (1,), (0,) * 65536),
+        PayloadHeader(PayloadKind.FEATURE, KEY[:31], "float32", (1,), (0,)),
+        PayloadHeader(PayloadKind.FEATURE, KEY, "x" * 256, (1,), (0,)),
+        PayloadHeader(PayloadKind.FEATURE, KEY, "float32", (1,) * 256, (0,)),
+        PayloadHeader(PayloadKind.FEATURE, KEY, "float32", (1,), ()),
+        PayloadHeader(PayloadKind.FEATURE, KEY, "float32", (1,), (0,) * 65536),
     ],
     ids=["key", "dtype", "dimensions", "no segments", "segments"],
 )
-def test_what_does_not_fit_is_refused(header: Header) -> None:
+def test_what_does_not_fit_is_refused(header: PayloadHeader) -> None:
     with pytest.raises(CodecError):
         encode_header(header)
 
@@ -143,11 +145,11 @@ def _resealed(meta: bytes, at: int, patch: bytes) -> bytes:
 
 
 def _part(checksums: dict[int, int], *, shape: tuple[int, ...] = (4, 2), segments: int = 4) -> bytes:
-    return codec.encode_part(Kind.KV_PAGE, KEY, "float16", shape, segments, checksums)
+    return codec.encode_part(PayloadKind.KV_PAGE, KEY, "float16", shape, segments, checksums)
 
 
 def test_parts_join_to_what_one_writer_gives() -> None:
-    whole = codec.encode_header(Header(Kind.KV_PAGE, KEY, "float16", (4, 2), (10, 11, 12, 13)))
+    whole = codec.encode_header(PayloadHeader(PayloadKind.KV_PAGE, KEY, "float16", (4, 2), (10, 11, 12, 13)))
     parts = [_part({3: 13, 1: 11}), _part({0: 10, 2: 12})]
     assert codec.join_parts(parts, key=KEY) == whole
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cornplug.config import QosConfig, load
 from cornplug.errors import ConfigError
-from cornplug.qos import LEAST_SHARE, Classes
+from cornplug.qos import LEAST_SHARE, QosClasses
 
 DIGEST = "sha256:" + hashlib.sha256(b"gold-key").hexdigest()
 FILE = f"""
@@ -41,8 +41,8 @@ def read(tmp_path: Path, text: str) -> QosConfig:
 
 
 @pytest.fixture
-def classes(tmp_path: Path) -> Classes:
-    return Classes(read(tmp_path, FILE))
+def classes(tmp_path: Path) -> QosClasses:
+    return QosClasses(read(tmp_path, FILE))
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def classes(tmp_path: Path) -> Classes:
     ],
 )
 def test_headers_name_a_class_and_only_a_key_opens_one_with_keys(
-    classes: Classes, headers: dict[str, str], name: str, app: str | None
+    classes: QosClasses, headers: dict[str, str], name: str, app: str | None
 ) -> None:
     caller = classes.of_headers(headers)
     assert (caller.qos.name, caller.app) == (name, app)
 
 
-def test_engines_of_the_host_are_believed(classes: Classes) -> None:
+def test_engines_of_the_host_are_believed(classes: QosClasses) -> None:
     assert [classes.of_app(app).name for app in ("checkout", "reports", "else")] == [
         "premium",
         "nightly",
@@ -82,7 +82,7 @@ def test_engines_of_the_host_are_believed(classes: Classes) -> None:
 
 
 def test_without_a_section_there_is_one_class_with_everything() -> None:
-    (only,) = Classes.single().all()
+    (only,) = QosClasses.single().all()
     assert (only.name, only.share, only.deadline_s) == ("default", 1.0, None)
 
 
@@ -92,7 +92,7 @@ def test_every_class_has_a_share_and_all_fit(shares: list[float]) -> None:
     config = QosConfig.model_validate(
         {"classes": {f"c{i}": {"share": one / total * 0.999} for i, one in enumerate(shares)}}
     )
-    made = Classes(config).all()
+    made = QosClasses(config).all()
     assert sum(c.share for c in made) <= 1 + 1e-9
     assert min(c.share for c in made) > LEAST_SHARE / 2
 

@@ -1,4 +1,4 @@
-"""A stream of pictures from several apps, answered by transformers or by an encoder service."""
+"""A stream of images from several apps, answered by transformers or by an encoder service."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Ask:
 
 
 def stream(models: Sequence[Path], each: int, repeated: float, seed: int) -> list[Ask]:
-    """`each` requests for each model, in turns, a share of them for pictures that came before.
+    """`each` requests for each model, in turns, a share of them for images that came before.
 
-    No picture comes in two streams of different seeds.
+    No image comes in two streams of different seeds.
     """
     rng = np.random.default_rng([1000 + seed, int(100 * repeated)])
     asks: list[Ask] = []
     for i in range(each * len(models)):
         model = i % len(models)
-        # The LLaVAs ask about each other's pictures, Qwen2-VL about its own.
+        # The LLaVAs ask about each other's images, Qwen2-VL about its own.
         before = [ask for ask in asks if (ask.model == 2) == (model == 2)]
         if before and rng.random() < repeated:
             asks.append(Ask(model, before[rng.integers(len(before))].picture))

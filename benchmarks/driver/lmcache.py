@@ -1,7 +1,7 @@
 """LMCache 0.5.6 beside both engines, as its own cross-engine example runs it: a baseline.
 
 Its libraries fit neither engine's environment, so `script/lmcache-site` puts them into a folder
-that only the processes of this baseline see. It shares text from SGLang to vLLM; no pictures,
+that only the processes of this baseline see. It shares text from SGLang to vLLM; no images,
 whose placeholders the two engines fill with different numbers.
 """
 

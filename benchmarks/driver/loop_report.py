@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.plan import Outlook, Plan
+from cornplug.planner.plan import LatencyForecast, Plan
 from driver.open_load import Took
 
 NAME = "plan_vs_real"
@@ -39,7 +39,7 @@ class Compared:
     """Where the measured P95 lies with 95 % confidence, were requests independent."""
 
     @classmethod
-    def of(cls, outlook: Outlook, took: Sequence[Took]) -> Self:
+    def of(cls, outlook: LatencyForecast, took: Sequence[Took]) -> Self:
         """Raises ValueError where nothing was answered, or the plan was not simulated."""
         good = [t for t in took if not np.isnan(t.e2e_s)]
         if not good or outlook.ttft.p95 is None or outlook.ttft.p50 is None:

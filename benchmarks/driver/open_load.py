@@ -1,6 +1,6 @@
 """Requests that come when they come: Poisson arrivals, streamed answers, each timed by its client.
 
-It shares the machine with the engines, so it does little: prompts and pictures are made
+It shares the machine with the engines, so it does little: prompts and images are made
 beforehand, and of an answer only the times of its first and last token are kept.
 """
 

@@ -1,4 +1,4 @@
-"""What is asked: words of a chosen length and pictures that were never seen before."""
+"""What is asked: words of a chosen length and images that were never seen before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def words(tokens: int, seed: int) -> str:
 
 
 def pictures(edge: int) -> Iterator[bytes]:
-    """Distinct square pictures cut from photographs, all near `edge` pixels wide.
+    """Distinct square images cut from photographs, all near `edge` pixels wide.
 
     Raises RuntimeError when there are no more.
     """

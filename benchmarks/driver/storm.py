@@ -45,7 +45,7 @@ class Asked:
 
 
 class Pictures:
-    """Pictures that nobody has asked about: coarse random patches."""
+    """Images that nobody has asked about: coarse random patches."""
 
     def __init__(self, edge: int, kind: str = "PNG") -> None:
         self._edge = edge
@@ -70,7 +70,7 @@ class Pictures:
 
 
 class Client:
-    """Sends pictures to the service at `url`."""
+    """Sends images to the service at `url`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Client:
         self.begun_s = 0.0
 
     def capacity(self, seconds: float, at_once: int) -> float:
-        """Pictures a second with always `at_once` under way, after as long a warm-up."""
+        """Images a second with always `at_once` under way, after as long a warm-up."""
         return asyncio.run(self._capacity(seconds, at_once))
 
     def storm(self, apps: Sequence[App], capacity: float, seconds: float, seed: int) -> list[Asked]:

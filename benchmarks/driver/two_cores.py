@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.planner.inputs import profile_tables
-from cornplug.planner.simulator.step_times import Curve
+from cornplug.planner.simulator.step_times import PiecewiseCurve
 
 GPU: Final = "cpu-core"
 PICTURE_TOKENS: Final = 256
 OUTPUT_TOKENS: Final = 12
 _TEMPLATE_TOKENS: Final = 17
-"""That the checkpoints' chat template puts around a question; one more around a picture."""
+"""That the checkpoints' chat template puts around a question; one more around an image."""
 HALF: Final = 0.5
 
 
@@ -32,7 +32,7 @@ class App:
 
     @property
     def text_tokens(self) -> list[int]:
-        """As the plan counts them: the template's too, the picture's not."""
+        """As the plan counts them: the template's too, the image's not."""
         return [n + _TEMPLATE_TOKENS + self.pictures for n in self.letters]
 
     @property
@@ -67,12 +67,12 @@ class Profiles:
         return round(rate, 3)
 
 
-def _curves(path: Path) -> dict[str, Curve]:
+def _curves(path: Path) -> dict[str, PiecewiseCurve]:
     points: dict[str, dict[float, float]] = {}
     for row in profile_tables.read(path).rows:
         points.setdefault(row.kind, {})[row.x] = row.seconds or 0.0
     wanted = {"prefill", "decode", "encode"} & points.keys()
-    return {kind: Curve.through([*points[kind]], [*points[kind].values()]) for kind in wanted}
+    return {kind: PiecewiseCurve.through([*points[kind]], [*points[kind].values()]) for kind in wanted}
 
 
 def plan_input(models: dict[str, Path], profiles: Profiles, rates: dict[str, float]) -> str:

@@ -11,7 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoints.families import FAMILIES, Family, Modality, Part, unusual_classes, without_inert
+from cornplug.checkpoints.families import (
+    FAMILIES,
+    Modality,
+    ModelFamily,
+    Part,
+    unusual_classes,
+    without_inert,
+)
 from cornplug.checkpoints.hub_cache import cached_snapshot, processor_jsons, read_json
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
@@ -71,7 +78,7 @@ class Checkpoint:
         return cls(path, {**config, family.base.config_field: base.config}, processors, base)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> ModelFamily:
         """Raises CheckpointError("unknown_family") for a model_type that has no family."""
         family = FAMILIES.get(str(self.config.get("model_type")))
         if family is None:
@@ -90,7 +97,7 @@ class Checkpoint:
     def fingerprint(self, part: Part) -> bytes:
         """Fingerprint of a part's weights, independent of the names' generation and the file split.
 
-        A tower counts up to the cut only (`Family.before_cut`). A model of no known family
+        A tower counts up to the cut only (`ModelFamily.before_cut`). A model of no known family
         is all language model. Raises CheckpointError as `locate`, and "unreadable", "changed".
         """
         return _fingerprint(self._part(part))

@@ -51,7 +51,7 @@ _DTYPE_BITS: Final[Mapping[str, int]] = {
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=16)]
     data_offsets: tuple[_Natural, _Natural]
@@ -86,13 +86,15 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        rows = {name: msgspec.json.decode(row, type=_Row) for name, row in raw.items()}
+        rows = {name: msgspec.json.decode(row, type=_CachedDigest) for name, row in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _bad(path, str(e)) from e
     return _checked(path, rows, start=8 + length, size=size)
 
 
-def _checked(path: Path, rows: Mapping[str, _Row], *, start: int, size: int) -> dict[str, TensorEntry]:
+def _checked(
+    path: Path, rows: Mapping[str, _CachedDigest], *, start: int, size: int
+) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     at = 0
     for name, row in sorted(rows.items(), key=lambda item: item[1].data_offsets):

@@ -19,7 +19,7 @@ from rich.table import Table
 from cornplug import config
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.commands import engine_checks, fingerprint
-from cornplug.commands.engine_checks import Finding
+from cornplug.commands.engine_checks import CheckResult
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def examine(
     settings: config.Config, models: list[str], dtype: fingerprint.DType | None = None
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Every check in order, each finding as soon as it is known."""
     yield from engine_checks.versions()
     yield from engine_checks.plugins()
@@ -67,35 +67,35 @@ def examine(
         yield from served(model, dtype, described)
 
 
-def secret(settings: config.StoreConfig) -> Iterator[Finding]:
+def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """The secret is 32 bytes that only this user reads."""
     path = settings.secret_file
     try:
         about = path.stat()
     except FileNotFoundError:
-        yield Finding("ok", "secret", f"{path}: none yet, made on first use")
+        yield CheckResult("ok", "secret", f"{path}: none yet, made on first use")
         return
     except OSError as e:
-        yield Finding(
+        yield CheckResult(
             "fail", "secret", f"{path}: {e.strerror}", "Set store.secret_file to a file of your own."
         )
         return
     if about.st_size != 32:
         remedy = f"Remove it, or: head -c 32 /dev/urandom > {path}"
-        yield Finding("fail", "secret", f"{path} has {about.st_size} bytes, want 32", remedy)
+        yield CheckResult("fail", "secret", f"{path} has {about.st_size} bytes, want 32", remedy)
     elif problem := secret_problem(about):
         remedy = f"chmod 600 {path}; replace it if strangers may have read it."
-        yield Finding("fail", "secret", f"{path} {problem}", remedy)
+        yield CheckResult("fail", "secret", f"{path} {problem}", remedy)
     else:
-        yield Finding("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
+        yield CheckResult("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
-def store(settings: config.StoreConfig) -> Iterator[Finding]:
+def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """A store answers, or there is room to start one."""
     now = ask_store(settings)
     if not isinstance(now, StoreStat):
         start = f"cornplug serve-store --socket {settings.socket}"
-        yield Finding(
+        yield CheckResult(
             "warn" if settings.autostart else "fail",
             "store",
             f"{settings.socket}: {now}",
@@ -108,7 +108,7 @@ def store(settings: config.StoreConfig) -> Iterator[Finding]:
     used = f"{_mib(now.used_bytes)} of {_mib(now.capacity_bytes)} used, {now.entries} entries"
     size = f"{now.capacity_bytes} bytes, {size_source(settings, now.capacity_bytes)}"
     what = f"{settings.socket}: {used}, {now.hits} hits, {now.misses} misses; {size}"
-    yield Finding("ok", "store", what)
+    yield CheckResult("ok", "store", what)
 
 
 def ask_store(settings: config.StoreConfig) -> StoreStat | str:
@@ -136,40 +136,40 @@ def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
     return f"store.size_bytes is {settings.size_bytes}: who started it had another, or less memory"
 
 
-def shared_memory(settings: config.StoreConfig) -> Iterator[Finding]:
+def shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """There is memory for a store of the size that is set."""
     memory = host_memory()
     what = f"{memory.of} has {_mib(memory.available_bytes)} left"
     try:
         size_bytes = fitting_size(settings.size_bytes, clamp=False, memory=memory)
     except ConfigError as e:
-        yield Finding("warn", "shared memory", f"{what}; {e}", "Set CORNPLUG_STORE_SIZE_BYTES lower.")
+        yield CheckResult("warn", "shared memory", f"{what}; {e}", "Set CORNPLUG_STORE_SIZE_BYTES lower.")
         return
     source = "a quarter of that" if settings.size_bytes is None else "as store.size_bytes says"
-    yield Finding("ok", "shared memory", f"{what}; a store would have {size_bytes} bytes, {source}")
+    yield CheckResult("ok", "shared memory", f"{what}; a store would have {size_bytes} bytes, {source}")
 
 
-def folder(settings: config.StoreConfig) -> Iterator[Finding]:
+def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """The socket's folder is this user's alone."""
     path = settings.socket.parent
     remedy = "Name a folder of yours, mode 0700: CORNPLUG_STORE_SOCKET=FOLDER/store.sock"
     try:
         about = path.lstat()
     except FileNotFoundError:
-        yield Finding("ok", "folder", f"{path}: none yet, made on first use with mode 700")
+        yield CheckResult("ok", "folder", f"{path}: none yet, made on first use with mode 700")
         return
     except OSError as e:
-        yield Finding("fail", "folder", f"{path}: {e.strerror}", remedy)
+        yield CheckResult("fail", "folder", f"{path}: {e.strerror}", remedy)
         return
     around = path.parent.stat()
     problem = "is a symbolic link" if path.is_symlink() else folder_problem(about)
     if problem:
-        yield Finding("fail", "folder", f"{path} {problem}", remedy)
+        yield CheckResult("fail", "folder", f"{path} {problem}", remedy)
     elif around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX:
         what = f"{path.parent} lets others rename {path}: they can end the sharing, not read or change it"
-        yield Finding("warn", "folder", what, f"chmod +t {path.parent}")
+        yield CheckResult("warn", "folder", what, f"chmod +t {path.parent}")
     else:
-        yield Finding("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
+        yield CheckResult("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
 def describe_encoder(settings: config.Config) -> Served | EncoderError:
@@ -189,40 +189,40 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
         client.close()
 
 
-def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[Finding]:
+def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[CheckResult]:
     """An encoder service answers."""
     if isinstance(described, tuple):
         names = ", ".join(f"{m.name} ({m.dtype})" for m in described)
-        yield Finding("ok", "encoder", f"{settings.socket}: serves {names or 'nothing'}")
+        yield CheckResult("ok", "encoder", f"{settings.socket}: serves {names or 'nothing'}")
     else:
         remedy = "Engines encode by themselves. To share a tower: cornplug encoder --model DIR"
-        yield Finding("warn", "encoder", f"{settings.socket}: {described}", remedy)
+        yield CheckResult("warn", "encoder", f"{settings.socket}: {described}", remedy)
 
 
 def served(
     model: str, dtype: fingerprint.DType | None, described: Served | EncoderError
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """A checkpoint's fingerprints can be computed, and the encoder serves that very identity."""
     try:
         report = fingerprint.describe(model, dtype)
     except CheckpointError as e:
-        yield Finding(
+        yield CheckResult(
             "fail", model, str(e), "Name a folder with config.json and safetensors, or download it."
         )
         return
     if report["identity"] is None:
         kind = Checkpoint.open(model).config.get("model_type")
-        yield Finding(
+        yield CheckResult(
             "ok", "model", f"{model}: {kind}, no tower that we know; KV is shared, embeddings are not"
         )
         return
-    yield Finding(
+    yield CheckResult(
         "ok", "model", f"{model}: {report['family']}, {report['dtype']}, identity {report['identity'][:16]}"
     )
     if not isinstance(described, tuple):
         return
     if any(m.identity.hex() == report["identity"] for m in described):
-        yield Finding("ok", "model", f"{model}: the encoder serves this identity")
+        yield CheckResult("ok", "model", f"{model}: the encoder serves this identity")
         return
     near = [m for m in described if m.tower_fp.hex() == report["tower"]]
     why = (
@@ -230,7 +230,7 @@ def served(
         if near
         else ""
     )
-    yield Finding(
+    yield CheckResult(
         "warn",
         "model",
         f"{model}: the encoder does not serve this identity. {why}".rstrip(" ."),
@@ -242,7 +242,7 @@ def _mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[CheckResult]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", max_width=24)

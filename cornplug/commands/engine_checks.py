@@ -58,7 +58,7 @@ print(json.dumps(answer))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the report. `remedy` is empty where nothing need be done."""
 
     status: Literal["ok", "warn", "fail"]
@@ -67,7 +67,7 @@ class Finding:
     remedy: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeAnswer(msgspec.Struct, frozen=True):
     """The statement of one process of an engine. Empty where all is well."""
 
     why_not: str
@@ -77,7 +77,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class CheckedEngine:
     """One of the two, as far as the checks know it."""
 
     name: str
@@ -90,7 +90,7 @@ class Engine:
     version: Callable[[], str | None]
     is_tested: Callable[[str], bool]
     probe: str
-    """A program whose last line of output is an `Answer` as JSON."""
+    """A program whose last line of output is an `ProbeAnswer` as JSON."""
 
     @property
     def range(self) -> str:
@@ -99,7 +99,7 @@ class Engine:
         return f">={low},<{high}"
 
 
-VLLM: Final = Engine(
+VLLM: Final = CheckedEngine(
     "vllm",
     "vLLM",
     "vllm.general_plugins",
@@ -109,7 +109,7 @@ VLLM: Final = Engine(
     vllm.is_tested,
     _VLLM_PROBE,
 )
-SGLANG: Final = Engine(
+SGLANG: Final = CheckedEngine(
     "sglang",
     "SGLang",
     "sglang.srt.plugins",
@@ -121,75 +121,75 @@ SGLANG: Final = Engine(
 )
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[CheckResult]:
     """Python, cornplug, and an engine inside its tested range."""
-    yield Finding("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
+    yield CheckResult("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
     none_here = all(engine.version() is None for engine in (VLLM, SGLANG))
     for engine in (VLLM, SGLANG):
         remedy = f"pip install '{engine.name}{engine.range}', or a cornplug release for what you have."
         version = engine.version()
         if version is None and none_here:
-            yield Finding("warn", engine.name, "not installed in this environment", remedy)
+            yield CheckResult("warn", engine.name, "not installed in this environment", remedy)
         elif version is None:
-            yield Finding("ok", engine.name, "not in this environment; ask the doctor of its own")
+            yield CheckResult("ok", engine.name, "not in this environment; ask the doctor of its own")
         elif engine.is_tested(version):
-            yield Finding("ok", engine.name, f"{version}, in the tested range")
+            yield CheckResult("ok", engine.name, f"{version}, in the tested range")
         else:
-            yield Finding("fail", engine.name, f"{version}, tested are {engine.range}", remedy)
+            yield CheckResult("fail", engine.name, f"{version}, tested are {engine.range}", remedy)
 
 
-def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
     """vLLM takes a KV connector with PyTorch's default allocator only."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
     if VLLM.version() is not None and "expandable_segments:True" in environ.get(name, ""):
         what = (
             f"{name}={environ[name]}: vLLM takes no KV connector beside it, so engines share embeddings only"
         )
-        yield Finding("warn", "allocator", what, "Leave expandable_segments:True out of it to share KV.")
+        yield CheckResult("warn", "allocator", what, "Leave expandable_segments:True out of it to share KV.")
 
 
-def plugins() -> Iterator[Finding]:
+def plugins() -> Iterator[CheckResult]:
     """Each engine that is here finds our entry point, and ends up with our hooks in place."""
     for engine in (VLLM, SGLANG):
         if engine.version() is not None:
             yield from plugin(engine)
 
 
-def plugin(engine: Engine) -> Iterator[Finding]:
+def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
     """The same for one engine."""
     check = f"{engine.name} plugin"
     if not entry_points(group=engine.group, name=_ENTRY_NAME):
         what = f"no entry point {engine.group}:{_ENTRY_NAME}"
-        yield Finding("fail", check, what, "pip install cornplug, again.")
+        yield CheckResult("fail", check, what, "pip install cornplug, again.")
         return
     allowed = os.environ.get(engine.allow_variable)
     if allowed is not None and _ENTRY_NAME not in allowed.split(","):
         what = f"{engine.allow_variable}={allowed} leaves it out"
-        yield Finding("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
+        yield CheckResult("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
         return
     try:
         answer = ask(engine)
     except subprocess.TimeoutExpired:
         what = f"a process that loads it took over {_PROBE_S:g} s"
-        yield Finding("fail", check, what, f"See why by: python -c 'import {engine.name}'")
+        yield CheckResult("fail", check, what, f"See why by: python -c 'import {engine.name}'")
         return
     if answer.why_not:
         remedy = "Correct what it names; engines log the same line."
-        yield Finding("fail", check, f"did not register: {answer.why_not}", remedy)
+        yield CheckResult("fail", check, f"did not register: {answer.why_not}", remedy)
         return
-    yield Finding("ok", check, f"found and registered by a process of {engine.label}")
+    yield CheckResult("ok", check, f"found and registered by a process of {engine.label}")
     if answer.cache:
         remedy = "Servers share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false."
-        yield Finding("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
+        yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
 
 
-def ask(engine: Engine) -> Answer:
+def ask(engine: CheckedEngine) -> ProbeAnswer:
     """The statement of one process of the engine. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
         [sys.executable, "-c", engine.probe], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     try:
-        return msgspec.json.decode(last, type=Answer)
+        return msgspec.json.decode(last, type=ProbeAnswer)
     except msgspec.DecodeError:
-        return Answer(done.stderr.strip()[-300:] or f"it ended with status {done.returncode}")
+        return ProbeAnswer(done.stderr.strip()[-300:] or f"it ended with status {done.returncode}")

@@ -25,29 +25,29 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from cornplug.config import Config, EncoderConfig, load, read_secret
-from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.client.endpoints import url_name
-from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, Encoder
-from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore
+from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import Gate
+from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.http.head_timeout import (
     BACKLOG,
     connections_allowed,
     limited,
     raise_descriptors,
 )
-from cornplug.encoder_service.http.url_fetcher import Rules
-from cornplug.encoder_service.models.registry import Registry, Report
+from cornplug.encoder_service.http.url_fetcher import UrlRules
+from cornplug.encoder_service.models.registry import ModelRegistry, Report
 from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
-from cornplug.encoder_service.replicas.replica import Replica, Settings
+from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.server_flags import check, overrides, parser
 from cornplug.encoder_service.sglang.epd_server import SGLANG_FAMILIES
 from cornplug.encoder_service.telemetry.tracing import open_tracing
-from cornplug.encoder_service.unix_server import Endpoint, claim
+from cornplug.encoder_service.unix_server import UnixServer, claim
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
-from cornplug.qos import Classes
+from cornplug.qos import QosClasses
 from cornplug.store.backends import open_store
 from cornplug.store.host_memory import host_memory
 
@@ -57,7 +57,7 @@ _LAST_S: Final = 2.0
 """What is cut off at the end of `encoder.drain_s` has so long to hear so."""
 
 CPU_BATCH_TOKENS: Final = 2048
-"""A few pictures keep a core as busy as many do; more in one batch only make each other wait."""
+"""A few images keep a core as busy as many do; more in one batch only make each other wait."""
 
 UNREAD_S: Final = 30.0
 """Longest time that a client may leave its answer unread."""
@@ -72,7 +72,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listeners:
+class BoundListeners:
     """Taken before any weight is read, so that a wrong port or path costs no minute."""
 
     unix: socket.socket
@@ -80,7 +80,7 @@ class Listeners:
     http: socket.socket
 
     @classmethod
-    def open(cls, config: Config) -> Listeners:
+    def open(cls, config: Config) -> BoundListeners:
         """Raises ConfigError that names the address which is taken."""
         encoder = config.encoder
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
@@ -131,12 +131,12 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
     )
 
 
-async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secret: bytes) -> None:
+async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners, *, secret: bytes) -> None:
     """Serve until SIGTERM or SIGINT, then drain: `/ready` says so while the streams finish."""
-    gate, drain_s = Gate(), config.encoder.drain_s
+    gate, drain_s = DrainState(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(web_settings(app, config.encoder))
-    endpoint = Endpoint(encoder, listeners.unix, secret=secret)
+    endpoint = UnixServer(encoder, listeners.unix, secret=secret)
     await endpoint.start()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -169,14 +169,14 @@ async def serve(encoder: Encoder, config: Config, listeners: Listeners, *, secre
     await endpoint.close()
 
 
-def _reload(encoder: Encoder) -> None:
+def _reload(encoder: EncoderCore) -> None:
     try:
         changed = encoder.reload()
     except (CheckpointError, EncoderRefused) as e:
-        Audit().did_here("reload", failed=str(e))
+        AuditLog().did_here("reload", failed=str(e))
         log.error("reload: %s. Everything is served as before.", e)
     else:
-        Audit().did_here("reload", changed=[model.name for model in changed])
+        AuditLog().did_here("reload", changed=[model.name for model in changed])
         names = ", ".join(f"{model.name} (epoch {model.epoch})" for model in changed)
         log.info("reload: %s", f"now served anew: {names}" if names else "no weights have changed")
 
@@ -191,9 +191,9 @@ def main(argv: Sequence[str]) -> int:
     raise_descriptors()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     # Refused before minutes of loading, as what is listened to.
-    Rules.of(config.encoder)
+    UrlRules.of(config.encoder)
     check_exposure(config.encoder, config.qos)
-    listeners = Listeners.open(config)
+    listeners = BoundListeners.open(config)
     try:
         with console.status("loading") as status:
 
@@ -205,9 +205,11 @@ def main(argv: Sequence[str]) -> int:
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
-        shelf = Shelf(store, deadline_s=config.store.patience_s, account_part=config.encoder.tenant_part)
+        shelf = ResultCache(
+            store, deadline_s=config.store.patience_s, account_part=config.encoder.tenant_part
+        )
         tracing = open_tracing()
-        encoder = Encoder(
+        encoder = EncoderCore(
             registry,
             shelf,
             secret=secret,
@@ -218,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
             max_waiting=config.encoder.max_waiting,
             max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
             prepare_threads=config.encoder.prepare_threads,
-            classes=Classes(config.qos),
+            classes=QosClasses(config.qos),
         )
         encoder.meters.registry.register(ReplicaMeters(replicas))
         host, port = listeners.http.getsockname()[:2]
@@ -240,22 +242,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _open_models(args: argparse.Namespace, report: Report) -> tuple[Registry, list[Replica]]:
+def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistry, list[ReplicaExecutor]]:
     """The models, and the processes that compute them; none with --replicas 0: then this one does."""
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
         torch.set_num_threads(threads)
-        return Registry.open(
+        return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    registry = Registry.open(args.model, dtype=args.dtype, device="meta", report=report)
+    registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
-    settings = Settings(dtype=args.dtype, threads=threads, compile=args.compile)
+    settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)
     return registry, open_replicas(devices, settings, registry.loaded())
 
 
-def _sglang_urls(registry: Registry, port: int) -> list[str]:
+def _sglang_urls(registry: ModelRegistry, port: int) -> list[str]:
     """What `--encoder-urls` of SGLang takes, for each family that its protocol serves."""
     served = [model for model in registry.served() if model.family in SGLANG_FAMILIES]
     if len(served) == len(registry.served()) == 1:

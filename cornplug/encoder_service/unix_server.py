@@ -17,16 +17,22 @@ from typing import Final
 
 import msgspec
 
-from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.wire.framing import LENGTH
-from cornplug.encoder_service.wire.handshake import MAX_BYTES, PATIENCE_S, Answering, Untrusted, peer_uid
+from cornplug.encoder_service.wire.handshake import (
+    MAX_BYTES,
+    PATIENCE_S,
+    ServiceHandshake,
+    UntrustedPeer,
+    peer_uid,
+)
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
-    Describe,
-    Described,
-    Encode,
+    DescribeReply,
+    DescribeRequest,
+    EncodeRequest,
     Reply,
     Request,
 )
@@ -75,10 +81,10 @@ def claim(path: Path) -> tuple[socket.socket, int]:
     return listener, lock
 
 
-class Endpoint:
+class UnixServer:
     """Accepts connections on a listening unix socket and speaks the protocol on each."""
 
-    def __init__(self, encoder: Encoder, listener: socket.socket, *, secret: bytes) -> None:
+    def __init__(self, encoder: EncoderCore, listener: socket.socket, *, secret: bytes) -> None:
         self._encoder = encoder
         self._secret = secret
         self._listener = listener
@@ -110,7 +116,7 @@ class Endpoint:
             if (uid := peer_uid(writer.get_extra_info("socket"))) != os.getuid():
                 log.warning("refused a connection of user %d", uid)
                 return
-            if not await _greeted(reader, writer, Answering(self._secret)):
+            if not await _greeted(reader, writer, ServiceHandshake(self._secret)):
                 return
             await _Connection(self._encoder, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -122,7 +128,9 @@ class Endpoint:
 
 
 class _Connection:
-    def __init__(self, encoder: Encoder, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, encoder: EncoderCore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._encoder = encoder
         self._reader = reader
         self._writer = writer
@@ -151,9 +159,9 @@ class _Connection:
             for future in tuple(self._pending):
                 future.cancel()
 
-    def _handle(self, request: Describe | Encode) -> None:
-        if isinstance(request, Describe):
-            self._send(Described(version=PROTOCOL_VERSION, models=self._encoder.registry.served()))
+    def _handle(self, request: DescribeRequest | EncodeRequest) -> None:
+        if isinstance(request, DescribeRequest):
+            self._send(DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served()))
             return
         future = self._encoder.submit(request)
         self._pending.add(future)
@@ -173,7 +181,9 @@ class _Connection:
         self._writer.write(LENGTH.pack(len(frame)) + frame)
 
 
-async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: Answering) -> bool:
+async def _greeted(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: ServiceHandshake
+) -> bool:
     """Whether the engine has proved in time that it has the secret."""
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -182,7 +192,7 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, a
             answering.check(await _small_frame(reader))
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", PATIENCE_S)
-    except (Untrusted, msgspec.ValidationError, msgspec.DecodeError) as e:
+    except (UntrustedPeer, msgspec.ValidationError, msgspec.DecodeError) as e:
         log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
     else:
         return True
@@ -192,5 +202,5 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, a
 async def _small_frame(reader: asyncio.StreamReader) -> bytes:
     (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if not 0 < size <= MAX_BYTES:
-        raise Untrusted(f"a frame of {size} bytes")
+        raise UntrustedPeer(f"a frame of {size} bytes")
     return await reader.readexactly(size)

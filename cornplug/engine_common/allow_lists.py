@@ -39,7 +39,7 @@ class FieldTables:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SettingsVerdict:
     """What the settings of one engine come to."""
 
     overrides: Mapping[str, Any]
@@ -47,8 +47,8 @@ class Verdict:
     refusals: Mapping[str, str]
     """"Class.field" -> why nobody can share what it changes. {} where sharing is right."""
 
-    def __or__(self, other: Verdict) -> Verdict:
-        return Verdict({**self.overrides, **other.overrides}, {**self.refusals, **other.refusals})
+    def __or__(self, other: SettingsVerdict) -> SettingsVerdict:
+        return SettingsVerdict({**self.overrides, **other.overrides}, {**self.refusals, **other.refusals})
 
     def overrides_or_raise(self) -> dict[str, Any]:
         """The overrides. Raises CheckpointError("settings") that names every field in the way."""
@@ -61,7 +61,7 @@ class Verdict:
         return dict(self.overrides)
 
 
-def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Verdict:
+def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SettingsVerdict:
     """The verdict on the resolved `values` of every field, of an engine that has these `defaults`.
 
     A field that has no default counts as set. A value that JSON cannot carry is refused where the key
@@ -88,7 +88,7 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
             overrides[full] = plain(value)
         except TypeError as e:
             refusals[full] = f"its value cannot be identified: {e}"
-    return Verdict(overrides, refusals)
+    return SettingsVerdict(overrides, refusals)
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.store import payload as entry
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class EmbeddingPublisher:
     """Nobody waits for it. `report(outcome, bytes)` is called once for each offer, from any thread."""
 
-    def __init__(self, runtime: Runtime, report: Callable[[str, int], None]) -> None:
+    def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
         self._report = report
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
@@ -75,7 +75,7 @@ class EmbeddingPublisher:
             outcome = entry.put(
                 self._run.store,
                 payload,
-                kind=Kind.EMBEDDING,
+                kind=PayloadKind.EMBEDDING,
                 key=key,
                 dtype=dtype_name(embedding.dtype),
                 shape=tuple(embedding.shape),

@@ -19,7 +19,7 @@ _FRESH_S: Final = 60.0
 _TALK_S: Final = 60.0
 
 
-class Pace:
+class FadedRate:
     """Seconds a unit of work took lately, as the ratio of faded sums: large samples weigh more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class Pace:
         return self._units / self._seconds if self._seconds else 0.0
 
 
-class StepTimes:
+class StepSlope:
     """What one more token adds to an engine's step: the slope of seconds over tokens in its steps.
 
     A step has a part that does not depend on its tokens (weights are read whatever comes), so the
@@ -81,9 +81,9 @@ class LoadRule:
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
         self._clock = clock
-        self._moving = Pace(clock)
-        self._noticing = Pace(clock)
-        self._prefill = StepTimes()
+        self._moving = FadedRate(clock)
+        self._noticing = FadedRate(clock)
+        self._prefill = StepSlope()
         self._said_at = -math.inf
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -134,9 +134,9 @@ class FetchRule:
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
-        self._reading = Pace(clock)
-        self._copying = Pace(clock)
-        self._encoding = Pace(clock)
+        self._reading = FadedRate(clock)
+        self._copying = FadedRate(clock)
+        self._encoding = FadedRate(clock)
 
     def read(self, size_bytes: int, seconds: float) -> None:
         """An embedding was read from the store."""

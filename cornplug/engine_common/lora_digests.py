@@ -18,7 +18,7 @@ _noted: Final[dict[str, _Signature]] = {}
 
 def note(path: str) -> None:
     """Remember which files lie there, before an engine loads them: what changes afterwards is refused,
-    for nobody can say which of the two it runs. Raises CheckpointError as `Adapters.digest`."""
+    for nobody can say which of the two it runs. Raises CheckpointError as `LoraDigests.digest`."""
     if path not in _noted:
         _noted[path] = _signature(path)
 
@@ -27,12 +27,12 @@ class LaterAdapters:
     """Digests of LoRA adapters for a thread that must not read files: a thread of its own does."""
 
     def __init__(self) -> None:
-        self._adapters = Adapters()
+        self._adapters = LoraDigests()
         self._thread = ThreadPoolExecutor(1, "cornplug-adapters")
         self._read: dict[str, Future[bytes]] = {}
 
     def digest(self, path: str) -> bytes:
-        """As `Adapters.digest`. Raises CheckpointError("identifying") as well, while it is being read."""
+        """As `LoraDigests.digest`. Raises CheckpointError("identifying") as well, while it is being read."""
         if path not in self._read:
             with suppress(CheckpointError):  # said again by the thread
                 note(path)
@@ -45,7 +45,7 @@ class LaterAdapters:
         return self._adapters.digest(path)
 
 
-class Adapters:
+class LoraDigests:
     """Digests of LoRA adapters, read once for each path."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class TowerIdentity:
     """The identity that an encoder service would list for this model; None where only engines
     with the same settings can share, which the service lacks."""
     picture_inputs: tuple[str, ...] = ()
-    """What the service takes of a picture: the processor's outputs by name."""
+    """What the service takes of an image: the processor's outputs by name."""
 
 
 def declares_quantization(hf_config: Any) -> bool:

@@ -14,7 +14,7 @@ from cornplug.engine_common.page_envelope import read_page_header
 from cornplug.engine_common.page_tensors import rows
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
-from cornplug.store.base import Lease, Location, Store
+from cornplug.store.base import Lease, PayloadLocation, Store
 
 Bytes = NDArray[np.uint8]
 
@@ -44,7 +44,7 @@ class RankPages:
         if any(header.checksums[segment] != value for segment, value in self._sums(copied).items()):
             raise CodecError("a page is corrupt", reason="corrupt")
 
-    def write(self, source: torch.Tensor, location: Location) -> Mapping[int, int]:
+    def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
         """Copy this rank's part of a page into room that is reserved for it; segment -> checksum
         of the source. Raises StoreUnavailable."""
         mine = rows(source)

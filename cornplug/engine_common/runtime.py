@@ -17,7 +17,7 @@ from cornplug.store.disabled import OffStore
 _log = logging.getLogger("cornplug")
 
 
-class Runtime:
+class EngineRuntime:
     """Settings and connections of one process. KV and embedding halves share it.
 
     Without a secret it is there all the same, over a store that misses everything."""

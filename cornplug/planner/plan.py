@@ -12,11 +12,11 @@ from cornplug.errors import ConfigError
 FORMAT: Final = 1
 
 
-class Record(BaseModel):
+class PlanRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlannedNodes(Record):
+class PlannedNodes(PlanRecord):
     name: str
     gpu: str
     gpus: int
@@ -26,7 +26,7 @@ class PlannedNodes(Record):
     hosts: list[str] = Field(default_factory=list)
 
 
-class EngineSettings(Record):
+class EngineSettings(PlanRecord):
     """Decisions that become flags; None where the engine's own default stands."""
 
     max_model_len: int
@@ -51,7 +51,7 @@ class EngineSettings(Record):
     """Prompt tokens a second that one replica computes, at its chunk size: for admission."""
 
 
-class KVGeometry(Record):
+class KVGeometry(PlanRecord):
     """What the prefill-decode buffer is sized by (2·L·N·H·D·bytes)."""
 
     layers: int
@@ -62,7 +62,7 @@ class KVGeometry(Record):
     max_prompt_tokens: int
 
 
-class Group(Record):
+class ReplicaGroup(PlanRecord):
     """Equal replicas of one cell."""
 
     name: str
@@ -103,23 +103,23 @@ class Group(Record):
     """Unix time at which its replicas were started, for the minimum dwell."""
 
 
-class Stage(Record):
+class RouteStage(PlanRecord):
     tasks: str
     groups: dict[str, float]
     """Group -> weight; the weights of a stage sum to 1."""
 
 
-class Route(Record):
+class PlanRoute(PlanRecord):
     """A share of a request class, and where it goes."""
 
     app: str
     request: str
     structure: str
     rate: float
-    stages: list[Stage]
+    stages: list[RouteStage]
 
 
-class Times(Record):
+class RequestTimes(PlanRecord):
     """Seconds. What a class has none of (TPOT of one-token answers) is None."""
 
     mean: float | None = None
@@ -128,7 +128,7 @@ class Times(Record):
     p99: float | None = None
 
 
-class Outlook(Record):
+class LatencyForecast(PlanRecord):
     """Bounds of one request class, and its times in the simulation of the whole plan."""
 
     app: str
@@ -142,13 +142,13 @@ class Outlook(Record):
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
-    ttft: Times = Times()
+    ttft: RequestTimes = RequestTimes()
     """These three hold no figure where the plan was not simulated."""
-    tpot: Times = Times()
-    e2e: Times = Times()
+    tpot: RequestTimes = RequestTimes()
+    e2e: RequestTimes = RequestTimes()
 
 
-class CacheSize(Record):
+class CacheSize(PlanRecord):
     name: str
     kind: Literal["embedding", "prefix"]
     component: str
@@ -157,7 +157,7 @@ class CacheSize(Record):
     """Request class -> expected share of hits."""
 
 
-class Reservation(Record):
+class QosReservation(PlanRecord):
     """Part of an encoder service that a class of service is promised."""
 
     qos: str
@@ -168,7 +168,7 @@ class Reservation(Record):
     """Applications of this class."""
 
 
-class Proof(Record):
+class OptimalityProof(PlanRecord):
     status: Literal["optimal", "feasible"]
     solver: str
     seconds: float
@@ -178,7 +178,7 @@ class Proof(Record):
     gap: float
 
 
-class Binding(Record):
+class BindingConstraint(PlanRecord):
     """A constraint that holds the cost up."""
 
     constraint: str
@@ -188,7 +188,7 @@ class Binding(Record):
     """What the plan would save without it, where that was computed."""
 
 
-class Alternative(Record):
+class PlanAlternative(PlanRecord):
     name: str
     text: str
     cost_per_hour: float | None
@@ -196,35 +196,35 @@ class Alternative(Record):
     why_not: str
 
 
-class CurvePoint(Record):
+class CurvePoint(PlanRecord):
     slo_factor: float
     """Every SLO bound times this."""
     cost_per_hour: float | None
 
 
-class Why(Record):
-    binding: list[Binding] = Field(default_factory=list)
-    alternatives: list[Alternative] = Field(default_factory=list)
+class PlanExplanation(PlanRecord):
+    binding: list[BindingConstraint] = Field(default_factory=list)
+    alternatives: list[PlanAlternative] = Field(default_factory=list)
     monolith: str = ""
     """When the monolith wins, and by how much it wins or loses here."""
     curve: list[CurvePoint] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
 
-class Plan(Record):
+class Plan(PlanRecord):
     format: Literal[1] = FORMAT
     name: str
     objective: str
     cost_per_hour: float
     goodput: float | None = None
     nodes: list[PlannedNodes]
-    groups: list[Group]
-    routes: list[Route]
-    outlook: list[Outlook]
+    groups: list[ReplicaGroup]
+    routes: list[PlanRoute]
+    outlook: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
-    reservations: list[Reservation] = Field(default_factory=list)
-    proof: Proof
-    why: Why = Why()
+    reservations: list[QosReservation] = Field(default_factory=list)
+    proof: OptimalityProof
+    why: PlanExplanation = PlanExplanation()
     input_digest: str
     """SHA-256 of the input file's bytes."""
     cornplug: str

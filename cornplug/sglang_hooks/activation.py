@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from typing import Final
 
 from cornplug.config import Config
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.identity import digest
 from cornplug.metrics import Tally
@@ -92,11 +92,11 @@ def _settled(extra: str) -> Config:
 
 
 @cache
-def _runtime(pid: int) -> Runtime:
-    return Runtime(config())
+def _runtime(pid: int) -> EngineRuntime:
+    return EngineRuntime(config())
 
 
-def runtime() -> Runtime:
+def runtime() -> EngineRuntime:
     """Settings and the store's connection of this process, made on first use. Only where `is_on`.
 
     Raises ConfigError where the settings are wrong.

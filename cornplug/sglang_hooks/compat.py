@@ -20,7 +20,7 @@ TESTED = ((0, 5, 23), (0, 5, 24))
 """Half-open range of versions that the tests run on."""
 
 PROVEN: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Families whose pictures are shared here: `tests/integration/test_families.py` has compared what SGLang
+"""Families whose images are shared here: `tests/integration/test_families.py` has compared what SGLang
 makes of them with what the encoder service makes. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
 LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that we could stand in for."""

@@ -86,7 +86,7 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
 
 
 def _say_what_is_not_shared(server_args: Any) -> None:
-    """Front ends in which no plugin of SGLang's runs: pictures pass them unnamed, and nothing is wrong."""
+    """Front ends in which no plugin of SGLang's runs: images pass them unnamed, and nothing is wrong."""
     from sglang.srt.environ import envs
 
     without = [

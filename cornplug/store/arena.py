@@ -17,8 +17,8 @@ import secrets
 from typing import Final
 
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store.base import Location
-from cornplug.store.host_memory import Memory, host_memory
+from cornplug.store.base import PayloadLocation
+from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.write_fences import MappedFences
 
 STEP_BYTES: Final = 8 << 20
@@ -31,7 +31,7 @@ _log = logging.getLogger("cornplug.store")
 _REMEDY: Final = "Give a smaller store.size_bytes (--size), or this host or container more memory."
 
 
-def fitting_size(size_bytes: int | None, *, clamp: bool, memory: Memory | None = None) -> int:
+def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | None = None) -> int:
     """The capacity to use: what was asked, if there is as much memory; a quarter of that for None.
 
     Otherwise half of what is available when `clamp`, else ConfigError naming store.size_bytes.
@@ -57,12 +57,12 @@ def fitting_size(size_bytes: int | None, *, clamp: bool, memory: Memory | None =
     raise ConfigError("store.size_bytes", problem, _REMEDY)
 
 
-def _kept_free(memory: Memory) -> int:
+def _kept_free(memory: MemoryBound) -> int:
     """What a store leaves to others: beyond that the kernel would kill somebody."""
     return memory.total_bytes // 20
 
 
-class Arena:
+class SharedArena:
     """The daemon's side: owns the memory and sets aside what is safe to write."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -134,7 +134,7 @@ class MappedArena:
         self._map = mmap.mmap(fd, capacity_bytes)
         self._fences = fences
 
-    def view(self, location: Location, *, writable: bool) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool) -> memoryview:
         """The bytes of a location. The mapping lives as long as any view of it.
 
         Raises StoreUnavailable("stale_location") as `Store.view`."""
@@ -145,7 +145,7 @@ class MappedArena:
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
         return self.raw(location, writable=writable)
 
-    def raw(self, location: Location, *, writable: bool) -> memoryview:
+    def raw(self, location: PayloadLocation, *, writable: bool) -> memoryview:
         """`view` without its checks."""
         view = memoryview(self._map)[location.offset : location.offset + location.size]
         return view if writable else view.toreadonly()

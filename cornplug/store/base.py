@@ -14,7 +14,7 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
 * Nothing is visible before `commit`; after it, `meta` and payload never change.
 * Two writers of one key: the first `reserve` wins, the other is told `PENDING`, and
   `PRESENT` once it is committed. Nobody overwrites.
-* Several connections may write one entry together (`Part`): each reserves the key as its part of
+* Several connections may write one entry together (`WriterPart`): each reserves the key as its part of
   one group, gets a token of its own for the same room, writes its bytes and commits what it knows
   of the header. The entry is visible when every part is in. A part that is given up, or whose
   connection ends, ends the reservation of all.
@@ -44,7 +44,7 @@ KEY_BYTES = 32
 OTHER_APPS = "(others)"
 
 
-class Location(msgspec.Struct, frozen=True, array_like=True):
+class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Where a payload lies; small enough to travel to another process of the host."""
 
     arena_id: bytes
@@ -65,7 +65,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     token: int
     key: bytes
     meta: bytes
-    location: Location
+    location: PayloadLocation
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True):
@@ -73,10 +73,10 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
 
     token: int
     key: bytes
-    location: Location
+    location: PayloadLocation
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     """One writer's share of entries that a group of connections writes together, such as the
     heads of one tensor-parallel rank. Its `commit` gives a `cornplug.codec.encode_part`."""
 
@@ -88,7 +88,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """How many parts make an entry, this one included: those that write, not those that only read."""
 
 
-class Refusal(enum.Enum):
+class ReserveRefusal(enum.Enum):
     """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost: GROWING says
     that room is being made, and will be there for who asks again in a moment."""
 
@@ -132,8 +132,8 @@ class Store(Protocol):
         *,
         app: str,
         deadline_s: float,
-        part: Part | None = None,
-    ) -> list[Reservation | Refusal]:
+        part: WriterPart | None = None,
+    ) -> list[Reservation | ReserveRefusal]:
         """Room for each (whole entry's key, size in bytes), charged to `app`, or why not.
 
         With `part`, room that a writer of the same group has reserved is shared: same location,
@@ -158,7 +158,7 @@ class Store(Protocol):
     def stat(self, *, deadline_s: float) -> StoreStat:
         """A snapshot of sizes and counts."""
 
-    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         """The bytes of a location, without a copy and without asking the daemon.
 
         Raises StoreUnavailable("stale_location") when the location is of another arena, or, if

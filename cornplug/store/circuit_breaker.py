@@ -12,7 +12,7 @@ from typing import Final
 _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Breaker:
+class CircuitBreaker:
     """Times are of one monotonic clock. Not thread-safe: its owner calls under a lock."""
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import autostart as starter
 from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.connection import Connection, Slow
+from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.connection import DaemonConnection, StoreSlow
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -72,7 +72,7 @@ class PoolStore:
         self._secret = read_secret(config.secret_file)
         self._autostart = config.autostart if autostart is None else autostart
         self._idle_exit_s = idle_exit_s
-        self._connection: Connection | None = None
+        self._connection: DaemonConnection | None = None
         self._arena: MappedArena | None = None
         self._refused = False
         self._why = "no store has answered yet"
@@ -98,7 +98,7 @@ class PoolStore:
         check_keys(keys)
         ask = self._asker(deadline_s)
         some = wire.batches(keys, wire.MAX_LOOKUP_KEYS)
-        return b"".join(ask(wire.Contains(b"".join(each)), wire.Mask).mask for each in some)
+        return b"".join(ask(wire.ContainsRequest(b"".join(each)), wire.ContainsReply).mask for each in some)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
@@ -107,7 +107,7 @@ class PoolStore:
 
         def some(start: int) -> list[Lease | None]:
             blob = b"".join(keys[start : start + wire.MAX_KEYS])
-            return ask(wire.TakeLeases(blob, ttl_s), wire.Leases).leases
+            return ask(wire.TakeLeases(blob, ttl_s), wire.LeaseReply).leases
 
         return self._granted(len(keys), some)
 
@@ -117,8 +117,8 @@ class PoolStore:
         *,
         app: str,
         deadline_s: float,
-        part: Part | None = None,
-    ) -> list[Reservation | Refusal]:
+        part: WriterPart | None = None,
+    ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -127,10 +127,10 @@ class PoolStore:
         def some(start: int) -> list[Reservation | str]:
             wanted = entries[start : start + wire.MAX_KEYS]
             keys, sizes = b"".join(key for key, _ in wanted), [size for _, size in wanted]
-            return ask(wire.Reserve(keys, sizes, app, part), wire.Reserved).answers
+            return ask(wire.ReserveRequest(keys, sizes, app, part), wire.ReserveReply).answers
 
         answers = self._granted(len(entries), some)
-        return [Refusal(answer) if isinstance(answer, str) else answer for answer in answers]
+        return [ReserveRefusal(answer) if isinstance(answer, str) else answer for answer in answers]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:
@@ -138,25 +138,25 @@ class PoolStore:
         ask = self._asker(deadline_s)
         done: list[bool] = []
         for some in wire.commit_batches(written):
-            request = wire.Commit([r.token for r, _ in some], [meta for _, meta in some])
-            done += ask(request, wire.Committed).done
+            request = wire.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
+            done += ask(request, wire.CommitReply).done
         return done
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         with self._connected() as connection:
             for some in wire.batches(tokens, wire.MAX_KEYS):
-                connection.tell(wire.Release(list(some)))
+                connection.tell(wire.ReleaseRequest(list(some)))
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
         ask = self._asker(deadline_s)
         some = wire.batches(keys, wire.MAX_KEYS)
-        return sum(ask(wire.Delete(b"".join(each)), wire.Deleted).count for each in some)
+        return sum(ask(wire.DeleteRequest(b"".join(each)), wire.DeleteReply).count for each in some)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
-        return self._asker(deadline_s)(wire.Stat(), wire.Stats).stat
+        return self._asker(deadline_s)(wire.StatRequest(), wire.StatReply).stat
 
-    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         arena = self._arena
         if arena is None:
             raise StoreUnavailable("location of another arena", reason="stale_location")
@@ -178,21 +178,21 @@ class PoolStore:
             with self._connected() as connection:
                 reply = connection.ask(request, end_s, deadline_s)
             if not isinstance(reply, kind):
-                why = reply.message if isinstance(reply, wire.Fault) else type(reply).__name__
+                why = reply.message if isinstance(reply, wire.RequestFault) else type(reply).__name__
                 raise StoreUnavailable(f"the store did not do it: {why}", reason="store_fault")
             return reply
 
         return ask
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def _connected(self) -> Iterator[DaemonConnection]:
         connection = self._connection
         if connection is None:
             self._keep()
             raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
         try:
             yield connection
-        except Slow as e:
+        except StoreSlow as e:
             raise StoreUnavailable(str(e), reason="store_slow") from None
         except TimeoutError:
             raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
@@ -242,14 +242,14 @@ class PoolStore:
             self._connection = None
             connection.close()
 
-    def _attempt(self) -> Connection | None:
+    def _attempt(self) -> DaemonConnection | None:
         connection = self._connect()
         if connection is None and self._autostart and not self._refused:
             return self._start()
         self._settled.set()
         return connection
 
-    def _start(self) -> Connection | None:
+    def _start(self) -> DaemonConnection | None:
         if self._closing.is_set() or time.monotonic() < self._next_start_s:
             return None
         try:
@@ -268,7 +268,7 @@ class PoolStore:
             self._say_why(f"cannot start a store: {e}")
             return None
 
-    def _await_start(self) -> Connection | None:
+    def _await_start(self) -> DaemonConnection | None:
         give_up_s = time.monotonic() + _START_WAIT_S
         while time.monotonic() < give_up_s and not self._closing.wait(0.02):
             connection = self._connect()
@@ -276,9 +276,9 @@ class PoolStore:
                 return connection
         return None
 
-    def _connect(self) -> Connection | None:
+    def _connect(self) -> DaemonConnection | None:
         try:
-            return Connection(self._config.socket, self._secret, timeout_s=_HELLO_S)
+            return DaemonConnection(self._config.socket, self._secret, timeout_s=_HELLO_S)
         except ConfigError as e:
             self._refused = True
             self._say_why(str(e))

@@ -29,7 +29,7 @@ from cornplug.errors import ConfigError
 from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
-from cornplug.store.circuit_breaker import Breaker
+from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
@@ -39,7 +39,7 @@ _LAST_NUMBER: Final = (1 << 32) - 1
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-class Slow(TimeoutError):
+class StoreSlow(TimeoutError):
     """Not asked: the daemon has not answered an older question, or was slow a moment ago."""
 
 
@@ -50,7 +50,7 @@ class _Waiter:
     answer: memoryview | None = None
 
 
-class Connection:
+class DaemonConnection:
     """A greeted connection and the arena that came with it. Its calls raise OSError once it has ended."""
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class Connection:
         self._answered_s = 0.0
         self._last_number = 0
         self._waiting: dict[int, _Waiter] = {}
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._turns = threading.Condition(threading.Lock())
         self._reading = False
         self._ended: OSError | None = None
@@ -78,7 +78,7 @@ class Connection:
             on_error.pop_all()
 
     def ask(self, request: wire.Request, end_s: float, patience_s: float) -> wire.Reply:
-        """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `Slow`
+        """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `StoreSlow`
         when it is not asked for, as the store is slow for one who waits `patience_s` at most."""
         now_s = time.monotonic()
         with self._turns:
@@ -96,7 +96,7 @@ class Connection:
             self._breaker.answered(patience_s)
         return self._decoded(body)
 
-    def tell(self, message: wire.Release) -> None:
+    def tell(self, message: wire.ReleaseRequest) -> None:
         """Send what has no answer, or keep it until the socket takes it. Never waits for the daemon."""
         with self._turns:
             self._queue(message, 0)
@@ -109,9 +109,9 @@ class Connection:
             self._take_in()
             oldest = next(iter(self._waiting.values()), None)
         if oldest is not None and now_s - oldest.asked_s > patience_s:
-            raise Slow("the store has not answered for a while")
+            raise StoreSlow("the store has not answered for a while")
         if self._breaker.refuses(patience_s, now_s):
-            raise Slow("the store was slow a moment ago")
+            raise StoreSlow("the store was slow a moment ago")
 
     def _queue(self, request: wire.Request, number: int) -> None:
         self._check_alive()
@@ -209,13 +209,13 @@ class Connection:
         """What a late answer grants, nobody will use."""
         reply = self._decoded(body)
         granted: Sequence[Lease | Reservation | str | None] = ()
-        if isinstance(reply, wire.Leases):
+        if isinstance(reply, wire.LeaseReply):
             granted = reply.leases
-        elif isinstance(reply, wire.Reserved):
+        elif isinstance(reply, wire.ReserveReply):
             granted = reply.answers
         tokens = [each.token for each in granted if isinstance(each, Lease | Reservation)]
         if tokens:
-            self._queue(wire.Release(tokens), 0)
+            self._queue(wire.ReleaseRequest(tokens), 0)
 
     def _decoded(self, body: memoryview) -> wire.Reply:
         try:
@@ -261,7 +261,7 @@ class Connection:
             raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
 
     def _hello(self, secret: bytes, end_s: float) -> MappedArena:
-        self._sock.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, wire.secret_tag(secret))))
+        self._sock.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, wire.secret_tag(secret))))
         data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, 2)
         try:
             if not data:
@@ -271,10 +271,10 @@ class Connection:
                 reply = self._first_answer(end_s)
             except (msgspec.MsgspecError, ValueError) as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
-            if isinstance(reply, wire.Rejected):
+            if isinstance(reply, wire.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
-            if not isinstance(reply, wire.Welcome) or len(fds) != 2:
+            if not isinstance(reply, wire.DaemonWelcome) or len(fds) != 2:
                 raise ConnectionResetError("no store answers there")
             fences = MappedFences(fds[1])
             return MappedArena(fds[0], reply.arena_id, reply.capacity_bytes, fences)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
+from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 
 
 class OffStore:
@@ -27,8 +27,8 @@ class OffStore:
         *,
         app: str,
         deadline_s: float,
-        part: Part | None = None,
-    ) -> list[Reservation | Refusal]:
+        part: WriterPart | None = None,
+    ) -> list[Reservation | ReserveRefusal]:
         self._raise()
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
@@ -43,7 +43,7 @@ class OffStore:
     def stat(self, *, deadline_s: float) -> StoreStat:
         self._raise()
 
-    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         self._raise()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
 
 
-class Memory(NamedTuple):
+class MemoryBound(NamedTuple):
     """Of the narrowest bound: the host's memory, or a cgroup's limit."""
 
     total_bytes: int
@@ -21,18 +21,18 @@ class Memory(NamedTuple):
     """Whose bound it is, for people."""
 
 
-def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
+def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> MemoryBound:
     """What this process may take now. Raises OSError where there is no /proc."""
     return min([_host(proc), *_limits(proc, cgroups)], key=lambda memory: memory.available_bytes)
 
 
-def _host(proc: Path) -> Memory:
+def _host(proc: Path) -> MemoryBound:
     found = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
     total, available = (int(found[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    return Memory(total, available, "this host's memory")
+    return MemoryBound(total, available, "this host's memory")
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[Memory]:
+def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -44,7 +44,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[Memory]:
             yield from _walk(cgroups / "memory", path, *names)
 
 
-def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[Memory]:
+def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
     """A group's bound and those of the groups around it. In a container the path may be the host's,
     and only the root, which is the container's own group, is there to see."""
     at = root / path.lstrip("/")
@@ -55,7 +55,7 @@ def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator
             used = int((group / usage).read_text())
             if total < 1 << 60:
                 spare = _field(group / "memory.stat", cache)
-                yield Memory(total, max(0, total - used + spare), f"the limit of cgroup {group}")
+                yield MemoryBound(total, max(0, total - used + spare), f"the limit of cgroup {group}")
         if group == root:
             return
 

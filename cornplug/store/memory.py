@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.daemon.index import Index
+from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
-from cornplug.store.write_fences import Fences
+from cornplug.store.write_fences import WriteFences
 
 
 class MemoryStore:
@@ -37,8 +37,8 @@ class MemoryStore:
         self.lock = threading.Lock()
         # Anonymous memory costs nothing before it is written; a bytearray would be zeroed at once.
         self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
-        self.fences = Fences()
-        self.index = Index(
+        self.fences = WriteFences()
+        self.index = StoreIndex(
             secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing,
             reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self.fences,
         )  # fmt: skip
@@ -74,8 +74,8 @@ class MemoryConnection:
         *,
         app: str,
         deadline_s: float,
-        part: Part | None = None,
-    ) -> list[Reservation | Refusal]:
+        part: WriterPart | None = None,
+    ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -103,7 +103,7 @@ class MemoryConnection:
         with self._store.lock:
             return self._index().stat()
 
-    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         index = self._store.index
         end = location.offset + location.size
         if location.arena_id != index.arena_id or location.offset < 0 or end > index.capacity_bytes:
@@ -113,7 +113,7 @@ class MemoryConnection:
         view = self.raw(location)
         return view if writable else view.toreadonly()
 
-    def raw(self, location: Location) -> memoryview:
+    def raw(self, location: PayloadLocation) -> memoryview:
         """The bytes of a location, writable, without the checks of `view`: for tests of damage."""
         return memoryview(self._store.arena)[location.offset : location.offset + location.size]
 
@@ -123,7 +123,7 @@ class MemoryConnection:
                 self._store.index.end_owner(self._owner, now_s=self._store.clock())
             self._closed = True
 
-    def _index(self) -> Index:
+    def _index(self) -> StoreIndex:
         if self._closed:
             raise StoreUnavailable("this connection is closed", reason="store_down")
         return self._store.index

@@ -3,11 +3,11 @@
     Hello, Welcome, Rejected    one msgpack message (any protocol's: the versions are compared here)
     all others                  u32 number | one msgpack message; an answer has its request's number
 
-One request, one reply (but for `Release`), in order. Who no longer waits for an answer knows it by
+One request, one reply (but for `ReleaseRequest`), in order. Who no longer waits for an answer knows it by
 its number when it comes. No request and no answer is large: the client cuts its questions
-(`MAX_KEYS`), the daemon its answers (`Leases`), so that nobody waits for another's. Keys travel
+(`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that nobody waits for another's. Keys travel
 joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
-travel; the arena does, once, as a file descriptor beside `Welcome`.
+travel; the arena does, once, as a file descriptor beside `DaemonWelcome`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from cornplug.config import STORE_PROTOCOL
-from cornplug.store.base import KEY_BYTES, Lease, Part, Reservation, StoreStat
+from cornplug.store.base import KEY_BYTES, Lease, Reservation, StoreStat, WriterPart
 
 T = TypeVar("T")
 
 PROTOCOL_VERSION: Final = STORE_PROTOCOL
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_LOOKUP_KEYS: Final = 8192
-"""Keys of one `Contains`; about half a millisecond of the daemon's time."""
+"""Keys of one `ContainsRequest`; about half a millisecond of the daemon's time."""
 MAX_KEYS: Final = 1024
 """Keys or tokens of any other request; a few milliseconds."""
 CUT_LOOKS: Final = 1024
 """Room for no further key is looked for once so many entries were looked at for those before."""
 BATCH_BYTES: Final = 1 << 20
-"""An answer or a `Commit` grows no further once it is as large as this."""
+"""An answer or a `CommitRequest` grows no further once it is as large as this."""
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
 more than any answer, and who asks once (reserve) soon asks again (commit)."""
@@ -41,14 +41,14 @@ LENGTH: Final = struct.Struct("<I")
 NUMBER: Final = struct.Struct("<I")
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First message of a client. `secret_tag` is the first 8 bytes of SHA-256 of the secret."""
 
     version: int
     secret_tag: bytes
 
 
-class Contains(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class ContainsRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     keys: bytes
 
 
@@ -57,84 +57,103 @@ class TakeLeases(msgspec.Struct, frozen=True, array_like=True, tag=2):
     ttl_s: float
 
 
-class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class ReserveRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     keys: bytes
     sizes: list[int]
     app: str
-    part: Part | None = None
+    part: WriterPart | None = None
 
 
-class Commit(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
     tokens: list[int]
     metas: list[bytes]
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The one request without an answer: a reader of one entry would wait as long for it as
     for a quarter of a MiB. What the same client asks next sees it done."""
 
     tokens: list[int]
 
 
-class Delete(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class DeleteRequest(msgspec.Struct, frozen=True, array_like=True, tag=6):
     keys: bytes
 
 
-class Stat(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
     pass
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Answer to `Hello`; the arena's file descriptor comes with it."""
+class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Answer to `ClientHello`; the arena's file descriptor comes with it."""
 
     arena_id: bytes
     capacity_bytes: int
 
 
-class Mask(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
     mask: bytes
 
 
-class Leases(msgspec.Struct, frozen=True, array_like=True, tag=12):
+class LeaseReply(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Of the first so many keys, at least one: the answer is cut where it would grow large."""
 
     leases: list[Lease | None]
 
 
-class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=13):
+class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """A reservation, or the value of a `Refusal`, for each of the first so many keys, at least one:
     the answer is cut where making room takes long."""
 
     answers: list[Reservation | str]
 
 
-class Committed(msgspec.Struct, frozen=True, array_like=True, tag=14):
+class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag=14):
     done: list[bool]
 
 
-class Deleted(msgspec.Struct, frozen=True, array_like=True, tag=16):
+class DeleteReply(msgspec.Struct, frozen=True, array_like=True, tag=16):
     count: int
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True, tag=17):
+class StatReply(msgspec.Struct, frozen=True, array_like=True, tag=17):
     stat: StoreStat
 
 
-class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
+class ClientRejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """The daemon will not talk to this client; it closes the connection after this."""
 
     reason: Literal["version", "secret"]
     message: str
 
 
-class Fault(msgspec.Struct, frozen=True, array_like=True, tag=19):
+class RequestFault(msgspec.Struct, frozen=True, array_like=True, tag=19):
     """The daemon will not do this request, and has not; the connection goes on."""
 
     message: str
 
 
-Request = Hello | Contains | TakeLeases | Reserve | Commit | Release | Delete | Stat
-Reply = Welcome | Mask | Leases | Reserved | Committed | Deleted | Stats | Rejected | Fault
+Request = (
+    ClientHello
+    | ContainsRequest
+    | TakeLeases
+    | ReserveRequest
+    | CommitRequest
+    | ReleaseRequest
+    | DeleteRequest
+    | StatRequest
+)
+Reply = (
+    DaemonWelcome
+    | ContainsReply
+    | LeaseReply
+    | ReserveReply
+    | CommitReply
+    | DeleteReply
+    | StatReply
+    | ClientRejected
+    | RequestFault
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 request_decoder: Final = msgspec.msgpack.Decoder(Request)

@@ -17,7 +17,7 @@ import xxhash
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store import reserve_retry
-from cornplug.store.base import Lease, Refusal, Reservation, Store
+from cornplug.store.base import Lease, Reservation, ReserveRefusal, Store
 
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
@@ -43,7 +43,7 @@ def copy_checksummed(
 
 def get(
     store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S
-) -> tuple[codec.Header, bytearray] | None:
+) -> tuple[codec.PayloadHeader, bytearray] | None:
     """The header and a verified copy of a payload, or None when it is absent.
 
     Raises CodecError for an entry that is not what it says (it is dropped from the store
@@ -66,7 +66,7 @@ def get(
 
 def get_into(
     store: Store, key: bytes, target: memoryview, *, deadline_s: float, lease_s: float = LEASE_S
-) -> codec.Header | None:
+) -> codec.PayloadHeader | None:
     """`get` into memory of the caller's: faster for large payloads, as no page is new.
 
     Raises ValueError when `target` (flat bytes) has another size; otherwise as `get`. What
@@ -94,7 +94,7 @@ def put(
     store: Store,
     payload: bytes | bytearray | memoryview,
     *,
-    kind: codec.Kind,
+    kind: codec.PayloadKind,
     key: bytes,
     dtype: str,
     shape: Sequence[int],
@@ -112,13 +112,13 @@ def put(
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
     answer = reserve_retry.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ReserveRefusal):
         return answer.value
     with contextlib.ExitStack() as on_error:
         on_error.callback(_give_up, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)
         checksums = copy_checksummed(target, source, segments, of="source")
-        header = codec.Header(kind, key, dtype, tuple(shape), checksums)
+        header = codec.PayloadHeader(kind, key, dtype, tuple(shape), checksums)
         meta = codec.encode_header(header)
         on_error.pop_all()
     return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"
@@ -144,7 +144,7 @@ def _copy_and_sum(target: memoryview, source: memoryview, start: int, end: int) 
     return hasher.intdigest()
 
 
-def _header(store: Store, lease: Lease, deadline_s: float) -> codec.Header:
+def _header(store: Store, lease: Lease, deadline_s: float) -> codec.PayloadHeader:
     try:
         return codec.decode_header(lease.meta, key=lease.key)
     except CodecError as e:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Part, Refusal, Reservation, Store
+from cornplug.store.base import Reservation, ReserveRefusal, Store, WriterPart
 
 _PAUSE_S: Final = 0.005
 
@@ -19,12 +19,12 @@ def reserve(
     *,
     app: str,
     deadline_s: float,
-    part: Part | None = None,
-) -> list[Reservation | Refusal]:
+    part: WriterPart | None = None,
+) -> list[Reservation | ReserveRefusal]:
     """As `Store.reserve`, whose GROWING is asked again until the deadline. Raises StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part)
-    while growing := [i for i, answer in enumerate(answers) if answer is Refusal.GROWING]:
+    while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
         left_s = end_s - time.monotonic() - _PAUSE_S
         if left_s <= 0:
             break

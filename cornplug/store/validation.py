@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store.base import KEY_BYTES, Part
+from cornplug.store.base import KEY_BYTES, WriterPart
 
 MAX_META_BYTES: Final = 1 << 20
 """A header of 65535 segments takes half of it."""
@@ -30,7 +30,7 @@ def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
             raise ValueError(f"a payload cannot have {size} bytes")
 
 
-def check_part(part: Part | None) -> None:
+def check_part(part: WriterPart | None) -> None:
     """Raises ValueError for a part that no group can have."""
     if part is None:
         return

@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import Final
 
-from cornplug.store.base import Location
+from cornplug.store.base import PayloadLocation
 
 SLOTS: Final = 1 << 16
 """Reservations that may be open at once, of all clients."""
@@ -23,7 +23,7 @@ _F_SEAL_FUTURE_WRITE: Final = 0x0010
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
-class Fences:
+class WriteFences:
     """The owner's side. Without `shared` the table is this process's own."""
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -53,7 +53,7 @@ class Fences:
         self._table[slot] = 0
         self._free.append(slot)
 
-    def holds(self, location: Location) -> bool:
+    def holds(self, location: PayloadLocation) -> bool:
         """Whether this location is reserved still, and may be written."""
         return _holds(self._table, location)
 
@@ -69,10 +69,10 @@ class MappedFences:
         """Raises OSError or ValueError when that is no table."""
         self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
-    def holds(self, location: Location) -> bool:
-        """As `Fences.holds`."""
+    def holds(self, location: PayloadLocation) -> bool:
+        """As `WriteFences.holds`."""
         return _holds(self._table, location)
 
 
-def _holds(table: memoryview, location: Location) -> bool:
+def _holds(table: memoryview, location: PayloadLocation) -> bool:
     return 0 <= location.fence < SLOTS and table[location.fence] == location.generation

@@ -6,7 +6,15 @@ import time
 from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, Store, StoreStat
+from cornplug.store.base import (
+    Lease,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    Store,
+    StoreStat,
+    WriterPart,
+)
 
 
 class FaultyStore:
@@ -45,14 +53,14 @@ class FaultyStore:
         *,
         app: str,
         deadline_s: float,
-        part: Part | None = None,
-    ) -> list[Reservation | Refusal]:
+        part: WriterPart | None = None,
+    ) -> list[Reservation | ReserveRefusal]:
         self._fault("reserve", deadline_s)
         if self.full:
-            return [Refusal.FULL for _ in entries]
+            return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
         answers = self.inner.reserve(there, app=app, deadline_s=deadline_s, part=part)
-        return answers + [Refusal.GROWING for _ in entries[len(there) :]]
+        return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         self._fault("commit", deadline_s)
@@ -70,7 +78,7 @@ class FaultyStore:
         self._fault("stat", deadline_s)
         return self.inner.stat(deadline_s=deadline_s)
 
-    def view(self, location: Location, *, writable: bool = False) -> memoryview:
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         self.calls["view"] = self.calls.get("view", 0) + 1
         view = self.inner.view(location, writable=writable)
         if not self.corrupt_reads or writable or not view.nbytes:

@@ -15,7 +15,7 @@ import pytest
 
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store import payload as entry
-from cornplug.store.base import Location, Refusal, Reservation, Store
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store
 from cornplug.testing.store_stage import (
     DEADLINE_S,
     StoreStage,
@@ -86,15 +86,15 @@ class StoreContract(WritingContract):
     def test_first_writer_wins(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 10)
         assert isinstance(room, Reservation)
-        assert reserve(other, "a", 10) is Refusal.PENDING
-        assert reserve(store, "a", 10) is Refusal.PENDING
+        assert reserve(other, "a", 10) is ReserveRefusal.PENDING
+        assert reserve(store, "a", 10) is ReserveRefusal.PENDING
         assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
-        assert reserve(other, "a", 10) is Refusal.PRESENT
+        assert reserve(other, "a", 10) is ReserveRefusal.PRESENT
 
     def test_one_key_twice_in_a_batch(self, store: Store) -> None:
         answers = store.reserve([(key("a"), 8), (key("a"), 8)], app="test", deadline_s=DEADLINE_S)
         assert isinstance(answers[0], Reservation)
-        assert answers[1] is Refusal.PENDING
+        assert answers[1] is ReserveRefusal.PENDING
 
     def test_a_reservation_commits_once_and_only_for_its_owner(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 10)
@@ -107,10 +107,10 @@ class StoreContract(WritingContract):
         held = lease(store, "a")
         assert held is not None
         other.release([held.token, 1, 2**60], deadline_s=DEADLINE_S)
-        assert reserve(other, "b", 64) is Refusal.FULL
+        assert reserve(other, "b", 64) is ReserveRefusal.FULL
 
     def test_too_large(self, store: Store) -> None:
-        assert reserve(store, "a", self.capacity_bytes + 1) is Refusal.TOO_LARGE
+        assert reserve(store, "a", self.capacity_bytes + 1) is ReserveRefusal.TOO_LARGE
         assert store.stat(deadline_s=DEADLINE_S).refusals == 1
 
     def test_the_least_recently_used_goes_first(self, store: Store) -> None:
@@ -136,7 +136,7 @@ class StoreContract(WritingContract):
         for name in range(4):
             fill(store, name, b"x" * self.quarter)
         held = [lease(store, name) for name in (0, 2)]
-        assert reserve(other, "big", self.quarter * 2) is Refusal.FULL
+        assert reserve(other, "big", self.quarter * 2) is ReserveRefusal.FULL
         assert present(store, 0, 1, 2, 3) == b"\1\1\1\1"
         store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
         assert isinstance(reserve(store, "big", self.quarter * 2), Reservation)
@@ -159,14 +159,14 @@ class StoreContract(WritingContract):
         assert first is not None
         assert second is not None
         store.release([first.token], deadline_s=DEADLINE_S)
-        assert reserve(store, "b", 64) is Refusal.FULL
+        assert reserve(store, "b", 64) is ReserveRefusal.FULL
         other.release([second.token], deadline_s=DEADLINE_S)
         assert isinstance(reserve(other, "b", 64), Reservation)
 
     def test_a_lease_expires(self, store: Store, stage: StoreStage) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         assert lease(store, "a", ttl_s=0.2) is not None
-        assert reserve(store, "b", 64) is Refusal.FULL
+        assert reserve(store, "b", 64) is ReserveRefusal.FULL
         stage.advance(0.25)
         assert isinstance(reserve(store, "b", 64), Reservation)
 
@@ -206,8 +206,8 @@ class StoreContract(WritingContract):
         held = lease(store, "a")
         assert held is not None
         here = held.location
-        beyond = Location(here.arena_id, self.capacity_bytes, self.capacity_bytes, here.generation)
-        for wrong in (Location(b"\0" * 16, here.offset, here.size, here.generation), beyond):
+        beyond = PayloadLocation(here.arena_id, self.capacity_bytes, self.capacity_bytes, here.generation)
+        for wrong in (PayloadLocation(b"\0" * 16, here.offset, here.size, here.generation), beyond):
             with pytest.raises(StoreUnavailable) as e:
                 store.view(wrong)
             assert e.value.reason == "stale_location"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cornplug import codec
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.store import payload as entry
-from cornplug.store.base import Lease, Location, Part, Refusal, Reservation, Store
+from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
 
 DEADLINE_S = 5.0
 
@@ -27,7 +27,7 @@ class StoreStage:
     """When a reservation ends by itself."""
     reclaim_s: float
     """When its room is given to others although its writer, alive, has said nothing."""
-    raw: Callable[[Store, Location], memoryview]
+    raw: Callable[[Store, PayloadLocation], memoryview]
     """The bytes of a location, writable, past all checks of `view`: what a stray write would reach."""
 
 
@@ -36,14 +36,14 @@ def key(name: object) -> bytes:
     return hashlib.sha256(repr(name).encode()).digest()
 
 
-def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | Refusal:
+def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | ReserveRefusal:
     return store.reserve([(key(name), size_bytes)], app=app, deadline_s=DEADLINE_S)[0]
 
 
 def reserve_part(
     store: Store, name: object, size_bytes: int, index: int, count: int = 2, group: bytes = b"g" * 16
-) -> Reservation | Refusal:
-    part = Part(group, index, count)
+) -> Reservation | ReserveRefusal:
+    part = WriterPart(group, index, count)
     return store.reserve([(key(name), size_bytes)], app="test", part=part, deadline_s=DEADLINE_S)[0]
 
 
@@ -53,7 +53,7 @@ def write_part(store: Store, room: Reservation, payload: bytes, segments: int, m
     view = store.view(room.location, writable=True)
     view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
     sums = {i: codec.checksum(payload[i * step : (i + 1) * step]) for i in mine}
-    meta = codec.encode_part(Kind.KV_PAGE, room.key, "float16", (len(payload) // 2,), segments, sums)
+    meta = codec.encode_part(PayloadKind.KV_PAGE, room.key, "float16", (len(payload) // 2,), segments, sums)
     return store.commit([(room, meta)], deadline_s=DEADLINE_S) == [True]
 
 
@@ -77,6 +77,6 @@ def put(store: Store, payload: bytes, segments: int) -> str:
     """Store `payload` under key("e") as 64 float16 rows."""
     shape = (64, len(payload) // 128)
     return entry.put(
-        store, payload, kind=Kind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
+        store, payload, kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
         deadline_s=DEADLINE_S, segments=segments,
     )  # fmt: skip

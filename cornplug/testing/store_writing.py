@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import payload as entry
-from cornplug.store.base import Refusal, Reservation, Store
+from cornplug.store.base import Reservation, ReserveRefusal, Store
 from cornplug.testing.store_stage import (
     DEADLINE_S,
     StoreStage,
@@ -33,7 +33,7 @@ class WritingContract:
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
         assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
-        assert reserve(store, "b", self.capacity_bytes) is Refusal.FULL
+        assert reserve(store, "b", self.capacity_bytes) is ReserveRefusal.FULL
         stage.advance(stage.quarantine_s + 0.1)
         assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
 
@@ -75,7 +75,7 @@ class WritingContract:
         assert isinstance(reserve(gone, "a", self.capacity_bytes), Reservation)
         gone.close()
         stage.advance(0.05)
-        assert reserve(store, "a", self.capacity_bytes) is Refusal.FULL
+        assert reserve(store, "a", self.capacity_bytes) is ReserveRefusal.FULL
         stage.advance(stage.quarantine_s)
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
 
@@ -86,9 +86,9 @@ class WritingContract:
         under a write of its own."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
-        assert reserve(other, "a", 64) is Refusal.PENDING
+        assert reserve(other, "a", 64) is ReserveRefusal.PENDING
         stage.advance(stage.reservation_s + 0.1)
-        assert reserve(other, "a", 64) is Refusal.FULL
+        assert reserve(other, "a", 64) is ReserveRefusal.FULL
         assert other.stat(deadline_s=DEADLINE_S).reservations == 0
         assert store.commit([(room, b"late")], deadline_s=DEADLINE_S) == [False]
         assert present(other, "a") == b"\0"
@@ -118,15 +118,15 @@ class WritingContract:
         assert found is not None
         assert found[1] == payload
         assert len(found[0].checksums) == 8
-        assert reserve_part(store, "a", len(payload), 0) is Refusal.PRESENT
+        assert reserve_part(store, "a", len(payload), 0) is ReserveRefusal.PRESENT
 
     def test_only_the_same_group_shares_a_reservation(self, store: Store, other: Store) -> None:
         assert isinstance(reserve_part(store, "a", 128, 0), Reservation)
-        assert reserve(other, "a", 128) is Refusal.PENDING
-        assert reserve_part(other, "a", 128, 1, group=b"h" * 16) is Refusal.PENDING
-        assert reserve_part(other, "a", 128, 1, count=3) is Refusal.PENDING
-        assert reserve_part(other, "a", 64, 1) is Refusal.PENDING
-        assert reserve_part(store, "a", 128, 0) is Refusal.PENDING, "this part has its writer"
+        assert reserve(other, "a", 128) is ReserveRefusal.PENDING
+        assert reserve_part(other, "a", 128, 1, group=b"h" * 16) is ReserveRefusal.PENDING
+        assert reserve_part(other, "a", 128, 1, count=3) is ReserveRefusal.PENDING
+        assert reserve_part(other, "a", 64, 1) is ReserveRefusal.PENDING
+        assert reserve_part(store, "a", 128, 0) is ReserveRefusal.PENDING, "this part has its writer"
         assert isinstance(reserve_part(other, "a", 128, 1), Reservation)
         assert store.stat(deadline_s=DEADLINE_S).reservations == 1
 
@@ -156,7 +156,7 @@ class WritingContract:
         with pytest.raises(StoreUnavailable):
             write_part(other, second, b"x" * size, 4, range(2, 4))
         stage.advance(stage.quarantine_s + 0.1)
-        assert reserve(other, "b", 64) is Refusal.FULL, "the other part's writer may be writing"
+        assert reserve(other, "b", 64) is ReserveRefusal.FULL, "the other part's writer may be writing"
         assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(other, "b", size), Reservation)
 

@@ -29,8 +29,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.config import Config, load
-from cornplug.qos import Classes, ServiceClass
-from cornplug.vllm_connector.ttft_prediction import Forecast, Reading, Verdict
+from cornplug.qos import QosClasses, ServiceClass
+from cornplug.vllm_connector.ttft_prediction import QueueReading, TtftForecast, TtftVerdict
 
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
@@ -59,8 +59,8 @@ class Admission:
         qos = (config or load()).qos
         self._app = app
         self._on = bool(qos.classes)
-        self._classes = Classes(qos)
-        self._forecast = Forecast(self._classes.all())
+        self._classes = QosClasses(qos)
+        self._forecast = TtftForecast(self._classes.all())
         self._registry = registry
         self._clock = clock
         self._outcomes, self._predicted = _meters(registry or REGISTRY)
@@ -116,7 +116,7 @@ class Admission:
         self._read_at_s = self._clock()
 
 
-def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> Reading | None:
+def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
     """vLLM's figures, added up over its engines; None where it keeps none."""
     found: dict[str, float] = {}
     try:
@@ -127,7 +127,7 @@ def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> 
         return None
     if _WAITING not in found or _FIRST_TOKENS not in found:
         return None
-    return Reading(
+    return QueueReading(
         at_s=clock(),
         waiting=found[_WAITING],
         first_tokens=found[_FIRST_TOKENS],
@@ -145,7 +145,7 @@ def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
 
 
-def _refusal(qos: ServiceClass, verdict: Verdict) -> JSONResponse:
+def _refusal(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
     status, kind = _STATUS[verdict.outcome]
     wait_s = verdict.wait_s or 0.0
     why = (

@@ -45,7 +45,7 @@ PROVEN: Final = frozenset(
         "qwen3_vl_moe",
     }
 )
-"""Families whose pictures are shared here: `tests/integration/test_families.py` has compared what vLLM
+"""Families whose images are shared here: `tests/integration/test_families.py` has compared what vLLM
 makes of them with what the encoder service makes. vLLM may lay out, scale or split another's otherwise."""
 
 EPOCHS: Final[dict[str, int]] = {}

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
@@ -94,7 +94,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 'Set it to "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
             )
         self._tally = Tally()
-        self._runtime: Runtime = runtime(self._kv_transfer_config.kv_connector_extra_config)
+        self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | OffWorker | None = None
         engine = self._runtime.config.engine

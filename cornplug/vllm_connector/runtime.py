@@ -1,4 +1,4 @@
-"""The one `Runtime` of each process of vLLM: KV and EC connectors share it."""
+"""The one `EngineRuntime` of each process of vLLM: KV and EC connectors share it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector.plugin import register, registered, why_not
 
 _lock = threading.Lock()
-_runtimes: dict[str, Runtime] = {}
+_runtimes: dict[str, EngineRuntime] = {}
 
 
-def runtime(extra: Mapping[str, Any]) -> Runtime:
+def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
     """The process's runtime for these settings, made on first use.
 
     Raises ConfigError where cornplug cannot run: it was asked for, so silence would be a lie.
@@ -28,5 +28,5 @@ def runtime(extra: Mapping[str, Any]) -> Runtime:
     name = json.dumps(dict(extra), sort_keys=True, default=str)
     with _lock:
         if name not in _runtimes:
-            _runtimes[name] = Runtime(settings(extra))
+            _runtimes[name] = EngineRuntime(settings(extra))
         return _runtimes[name]

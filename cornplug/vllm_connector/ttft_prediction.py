@@ -31,7 +31,7 @@ _LONGEST_RETRY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class QueueReading:
     """vLLM's counters at one time, added up over its engines."""
 
     at_s: float
@@ -45,7 +45,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TtftVerdict:
     """What becomes of a request."""
 
     outcome: Outcome
@@ -59,7 +59,7 @@ class Verdict:
         return self.outcome in ("admitted", "blind")
 
 
-class Forecast:
+class TtftForecast:
     """One engine's queue as one API server sees it. For one event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass]) -> None:
@@ -68,14 +68,14 @@ class Forecast:
         self._promised_s: Final = sorted(promised)
         self._pending = dict.fromkeys(self._shares, 0)
         self._since_reading = 0
-        self._last: Reading | None = None
+        self._last: QueueReading | None = None
         self._saturated_s = 0.0
         self._first_tokens = 0.0
         self._prefill_s = 0.0
         self._prefills = 0.0
         self._believed = False
 
-    def read(self, now: Reading | None) -> None:
+    def read(self, now: QueueReading | None) -> None:
         """Take a new reading; None: vLLM's figures are not to be had."""
         last, self._last = self._last, now
         self._since_reading = 0
@@ -100,16 +100,16 @@ class Forecast:
         """It has its first token, or has ended without one."""
         self._pending[qos.name] -= 1
 
-    def decide(self, qos: ServiceClass, now_s: float) -> Verdict:
+    def decide(self, qos: ServiceClass, now_s: float) -> TtftVerdict:
         """Whether a request of this class may go to the engine now."""
         if self._last is None:
-            return Verdict(outcome="blind")
+            return TtftVerdict(outcome="blind")
         if not self._believed:
-            return Verdict(outcome="admitted")
+            return TtftVerdict(outcome="admitted")
         rate = max(self._first_tokens / self._saturated_s, 1e-6)
         queue = self._queue(self._last, now_s, rate)
         if queue <= 0:
-            return Verdict(outcome="admitted")
+            return TtftVerdict(outcome="admitted")
         prefill_s = self._prefill_s / self._prefills if self._prefills else 0.0
         wait_s = _likely(queue + 1) / rate + prefill_s
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
@@ -127,9 +127,9 @@ class Forecast:
             over = queue + 1 + kept_free - room
             if over > 0:
                 return _refused("over_share", wait_s, over / rate)
-        return Verdict(outcome="admitted", wait_s=wait_s)
+        return TtftVerdict(outcome="admitted", wait_s=wait_s)
 
-    def _queue(self, last: Reading, now_s: float, rate: float) -> float:
+    def _queue(self, last: QueueReading, now_s: float, rate: float) -> float:
         """Requests ahead: what the engine said, what went there since, less what it has begun since."""
         since = min(self._since_reading, sum(self._pending.values()))
         return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
@@ -146,7 +146,7 @@ def _served(requests: float) -> float:
     return (math.sqrt(2.25 + requests) - 1.5) ** 2
 
 
-def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> Verdict:
-    return Verdict(
+def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> TtftVerdict:
+    return TtftVerdict(
         outcome=outcome, wait_s=wait_s, retry_after_s=min(max(retry_after_s, 0.0), _LONGEST_RETRY_S)
     )

@@ -36,7 +36,7 @@ CLIP_L_336: Final[Mapping[str, Any]] = {
     "patch_size": 14,
     "projection_dim": 768,
 }
-"""The shape of LLaVA-1.5's tower: 0.3 billion parameters, 576 rows a picture."""
+"""The shape of LLaVA-1.5's tower: 0.3 billion parameters, 576 rows an image."""
 
 LLAVA_CHAT: Final = (
     "{% for m in messages %}{{ m['role'] | upper }}: "
@@ -66,7 +66,7 @@ def llava(
     """A LLaVA-1.5: CLIP tower, two-layer projector, Llama. Returns `path`.
 
     `vision` holds CLIPVisionConfig fields (`TINY_CLIP`, `CLIP_L_336`, or `{**TINY_CLIP, ...}`).
-    The projector has `llm_seed` unless it is given one of its own. Rows a picture:
+    The projector has `llm_seed` unless it is given one of its own. Rows an image:
     (image_size / patch_size) squared. `config` overrides fields of config.json.
     """
     folder = make_folder(path)

@@ -49,7 +49,7 @@ def qwen2_vl(
     max_pixels: int = 28 * 28 * 64,
     dtype: str = "float32",
 ) -> Path:
-    """A Qwen2-VL. Returns `path`. Rows a picture: its pixels after resizing / 28 squared."""
+    """A Qwen2-VL. Returns `path`. Rows an image: its pixels after resizing / 28 squared."""
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
     return _flat(
         make_folder(path),
@@ -78,7 +78,7 @@ def qwen2_5_vl(
     max_pixels: int = 28 * 28 * 64,
     dtype: str = "float32",
 ) -> Path:
-    """A Qwen2.5-VL. Returns `path`. Rows a picture as in Qwen2-VL."""
+    """A Qwen2.5-VL. Returns `path`. Rows an image as in Qwen2-VL."""
     text = Text(hidden_size, layers, heads, kv_heads, intermediate_size, max_positions)
     return _flat(
         make_folder(path),
@@ -110,7 +110,7 @@ def qwen3_vl(
 ) -> Path:
     """A Qwen3-VL, with `experts` a mixture of them. Returns `path`.
 
-    Rows a picture: its pixels after resizing / 32 squared, each (1 + levels) * hidden_size wide.
+    Rows an image: its pixels after resizing / 32 squared, each (1 + levels) * hidden_size wide.
     """
     folder = make_folder(path)
     ids = qwen2_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Tiny models whose pictures are several tiles: LLaVA-NeXT, LLaVA-OneVision, InternVL; and Gemma 3."""
+"""Tiny models whose images are several tiles: LLaVA-NeXT, LLaVA-OneVision, InternVL; and Gemma 3."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def llava_next(
     projector_seed: int | None = None,
     dtype: str = "float32",
 ) -> Path:
-    """A LLaVA-NeXT (1.6): CLIP over a picture's tiles, linears and a newline, Llama. Returns `path`."""
+    """A LLaVA-NeXT (1.6): CLIP over an image's tiles, linears and a newline, Llama. Returns `path`."""
     folder, side = make_folder(path), vision["image_size"]
     ids = _tokenizer(folder, ("<s>", "</s>", "<pad>", "<image>"), "</s>", "<pad>", LLAVA_CHAT)
     pinpoints = [[side, 2 * side], [2 * side, side], [2 * side] * 2, [3 * side, side], [side, 3 * side]]
@@ -111,7 +111,7 @@ def llava_onevision(
     projector_seed: int | None = None,
     dtype: str = "float32",
 ) -> Path:
-    """A LLaVA-OneVision: SigLIP over a picture's tiles (up to 6 x 6), Qwen2. Returns `path`."""
+    """A LLaVA-OneVision: SigLIP over an image's tiles (up to 6 x 6), Qwen2. Returns `path`."""
     folder, side = make_folder(path), vision["image_size"]
     special = (*QWEN2_SPECIAL, "<image>", "<video>")
     ids = _tokenizer(folder, special, "<|im_end|>", "<|endoftext|>", _with_image_token("<image>"))
@@ -224,7 +224,7 @@ def gemma3(
     special = ("<pad>", "<eos>", "<bos>", "<end_of_turn>", *_GEMMA_TOKENS.values())
     # Single tokens in Gemma's vocabulary, which vLLM looks up.
     newlines = tuple("\n" * n for n in (1, 2, 3, 4))
-    # No newline behind a picture, as in Gemma's own: vLLM 0.32 then fails to find its picture again.
+    # No newline behind an image, as in Gemma's own: vLLM 0.32 then fails to find its image again.
     chat = LLAVA_CHAT.replace("<image>\n", "<start_of_image>")
     ids = _tokenizer(folder, (*special, *newlines), "<eos>", "<pad>", chat, _GEMMA_TOKENS)
     rows = (side // vision["patch_size"] // 2) ** 2

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.plan import Outlook, Plan
+from cornplug.planner.plan import LatencyForecast, Plan
 from cornplug.planner.report.formatting import money, percent, seconds
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def _engines(plan: Plan) -> str:
     return "\n".join(f"{g.replicas} x {g.service} on {g.gpu}, {weights[g.name]}" for g in found)
 
 
-def _times(outlook: Outlook) -> str:
+def _times(outlook: LatencyForecast) -> str:
     return f"TTFT {seconds(outlook.ttft.p95)}, all {seconds(outlook.e2e.p95)}"
 
 

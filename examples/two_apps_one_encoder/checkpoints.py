@@ -14,7 +14,7 @@ from typing import Any, Final
 from cornplug.commands.fingerprint import describe
 from devkit import checkpoints
 
-# CLIP at LLaVA's resolution (576 rows a picture), as wide as makes a pass take about a second.
+# CLIP at LLaVA's resolution (576 rows an image), as wide as makes a pass take about a second.
 CLIP: Final[Mapping[str, Any]] = {
     "hidden_size": 512,
     "intermediate_size": 2048,

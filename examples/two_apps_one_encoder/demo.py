@@ -2,7 +2,7 @@
 
 The same requests go first to stock `vllm serve`, then to engines with `--kv-connector
 cornplug` beside one `cornplug encoder`. Exit status: 0 when every answer is stock's and the
-tower ran exactly once a picture; 1 when not; 2 when something did not start; 130 after Ctrl-C.
+tower ran exactly once an image; 1 when not; 2 when something did not start; 130 after Ctrl-C.
 """
 
 from __future__ import annotations

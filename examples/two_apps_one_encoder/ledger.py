@@ -110,7 +110,7 @@ class Ledger:
             return "this engine, new"
         if (engine.pid, request.picture.name) in self._seen:
             return "this engine's cache"
-        # No token of the demo's tokenizers is longer than two bytes, so the picture ends here at
+        # No token of the demo's tokenizers is longer than two bytes, so the image ends here at
         # the latest. With the KV of all of it at hand, an engine needs no embedding.
         picture_end = answer.prompt_tokens - len(request.question) // 2
         reused = made.of("vllm:prefix_cache_hits_total") + made.of("cornplug_saved_tokens_total")
@@ -145,7 +145,7 @@ class Ledger:
 
     @property
     def distinct(self) -> int:
-        """Distinct pictures, counted once for each tower that has to see them."""
+        """Distinct images, counted once for each tower that has to see them."""
         return len({(row.request.act == OTHER_FAMILY, row.request.picture.name) for row in self.rows})
 
     @property

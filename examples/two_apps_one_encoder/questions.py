@@ -20,7 +20,7 @@ BOTH_APPS: Final = "two apps, one tower"
 FRESH_ENGINE: Final = "a fresh engine"
 OTHER_FAMILY: Final = "another family, same service"
 
-# Apps put their rules before the picture, as prefix caching wants it: a few hundred tokens.
+# Apps put their rules before the image, as prefix caching wants it: a few hundred tokens.
 PREAMBLE: Final = (
     "You look at photographs for people who cannot see them. Say first what kind of scene it is and "
     "where it may have been taken; then name what stands in front, from left to right, and what lies "
@@ -43,7 +43,7 @@ AGAIN: Final = "Which three words would you file this picture under, so that it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question of one app about one picture."""
+    """One question of one app about one image."""
 
     act: str
     app: App
@@ -67,7 +67,7 @@ class Sitting:
 
     apps: tuple[App, App]
     warm_up: tuple[Request, ...]
-    """Uncounted requests about other pictures, so that no counted one pays for a first compile."""
+    """Uncounted requests about other images, so that no counted one pays for a first compile."""
     requests: tuple[Request, ...]
 
 
@@ -97,7 +97,7 @@ def sittings(apps: Apps) -> tuple[Sitting, Sitting]:
 
 
 def _both_apps(apps: Apps) -> tuple[Request, ...]:
-    """Two questions about each picture, the apps taking turns at who comes first."""
+    """Two questions about each image, the apps taking turns at who comes first."""
     asked: list[Request] = []
     for n, picture in enumerate(PICTURES):
         turn = (apps.helpdesk, apps.catalogue)[:: 1 if n % 2 == 0 else -1]
@@ -106,7 +106,7 @@ def _both_apps(apps: Apps) -> tuple[Request, ...]:
 
 
 def _fresh_engine(apps: Apps) -> tuple[Request, ...]:
-    """A new question about each picture, and one that was asked before."""
+    """A new question about each image, and one that was asked before."""
     asked = [_request(FRESH_ENGINE, apps.helpdesk, picture, AGAIN) for picture in PICTURES]
     return (*asked, _request(FRESH_ENGINE, apps.helpdesk, PICTURES[0], FIRST[0]))
 
@@ -121,7 +121,7 @@ def _warm_up(app: App, picture: str) -> tuple[Request, ...]:
 
 
 def _request(act: str, app: App, picture: str, question: str, preamble: str = PREAMBLE) -> Request:
-    """Raises RuntimeError naming the remedy when the packages with the pictures are missing."""
+    """Raises RuntimeError naming the remedy when the packages with the images are missing."""
     photo = next(photo for photo in _photos() if photo.name == picture)
     return Request(act=act, app=app, picture=photo, question=question, preamble=preamble)
 

@@ -3,7 +3,7 @@
 Each question goes first to a stock engine of each kind, then to `vllm serve --kv-connector
 cornplug` and `sglang.launch_server --enable-cornplug`, turn by turn: whoever comes second
 continues what the other one prefilled. Exit status: 0 when every answer is stock's, every
-picture went through a tower once and the second engine took its prefix from the store; 1
+image went through a tower once and the second engine took its prefix from the store; 1
 when not.
 """
 
@@ -147,7 +147,7 @@ class Demo:
         return good
 
     def _warm_up(self, engines: Mapping[str, EngineServer]) -> None:
-        """Let each kernel run once, on words and a picture that no turn has."""
+        """Let each kernel run once, on words and an image that no turn has."""
         with self._step("warm-up"):
             for turn in WARM_UP:
                 for name, server in engines.items():

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.config import load
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.result_cache import Shelf
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 
 from .markdown import notice, table
 
@@ -44,8 +44,10 @@ def page() -> str:
 def _document() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cp-") as folder:
         config = load({"encoder.socket": str(Path(folder) / "e"), "encoder.port": 0}, environ={})
-        encoder = Encoder(
-            Registry(dtype="float32", device="cpu"), Shelf(None, deadline_s=1.0, kept_bytes=0), secret=_SECRET
+        encoder = EncoderCore(
+            ModelRegistry(dtype="float32", device="cpu"),
+            ResultCache(None, deadline_s=1.0, kept_bytes=0),
+            secret=_SECRET,
         )
         try:
             document: dict[str, Any] = create_app(encoder, config.encoder, secret=_SECRET).openapi()

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.replicas.pool import ReplicaMeters
-from cornplug.encoder_service.telemetry.service_metrics import Meters
+from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.metrics import LABELS, METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 
@@ -62,7 +62,7 @@ def engines() -> list[Series]:
 
 def service() -> list[Series]:
     """What the encoder service counts."""
-    registry = Meters(lambda: 0.0).registry
+    registry = ServiceMetrics(lambda: 0.0).registry
     registry.register(ReplicaMeters(()))
     return sorted(_registered(registry))
 

@@ -34,7 +34,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llava(tmp_path_factory.mktemp("doctor") / "llava")
 
 
-def statuses(findings: list[doctor.Finding]) -> list[tuple[str, str]]:
+def statuses(findings: list[doctor.CheckResult]) -> list[tuple[str, str]]:
     return [(f.status, f.check) for f in findings]
 
 
@@ -164,7 +164,7 @@ def test_report_is_json_and_the_status_says_failed(short_path: Path) -> None:
 def test_table_shows_brackets_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finding = doctor.Finding("warn", "extra", "missing", "pip install 'cornplug[encoder]'")
+    finding = doctor.CheckResult("warn", "extra", "missing", "pip install 'cornplug[encoder]'")
     monkeypatch.setattr(doctor, "examine", lambda *_: [finding])
     monkeypatch.setattr(doctor, "Console", lambda: Console(width=120))
     assert doctor.main([]) == 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cornplug.commands import engine_checks
-from cornplug.commands.engine_checks import SGLANG, VLLM, Engine, Finding
+from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine, CheckResult
 from cornplug.sglang_hooks import compat as sglang
 from cornplug.vllm_connector import compat as vllm
 
@@ -21,7 +21,7 @@ def said(text: str, status: int = 0) -> str:
     return f"import sys; print({text!r}); sys.stderr.write('no such hook here'); sys.exit({status})"
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
     return {finding.check: finding for finding in findings}
 
 
@@ -51,21 +51,21 @@ def test_versions(
 
 
 @pytest.mark.parametrize("engine", HERE, ids=lambda engine: engine.name)
-def test_a_process_of_the_engine_finds_the_plugin(engine: Engine) -> None:
+def test_a_process_of_the_engine_finds_the_plugin(engine: CheckedEngine) -> None:
     finding, *more = engine_checks.plugin(engine)
     assert (finding.status, finding.what) == ("ok", f"found and registered by a process of {engine.label}")
     assert {f.status for f in more} <= {"warn"}
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
-def test_plugin_left_out_by_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_left_out_by_the_environment(engine: CheckedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(engine.allow_variable, "other,another")
     (finding,) = engine_checks.plugin(engine)
     assert (finding.status, engine.allow_variable in finding.remedy) == ("fail", True)
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
-def test_plugin_without_entry_point(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_without_entry_point(engine: CheckedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     none = importlib.metadata.EntryPoints(())
     monkeypatch.setattr(engine_checks, "entry_points", lambda **_: none)
     (finding,) = engine_checks.plugin(engine)

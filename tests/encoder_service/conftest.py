@@ -17,10 +17,10 @@ from transformers import AutoImageProcessor
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config, load
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.wire.messages import Encode, Tensor
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.store.memory import MemoryStore
 from devkit import checkpoints
@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 
 
 def picture(seed: int, width: int = 70, height: int = 60) -> Image.Image:
-    """A picture of coarse random patches: it survives resizing, unlike noise."""
+    """An image of coarse random patches: it survives resizing, unlike noise."""
     small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height))
 
@@ -41,8 +41,8 @@ def png(image: Image.Image) -> bytes:
     return out.getvalue()
 
 
-def inputs_of(path: Path, image: Image.Image) -> dict[str, Tensor]:
-    """One picture's processor outputs, as an engine has them."""
+def inputs_of(path: Path, image: Image.Image) -> dict[str, WireTensor]:
+    """One image's processor outputs, as an engine has them."""
     family = Checkpoint.open(str(path)).family
     asked = family.processor_defaults.get("image", {})
     made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt", **asked)
@@ -65,24 +65,24 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def registry(llava_pair: tuple[Path, Path], qwen: Path) -> Registry:
-    return Registry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="cpu")
+def registry(llava_pair: tuple[Path, Path], qwen: Path) -> ModelRegistry:
+    return ModelRegistry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")
-def qwen_registry(qwen: Path) -> Registry:
+def qwen_registry(qwen: Path) -> ModelRegistry:
     """One model only."""
-    return Registry.open([str(qwen)], dtype="float32", device="cpu")
+    return ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
 
 
 class Requests:
-    """Makes `Encode`s as an engine would."""
+    """Makes `EncodeRequest`s as an engine would."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ModelRegistry) -> None:
         self.registry = registry
-        self._made: dict[tuple[Path, int], dict[str, Tensor]] = {}
+        self._made: dict[tuple[Path, int], dict[str, WireTensor]] = {}
 
-    def __call__(self, path: Path, seed: int, **changes: Any) -> Encode:
+    def __call__(self, path: Path, seed: int, **changes: Any) -> EncodeRequest:
         loaded = self.registry.by_name(str(path))
         assert loaded is not None
         if (path, seed) not in self._made:
@@ -98,25 +98,25 @@ class Requests:
             "deadline_s": 30.0,
             **changes,
         }
-        return Encode(**fields)
+        return EncodeRequest(**fields)
 
 
 @pytest.fixture(scope="session")
-def request_for(registry: Registry) -> Requests:
+def request_for(registry: ModelRegistry) -> Requests:
     return Requests(registry)
 
 
-MakeEncoder = Callable[..., Encoder]
+MakeEncoder = Callable[..., EncoderCore]
 
 
 @pytest.fixture
-def make_encoder(registry: Registry) -> Iterator[MakeEncoder]:
+def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
     """Encoders that are closed at the end of the test. `store` None: no store."""
-    made: list[Encoder] = []
+    made: list[EncoderCore] = []
 
-    def make(store: Any = None, **options: Any) -> Encoder:
-        shelf = Shelf(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
-        encoder = Encoder(options.pop("registry", registry), shelf, secret=SECRET, **options)
+    def make(store: Any = None, **options: Any) -> EncoderCore:
+        shelf = ResultCache(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
+        encoder = EncoderCore(options.pop("registry", registry), shelf, secret=SECRET, **options)
         made.append(encoder)
         return encoder
 

@@ -1,4 +1,4 @@
-"""Pictures odd and hostile, made by code: nothing here is a file that somebody must trust."""
+"""Images odd and hostile, made by code: nothing here is a file that somebody must trust."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIDE: Final = (70, 60)
 
 
 def picture(seed: int, width: int = SIDE[0], height: int = SIDE[1]) -> Image.Image:
-    """A picture of coarse random patches: it survives resizing, unlike noise."""
+    """An image of coarse random patches: it survives resizing, unlike noise."""
     small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height))
 
@@ -96,7 +96,7 @@ def gif_of(width: int, height: int) -> bytes:
 
 
 def ico_around(inner: bytes) -> bytes:
-    """An icon of 16 x 16, by its directory, that holds this picture."""
+    """An icon of 16 x 16, by its directory, that holds this image."""
     return (
         struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
     )
@@ -201,7 +201,7 @@ def hostile() -> Mapping[str, tuple[bytes, str]]:
 
 
 def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
-    """Name -> (bytes, the RGB picture that they stand for)."""
+    """Name -> (bytes, the RGB image that they stand for)."""
     base, other = picture(1), picture(2)
     palette = base.quantize(16)
     clear = palette.copy()

@@ -8,9 +8,9 @@ import anyio
 import httpx
 
 from cornplug.config import Config
-from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import Gate
+from cornplug.encoder_service.http.drain import DrainState
 
 from .conftest import SECRET
 
@@ -18,10 +18,10 @@ from .conftest import SECRET
 class Service:
     """`config` makes its limits."""
 
-    def __init__(self, encoder: Encoder, config: Config) -> None:
+    def __init__(self, encoder: EncoderCore, config: Config) -> None:
         self.encoder = encoder
         self.config = config
-        self.gate = Gate()
+        self.gate = DrainState()
         self.app = create_app(encoder, config.encoder, secret=SECRET, gate=self.gate)
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:

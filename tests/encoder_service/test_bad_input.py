@@ -36,7 +36,7 @@ FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "TGA", "QO
 PATIENCE_S: Final = 8.0
 """Longest that a refusal may take on a busy machine of two cores."""
 GROWTH_BYTES: Final = 150 << 20
-"""Eight bytes for each of two pictures at the limit, and what an allocator keeps."""
+"""Eight bytes for each of two images at the limit, and what an allocator keeps."""
 
 HOSTILE: Final = hostile_pictures.hostile()
 ODD: Final = hostile_pictures.odd()

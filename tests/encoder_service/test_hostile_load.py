@@ -16,11 +16,11 @@ from PIL import Image
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess import decode_lanes
 from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
 from cornplug.errors import EncoderRefused
-from cornplug.qos import Classes, ServiceClass
+from cornplug.qos import QosClasses, ServiceClass
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
 from .hostile_pictures import many_scans, saved
@@ -53,7 +53,7 @@ def serve(make_encoder: MakeEncoder, config: Config) -> Iterator[Serve]:
     ) -> Served:
         limits = config.encoder.model_copy(update={"prepare_threads": 2, **(encoder or {})})
         qos = (
-            Classes(load({"qos.classes": classes, "qos.default": "nightly"}, environ={}).qos)
+            QosClasses(load({"qos.classes": classes, "qos.default": "nightly"}, environ={}).qos)
             if classes
             else None
         )
@@ -135,7 +135,9 @@ def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(serve: Serv
         assert {each.result().status_code for each in asked} == {200}
 
 
-def test_prepared_media_are_held_within_the_budget(serve: Serve, qwen: Path, qwen_registry: Registry) -> None:
+def test_prepared_media_are_held_within_the_budget(
+    serve: Serve, qwen: Path, qwen_registry: ModelRegistry
+) -> None:
     """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and nobody counted."""
     budget = 150 << 20
     served = serve(registry=qwen_registry, max_prepared_bytes=budget)
@@ -217,7 +219,7 @@ def test_no_client_gets_a_longer_deadline_than_its_class_may_have(
 
 
 def test_sglang_s_pictures_go_through_the_same_door(
-    serve: Serve, qwen: Path, qwen_registry: Registry
+    serve: Serve, qwen: Path, qwen_registry: ModelRegistry
 ) -> None:
     """Before: all of a part at once, of no class, in no budget."""
     served = serve(registry=qwen_registry, max_prepared_bytes=1 << 20, encoder={"sglang": True})

@@ -17,12 +17,12 @@ import torch
 
 from cornplug import identity
 from cornplug.config import QosConfig
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.executor import Made, Task
-from cornplug.encoder_service.models.registry import Loaded
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
+from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
-from cornplug.qos import Classes
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
+from cornplug.qos import QosClasses
 
 from .conftest import SECRET, MakeEncoder, Requests
 
@@ -30,7 +30,7 @@ PASS_S, ITEM_S, MAX_ITEMS = 0.01, 0.02, 4
 CAPACITY = MAX_ITEMS / (PASS_S + MAX_ITEMS * ITEM_S)
 """Items a second."""
 SECONDS = 5.0
-CLASSES = Classes(
+CLASSES = QosClasses(
     QosConfig.model_validate(
         {
             "default": "bulk",
@@ -61,20 +61,20 @@ class StandIn:
     def wait_ready(self, timeout_s: float) -> bool:
         return True
 
-    def load(self, models: Sequence[Loaded]) -> None: ...
+    def load(self, models: Sequence[LoadedModel]) -> None: ...
 
-    def drop(self, models: Sequence[Loaded]) -> None: ...
+    def drop(self, models: Sequence[LoadedModel]) -> None: ...
 
     def close(self) -> None: ...
 
-    def run(self, task: Task) -> Made:
+    def run(self, task: EncodeBatch) -> BatchResult:
         began = time.monotonic()
         due_s = PASS_S + ITEM_S * len(task.items)
         time.sleep(max(0.0, due_s - self._behind_s))
         took_s = time.monotonic() - began
         self._behind_s = max(0.0, self._behind_s + took_s - due_s)
         self.passes.append((len(task.items), took_s))
-        return Made(features={}, embeddings=tuple(torch.zeros(1, 4) for _ in task.wanted))
+        return BatchResult(features={}, embeddings=tuple(torch.zeros(1, 4) for _ in task.wanted))
 
 
 @dataclass
@@ -84,17 +84,19 @@ class Asked:
     app: str
     deadline_s: float
     sent_s: float
-    answer: Encoded | Refused | None = None
+    answer: EncodeReply | EncodeRefusal | None = None
     seconds: float = 0.0
 
     @property
     def in_time(self) -> bool:
-        return isinstance(self.answer, Encoded) and self.seconds <= self.deadline_s
+        return isinstance(self.answer, EncodeReply) and self.seconds <= self.deadline_s
 
     @property
     def accepted(self) -> bool:
         """Not refused at the door: what was let in and then came too late counts against us."""
-        return not (isinstance(self.answer, Refused) and self.answer.reason in ("overloaded", "over_share"))
+        return not (
+            isinstance(self.answer, EncodeRefusal) and self.answer.reason in ("overloaded", "over_share")
+        )
 
 
 def arrivals(seed: int) -> Iterator[tuple[float, str, float]]:
@@ -111,7 +113,7 @@ def arrivals(seed: int) -> Iterator[tuple[float, str, float]]:
 class Storm:
     """Sends what `arrivals` says, and keeps what came of it."""
 
-    def __init__(self, encoder: Encoder, request: Callable[..., Encode]) -> None:
+    def __init__(self, encoder: EncoderCore, request: Callable[..., EncodeRequest]) -> None:
         self._encoder = encoder
         self._request = request
         self._left = threading.Semaphore(0)
@@ -151,7 +153,7 @@ def test_at_three_times_the_capacity_promises_are_kept(
     encoder = make_encoder(executors=[tower], classes=CLASSES, max_batch_items=MAX_ITEMS)
     identity_ = request_for(llava_pair[0], 1).identity
 
-    def request(**fields: Any) -> Encode:
+    def request(**fields: Any) -> EncodeRequest:
         key = identity.embedding_key(SECRET, identity_, bytes(32), f"{len(tower.passes)}-{fields['salt']}")
         return request_for(llava_pair[0], 1, key=key, **fields)
 
@@ -178,9 +180,11 @@ def test_at_three_times_the_capacity_promises_are_kept(
     full = [seconds for items, seconds in tower.passes if items == MAX_ITEMS]
     good = sum(one.in_time and one.sent_s + one.seconds < began + SECONDS for one in asked)
     assert good / SECONDS >= 0.88 * MAX_ITEMS / mean(full)
-    refused = [one for one in asked if isinstance(one.answer, Refused)]
+    refused = [one for one in asked if isinstance(one.answer, EncodeRefusal)]
     assert len(refused) > len(asked) / 2
     assert median(one.seconds for one in refused) < 0.02
-    at_the_door = [one.answer for one in refused if not one.accepted and isinstance(one.answer, Refused)]
+    at_the_door = [
+        one.answer for one in refused if not one.accepted and isinstance(one.answer, EncodeRefusal)
+    ]
     assert all(answer.retry_after_s is not None and 0 < answer.retry_after_s < 5 for answer in at_the_door)
     assert {answer.reason for answer in at_the_door} >= {"over_share"}

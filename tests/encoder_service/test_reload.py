@@ -17,17 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from cornplug import identity
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.executor import InProcess
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.models.loader import Loaded
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.preprocess.preparer import Preparer
-from cornplug.encoder_service.preprocess.preprocessor import Limits
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.executor import InProcessExecutor
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.models.loader import LoadedModel
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.replicas.pool import open_replicas
-from cornplug.encoder_service.replicas.replica import Settings
+from cornplug.encoder_service.replicas.replica import ReplicaSettings
 from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
@@ -49,15 +49,15 @@ def pair(tmp_path: Path, llava_pair: tuple[Path, Path]) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def encoder(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> Encoder:
-    return make_encoder(registry=Registry.open([str(p) for p in pair], dtype="float32", device="cpu"))
+def encoder(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> EncoderCore:
+    return make_encoder(registry=ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu"))
 
 
-def request_of(registry: Registry, path: Path, seed: int) -> Encode:
+def request_of(registry: ModelRegistry, path: Path, seed: int) -> EncodeRequest:
     loaded = registry.by_name(str(path))
     assert loaded is not None
     model = loaded.served.identity
-    return Encode(
+    return EncodeRequest(
         id=1,
         identity=model,
         key=identity.embedding_key(SECRET, model, bytes([seed]) * 32, None),
@@ -70,7 +70,7 @@ def request_of(registry: Registry, path: Path, seed: int) -> Encode:
 
 def embedded(future: Future[Answer]) -> bytes:
     answer = future.result(60)
-    assert isinstance(answer, Encoded), answer
+    assert isinstance(answer, EncodeReply), answer
     assert answer.tensor is not None
     return answer.tensor.data
 
@@ -95,7 +95,7 @@ def rewrite(path: Path, prefix: str, by: float = 0.01) -> None:
 
 
 def test_new_weights_have_new_names_and_the_old_names_are_unknown(
-    encoder: Encoder, pair: tuple[Path, Path]
+    encoder: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
     old = request_of(encoder.registry, pair[0], 1)
     before = embedded(encoder.submit(old))
@@ -107,23 +107,23 @@ def test_new_weights_have_new_names_and_the_old_names_are_unknown(
     assert new.key != old.key
     after = embedded(encoder.submit(new))
     assert after != before
-    fresh = Registry.open([str(pair[0])], dtype="float32", device="cpu").loaded()[0]
+    fresh = ModelRegistry.open([str(pair[0])], dtype="float32", device="cpu").loaded()[0]
     item = fresh.tower.prepare(new.inputs)
     (want,) = fresh.projector.project(fresh.tower.encode([item]), [item])
     assert after == bytes(want.numpy().tobytes())
     refused = encoder.submit(old).result(10)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, EncodeRefusal)
     assert refused.reason == "unknown_model"
     assert [m.epoch for m in encoder.registry.served()] == [1, 0]
 
 
-def test_nothing_changed_is_no_reload(encoder: Encoder, pair: tuple[Path, Path]) -> None:
+def test_nothing_changed_is_no_reload(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     before = encoder.registry.loaded()
     assert encoder.reload() == ()
     assert encoder.registry.loaded() == before
 
 
-def test_only_what_changed_is_loaded(encoder: Encoder, pair: tuple[Path, Path]) -> None:
+def test_only_what_changed_is_loaded(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     one, other = encoder.registry.loaded()
     rewrite(pair[1], "multi_modal_projector.")
     assert encoder.reload(str(pair[0])) == ()
@@ -137,7 +137,7 @@ def test_only_what_changed_is_loaded(encoder: Encoder, pair: tuple[Path, Path]) 
 
 
 def test_a_request_under_way_ends_with_the_weights_it_began_with(
-    encoder: Encoder, pair: tuple[Path, Path], gate: Gate, make_encoder: MakeEncoder
+    encoder: EncoderCore, pair: tuple[Path, Path], gate: Gate, make_encoder: MakeEncoder
 ) -> None:
     old = request_of(encoder.registry, pair[0], 2)
     gate.open.set()
@@ -152,7 +152,7 @@ def test_a_request_under_way_ends_with_the_weights_it_began_with(
     gate.open.set()
     embedded(running)
     answer = queued.result(30)
-    assert isinstance(answer, Encoded)
+    assert isinstance(answer, EncodeReply)
     assert answer.key == old.key
     assert embedded(queued) == want
 
@@ -182,7 +182,7 @@ def gone(path: Path) -> None:
     [(damaged, "damaged"), (other_family, "is a qwen2_vl now"), (other_shape, "shapes"), (gone, "local")],
 )
 def test_a_reload_that_fails_changes_nothing(
-    encoder: Encoder, pair: tuple[Path, Path], change: Any, words: str
+    encoder: EncoderCore, pair: tuple[Path, Path], change: Any, words: str
 ) -> None:
     request = request_of(encoder.registry, pair[0], 1)
     before, served = embedded(encoder.submit(request)), encoder.registry.served()
@@ -196,12 +196,12 @@ def test_a_reload_that_fails_changes_nothing(
 
 
 def test_other_preprocessing_is_another_model_and_is_applied(
-    encoder: Encoder, pair: tuple[Path, Path]
+    encoder: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
-    limits = Limits(max_pixels=10**6, max_audio_s=10.0)
-    preparer = Preparer(encoder.registry, secret=SECRET, limits=limits)
+    limits = MediumLimits(max_pixels=10**6, max_audio_s=10.0)
+    preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
-    def prepared() -> Encode:
+    def prepared() -> EncodeRequest:
         return preparer.prepare(str(pair[0]), "image", png(picture(1)), salt=None, deadline_s=1.0).request
 
     before = prepared()
@@ -221,22 +221,22 @@ def test_other_preprocessing_is_another_model_and_is_applied(
     assert prepared() == after
 
 
-class Full(InProcess):
+class Full(InProcessExecutor):
     """An executor without room for a second tower."""
 
-    def load(self, models: Sequence[Loaded]) -> None:
+    def load(self, models: Sequence[LoadedModel]) -> None:
         raise CheckpointError("no room", reason="replica")
 
 
-class Watched(InProcess):
-    dropped: Sequence[Loaded] = ()
+class Watched(InProcessExecutor):
+    dropped: Sequence[LoadedModel] = ()
 
-    def drop(self, models: Sequence[Loaded]) -> None:
+    def drop(self, models: Sequence[LoadedModel]) -> None:
         self.dropped = models
 
 
 def test_all_executors_reload_or_none(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> None:
-    registry = Registry.open([str(p) for p in pair], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu")
     cpu = torch.device("cpu")
     good = Watched(cpu)
     encoder = make_encoder(registry=registry, executors=[good, Full(cpu)])
@@ -249,11 +249,11 @@ def test_all_executors_reload_or_none(pair: tuple[Path, Path], make_encoder: Mak
 
 
 @pytest.fixture
-def beside(pair: tuple[Path, Path]) -> Iterator[Encoder]:
+def beside(pair: tuple[Path, Path]) -> Iterator[EncoderCore]:
     """With a replica."""
-    registry = Registry.open([str(pair[0])], dtype="float32", device="meta")
-    replicas = open_replicas(["cpu"], Settings(dtype="float32", threads=1), registry.loaded())
-    encoder = Encoder(registry, Shelf(None, deadline_s=1.0), secret=SECRET, executors=replicas)
+    registry = ModelRegistry.open([str(pair[0])], dtype="float32", device="meta")
+    replicas = open_replicas(["cpu"], ReplicaSettings(dtype="float32", threads=1), registry.loaded())
+    encoder = EncoderCore(registry, ResultCache(None, deadline_s=1.0), secret=SECRET, executors=replicas)
     yield encoder
     encoder.close()
     for replica in replicas:
@@ -262,7 +262,7 @@ def beside(pair: tuple[Path, Path]) -> Iterator[Encoder]:
 
 @pytest.mark.integration
 def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
-    beside: Encoder, pair: tuple[Path, Path]
+    beside: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
     (replica,) = beside._executors
     (old,) = beside.registry.loaded()

@@ -34,7 +34,7 @@ CALLERS = 3
 
 
 class Caller:
-    """One stream of many pictures, read line by line."""
+    """One stream of many images, read line by line."""
 
     def __init__(self, url: str, model: str, seed: int) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def test_sigterm_under_load_ends_streams_then_the_process(
 
 @pytest.mark.integration
 def test_sigterm_ends_the_process_whatever_is_decoded(llava_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Before: "stopped" was logged, and the process lived on until the last picture was decoded."""
+    """Before: "stopped" was logged, and the process lived on until the last image was decoded."""
     model = str(llava_pair[0])
     slow = many_scans(7900, 7900, 95)
     env = {"CORNPLUG_ENCODER_PREPARE_THREADS": "2", "CORNPLUG_ENCODER_DRAIN_S": "1"}
@@ -122,7 +122,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(head_timeout, "HEAD_S", 0.15)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(_app, http=head_timeout.Impatient, lifespan="off", log_level="error")
+        uvicorn.Config(_app, http=head_timeout.HeadTimeoutProtocol, lifespan="off", log_level="error")
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -22,10 +22,16 @@ import pytest
 from cornplug.config import load, read_secret
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.unix_server import Endpoint, claim
-from cornplug.encoder_service.wire.handshake import Challenge
-from cornplug.encoder_service.wire.messages import MAX_FRAME_BYTES, Describe, Encode, Encoded, Reply
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.unix_server import UnixServer, claim
+from cornplug.encoder_service.wire.handshake import ServiceChallenge
+from cornplug.encoder_service.wire.messages import (
+    MAX_FRAME_BYTES,
+    DescribeRequest,
+    EncodeReply,
+    EncodeRequest,
+    Reply,
+)
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
@@ -40,18 +46,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.fixture
-def serve(short_path: Path) -> Iterator[Callable[[Encoder], Path]]:
+def serve(short_path: Path) -> Iterator[Callable[[EncoderCore], Path]]:
     """Run endpoints in a loop of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    endpoints: list[Endpoint] = []
+    endpoints: list[UnixServer] = []
     locks: list[int] = []
 
-    def start(encoder: Encoder) -> Path:
+    def start(encoder: EncoderCore) -> Path:
         path = short_path / f"e{len(endpoints)}.sock"
         listener, lock = claim(path)
-        endpoint = Endpoint(encoder, listener, secret=SECRET)
+        endpoint = UnixServer(encoder, listener, secret=SECRET)
         asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(5)
         endpoints.append(endpoint)
         locks.append(lock)
@@ -67,7 +73,7 @@ def serve(short_path: Path) -> Iterator[Callable[[Encoder], Path]]:
     loop.close()
 
 
-def reason(future: Future[Encoded], within_s: float = 5) -> str:
+def reason(future: Future[EncodeReply], within_s: float = 5) -> str:
     error = future.exception(within_s)
     assert isinstance(error, EncoderError)
     return error.reason
@@ -75,7 +81,7 @@ def reason(future: Future[Encoded], within_s: float = 5) -> str:
 
 def test_describe_and_encode(
     make_encoder: MakeEncoder,
-    serve: Callable[[Encoder], Path],
+    serve: Callable[[EncoderCore], Path],
     request_for: Requests,
     llava_pair: tuple[Path, Path],
 ) -> None:
@@ -95,7 +101,7 @@ def test_describe_and_encode(
 
 def test_a_client_that_vanishes_is_not_worked_for(
     make_encoder: MakeEncoder,
-    serve: Callable[[Encoder], Path],
+    serve: Callable[[EncoderCore], Path],
     request_for: Requests,
     llava_pair: tuple[Path, Path],
     gate: Gate,
@@ -129,7 +135,7 @@ def test_a_client_that_vanishes_is_not_worked_for(
 def test_garbage_closes_that_connection_only(
     data: bytes,
     make_encoder: MakeEncoder,
-    serve: Callable[[Encoder], Path],
+    serve: Callable[[EncoderCore], Path],
     request_for: Requests,
     qwen: Path,
 ) -> None:
@@ -145,7 +151,7 @@ def test_garbage_closes_that_connection_only(
 
 def test_nobody_there_fails_at_once_and_recovers(
     make_encoder: MakeEncoder,
-    serve: Callable[[Encoder], Path],
+    serve: Callable[[EncoderCore], Path],
     request_for: Requests,
     qwen: Path,
     short_path: Path,
@@ -196,7 +202,7 @@ def frame(reply: Reply) -> bytes:
         (struct.pack("<I", 0), "encoder_garbage"),
         (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_garbage"),
         (
-            frame(Encoded(id=999, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)),
+            frame(EncodeReply(id=999, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)),
             "encoder_garbage",
         ),
         (struct.pack("<I", 100) + b"only the beginning", "encoder_timeout"),
@@ -228,7 +234,7 @@ def test_garbage_from_the_service(
 def test_another_version(short_path: Path) -> None:
     def act(connection: socket.socket) -> None:
         connection.recv(1000)
-        data = msgspec.msgpack.encode(Challenge(version=99, nonce=bytes(32), proof=bytes(32)))
+        data = msgspec.msgpack.encode(ServiceChallenge(version=99, nonce=bytes(32), proof=bytes(32)))
         connection.sendall(struct.pack("<I", len(data)) + data)
 
     impostor = Impostor(short_path / "i.sock", act)
@@ -296,7 +302,7 @@ def real(short_path: Path, llava_pair: tuple[Path, Path]) -> Iterator[RealServic
 def test_a_real_process_lives_stops_continues_and_drains(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
-    request: Encode = request_for(llava_pair[0], 1)
+    request: EncodeRequest = request_for(llava_pair[0], 1)
     with SocketEncoder(real.socket, real.secret) as client:
         assert [m.hidden_size for m in client.describe(5)] == [64, 96]
         first = client.submit(request).result(10)
@@ -351,4 +357,7 @@ def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: 
 
 
 def test_messages_are_what_the_protocol_says() -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Describe())) == {"type": "describe", "version": 2}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(DescribeRequest())) == {
+        "type": "describe",
+        "version": 2,
+    }

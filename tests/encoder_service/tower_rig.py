@@ -18,8 +18,8 @@ from transformers import AutoImageProcessor, AutoVideoProcessor
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.base import Item, Projector, Tower
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 
 from .conftest import picture, to_wire
 from .recordings import tone
@@ -50,7 +50,7 @@ def rows(output: Any) -> torch.Tensor:
 
 
 def pictures(*large: int) -> list[Any]:
-    """Three pictures of several shapes, and one of width and height `large`."""
+    """Three images of several shapes, and one of width and height `large`."""
     sizes = [(70, 60), (200, 90), (56, 56), large or (90, 250)]
     return [picture(i, *size) for i, size in enumerate(sizes)]
 
@@ -173,7 +173,7 @@ class Halves:
             architecture.load_projector(checkpoint, dtype, CPU),
         )
 
-    def items(self, made: Sequence[Made]) -> list[Item]:
+    def items(self, made: Sequence[Made]) -> list[TowerItem]:
         return [self.tower.prepare(wire(one)) for one in made]
 
     def embed(self, made: Sequence[Made]) -> list[torch.Tensor]:
@@ -182,7 +182,7 @@ class Halves:
         return self.projector.project(self.tower.encode(items), items)
 
 
-def wire(made: Made) -> dict[str, Tensor]:
+def wire(made: Made) -> dict[str, WireTensor]:
     return {name: to_wire(tensor) for name, tensor in made.items()}
 
 

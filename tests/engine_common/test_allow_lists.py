@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from cornplug.engine_common.allow_lists import (
     AS_OVERRIDE,
     FieldTables,
-    Verdict,
+    SettingsVerdict,
     defaults_of,
     judge,
     misplaced,
@@ -53,14 +53,14 @@ TABLES = FieldTables(
 )
 
 
-def verdict(**changes: Any) -> Verdict:
+def verdict(**changes: Any) -> SettingsVerdict:
     settings = dataclasses.asdict(dataclasses.replace(Settings("m"), **changes))
     return judge(TABLES, settings, defaults_of(Settings))
 
 
 def test_defaults_say_nothing() -> None:
-    assert verdict() == Verdict({}, {})
-    assert verdict(model="another", port=1, loader="hf", kind="plain") == Verdict({}, {})
+    assert verdict() == SettingsVerdict({}, {})
+    assert verdict(model="another", port=1, loader="hf", kind="plain") == SettingsVerdict({}, {})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_defaults_say_nothing() -> None:
     ],
 )
 def test_what_changes_values_is_in_the_key(changes: dict[str, Any], overrides: dict[str, Any]) -> None:
-    assert verdict(**changes) == Verdict(overrides, {})
+    assert verdict(**changes) == SettingsVerdict(overrides, {})
 
 
 def test_refusals_name_the_field_and_the_reason() -> None:

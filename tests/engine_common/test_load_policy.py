@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.engine_common.load_policy import FetchRule, LoadRule, Pace, StepTimes
+from cornplug.engine_common.load_policy import FadedRate, FetchRule, LoadRule, StepSlope
 
 PAGE = 8 << 20  # 64 tokens of an 8B model
 
@@ -66,7 +66,7 @@ def test_what_is_not_measured_is_tried_and_tried_again() -> None:
 
 def test_the_step_that_there_is_anyway_is_no_reason_to_load() -> None:
     """100 tokens in a step of 12 ms do not cost 12 ms: without them there would be the step all the same."""
-    times = StepTimes()
+    times = StepSlope()
     for _ in range(20):
         times.note(20, 0.012)
         times.note(120, 0.013)
@@ -76,7 +76,7 @@ def test_the_step_that_there_is_anyway_is_no_reason_to_load() -> None:
 
 
 def test_where_all_steps_were_alike_their_mean_has_to_do() -> None:
-    times = StepTimes()
+    times = StepSlope()
     assert times.seconds(100) is None
     times.note(0, 1.0)
     assert times.seconds(100) is None
@@ -86,7 +86,7 @@ def test_where_all_steps_were_alike_their_mean_has_to_do() -> None:
 
 
 def test_a_slope_that_noise_made_is_not_believed() -> None:
-    falling, steep = StepTimes(), StepTimes()
+    falling, steep = StepSlope(), StepSlope()
     falling.note(10, 1.0)
     falling.note(1000, 0.1)
     ratio = (0.9 * 1.0 + 0.1) / (0.9 * 10 + 1000)
@@ -100,7 +100,7 @@ def test_a_slope_that_noise_made_is_not_believed() -> None:
 
 
 def test_a_pace_follows_what_changes() -> None:
-    pace = Pace()
+    pace = FadedRate()
     assert pace.seconds(1) is None
     for _ in range(50):
         pace.note(100, 1.0)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from page_root_vectors import adapter
 
-from cornplug.engine_common.lora_digests import Adapters, note
+from cornplug.engine_common.lora_digests import LoraDigests, note
 from cornplug.errors import CheckpointError
 
 
-def refused(adapters: Adapters, path: str) -> str:
+def refused(adapters: LoraDigests, path: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         adapters.digest(path)
     return caught.value.reason
@@ -22,7 +22,7 @@ def refused(adapters: Adapters, path: str) -> str:
 def test_an_adapter_is_its_bytes(tmp_path: Path) -> None:
     one, same, other = (adapter(tmp_path / name) for name in "abc")
     (tmp_path / "c" / "adapter_model.safetensors").write_bytes(b"other")
-    adapters = Adapters()
+    adapters = LoraDigests()
     assert adapters.digest(one) == adapters.digest(same) != adapters.digest(other)
 
 
@@ -31,11 +31,11 @@ def test_several_files_of_weights_are_refused(tmp_path: Path, name: str) -> None
     """SGLang would load them all, vLLM one: the same folder is two adapters."""
     path = adapter(tmp_path / "a")
     (tmp_path / "a" / name).write_bytes(b"more")
-    assert refused(Adapters(), path) == "lora_files"
+    assert refused(LoraDigests(), path) == "lora_files"
 
 
 def test_a_second_file_that_comes_later_is_refused_too(tmp_path: Path) -> None:
-    adapters, path = Adapters(), adapter(tmp_path / "a")
+    adapters, path = LoraDigests(), adapter(tmp_path / "a")
     adapters.digest(path)
     (tmp_path / "a" / "more.safetensors").write_bytes(b"more")
     assert refused(adapters, path) == "lora_files"
@@ -43,14 +43,14 @@ def test_a_second_file_that_comes_later_is_refused_too(tmp_path: Path) -> None:
 
 def test_what_changed_after_the_engine_heard_of_it_is_refused(tmp_path: Path) -> None:
     """Also where the digest was first asked for after the change."""
-    adapters, path = Adapters(), adapter(tmp_path / "a")
+    adapters, path = LoraDigests(), adapter(tmp_path / "a")
     note(path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrained")
     assert refused(adapters, path) == "lora_changed"
 
 
 def test_a_change_with_the_old_times_is_a_change(tmp_path: Path) -> None:
-    adapters, path = Adapters(), adapter(tmp_path / "a")
+    adapters, path = LoraDigests(), adapter(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     adapters.digest(path)
     before = file.stat()
@@ -62,8 +62,8 @@ def test_a_change_with_the_old_times_is_a_change(tmp_path: Path) -> None:
 
 def test_without_files_it_cannot_be_named(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a")
-    adapters = Adapters()
+    adapters = LoraDigests()
     adapters.digest(path)
     shutil.rmtree(path)
     assert refused(adapters, path) == "lora"
-    assert refused(Adapters(), str(tmp_path / "none")) == "lora"
+    assert refused(LoraDigests(), str(tmp_path / "none")) == "lora"

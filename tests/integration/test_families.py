@@ -1,7 +1,7 @@
 """Each family's embeddings, on real engines: what the encoder service makes is what the engine's own
 tower makes.
 
-One service knows all models. An engine is asked about two pictures, one of them wide: it takes both
+One service knows all models. An engine is asked about two images, one of them wide: it takes both
 embeddings from the service, then those that a client had made, and, under another salt and with the service
 stopped, it encodes them.
 `PROVEN` in each room's `compat.py` is the list of the lines here.
@@ -121,12 +121,12 @@ def counters(server: EngineServer) -> dict[str, float]:
 
 
 def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: str) -> None:
-    # SGLang warms up with a picture of its own.
+    # SGLang warms up with an image of its own.
     before = count(server, "hits_total", what="embedding")
     taken = ask(server, TAKES + server.log.stem)
     ran = count(server, "hits_total", what="embedding", source="service_ran")
     assert ran == before + len(PICTURES), counters(server)
-    # Somebody else's, by the content of model and picture alone.
+    # Somebody else's, by the content of model and image alone.
     with EncoderClient(encoder.url) as client:
         for data in PICTURES:
             client.encode(data, model=model, salt=OTHERS)
@@ -140,7 +140,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
         encoder.cont()
     assert count(server, "misses_total", what="embedding") == len(PICTURES)
     same(taken, computed)
-    # Else the comparison would say nothing: the model looks at its pictures.
+    # Else the comparison would say nothing: the model looks at its images.
     first, second = (answer.top_logprobs[0] for answer in computed)
     assert first != pytest.approx(second, abs=1e-3)
 

@@ -128,7 +128,7 @@ def same(one: Answer, other: Answer) -> None:
 
 
 def test_an_llm_of_another_width_shares_the_frozen_tower(scene: Scene) -> None:
-    # Features are keyed by the tower's input to the last bit, and vLLM normalises Qwen's pictures in its
+    # Features are keyed by the tower's input to the last bit, and vLLM normalises Qwen's images in its
     # own way: so both are asked of engines.
     with scene.engine("base", scene.base) as server:
         SHARED.put(server, salt="widths")

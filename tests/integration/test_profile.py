@@ -85,7 +85,7 @@ def test_a_towers_table_counts_patches(measured: Path) -> None:
     tower = seconds(measured / "tower.csv")
     patches = sorted(x for _, x in tower)
 
-    # 112 pixels are 8 x 8 patches of 14; two pictures of 224 in one pass would be 512.
+    # 112 pixels are 8 x 8 patches of 14; two images of 224 in one pass would be 512.
     assert patches[0] == 64
     assert patches[-1] in (256, 384, 512)
     assert tower["encode", patches[0]] < tower["encode", patches[-1]]

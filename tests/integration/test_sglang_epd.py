@@ -1,7 +1,7 @@
 """SGLang's language-only servers on `cornplug encoder`, by both of its ZMQ backends.
 
 Three engines: stock SGLang for the answers that are right, and a language-only server for each
-backend, with the plugin. What one computes the other reuses, so both name pictures alike.
+backend, with the plugin. What one computes the other reuses, so both name images alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASKS: Mapping[str, Ask] = {
     "text": Ask(f"{PREAMBLE} Words only, please."),
     "one": Ask(f"{PREAMBLE} What is shown?", (0,)),
     "two": Ask(f"Compare the two. {PREAMBLE}", (1, 2)),
-    # Put while the encoder is alive, dead, back, and silent; each with a picture of its own.
+    # Put while the encoder is alive, dead, back, and silent; each with an image of its own.
     **{f"fault {i}": Ask(f"{i}: what is shown?", (i,)) for i in range(3, 10)},
 }
 SHARED = ("text", "one", "two")

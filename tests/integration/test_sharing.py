@@ -1,4 +1,4 @@
-"""Two apps on real vLLM engines: one tower pass a picture, KV across engines, stock's output."""
+"""Two apps on real vLLM engines: one tower pass an image, KV across engines, stock's output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_salts_are_apart(asked: Stack) -> None:
 
 
 def test_a_client_uuid_names_nothing(asked: Stack) -> None:
-    """Two pictures under one uuid: each gets its own answer."""
+    """Two images under one uuid: each gets its own answer."""
     a = asked.servers["a"]
     for picture in (0, 1):
         url = _data_url(photos()[picture].data)

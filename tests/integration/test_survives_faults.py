@@ -36,7 +36,7 @@ from devkit.engines import EngineServer, photos, wait_until
 from devkit.processes import at_once
 
 UNSEEN = 8
-"""A picture that no ask shows."""
+"""An image that no ask shows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def check(stack: Stack, seen: Seen, subject: Subject) -> None:
     for index, answer in seen.answers:
         stack.same_as_stock(subject.stock, index, answer)
         stock = stack.stock[subject.stock, index].total_s
-        # A picture may wait for the encoder once, and each of a few store calls once.
+        # An image may wait for the encoder once, and each of a few store calls once.
         pictures = len(ASKS[index].pictures)
         limit = stock + pictures * ENCODER_DEADLINE_S + 3 * STORE_DEADLINE_S + MACHINE_NOISE_S
         assert answer.total_s <= limit, f"ask {index}: {answer.total_s:.1f} s, stock {stock:.1f} s"
@@ -167,7 +167,7 @@ def test_encoder_killed(stack: Stack, engine: EngineServer, subject: Subject) ->
 def test_the_engine_publishes_what_the_service_would_have_given(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
-    """One picture by two doors: the engine's own tower while the service was dead, and the
+    """One image by two doors: the engine's own tower while the service was dead, and the
     service by HTTP. Both arrive at one key, and at values that agree within 1e-5."""
     photo = photos()[UNSEEN].data
     config = load({"store.socket": stack.store_socket})

@@ -51,7 +51,7 @@ def committed(stack: Stack, server: EngineServer) -> None:
 @pytest.fixture(scope="module")
 def both(stack: Stack) -> Stack:
     """The stack with engines v (vLLM) and s (SGLang) of the Qwen2-VL, and no other; store and
-    encoder begin anew, for other tests have asked about the same pictures."""
+    encoder begin anew, for other tests have asked about the same images."""
     for server in stack.servers.values():
         server.stop()
     stack.encoder.stop()
@@ -146,7 +146,7 @@ def test_small_pages_and_two_ranks_read_both(both: Stack, cold: Mapping[tuple[st
 
 
 def test_another_rope_shares_no_page(both: Stack, tmp_path: Path) -> None:
-    """Same weights, same words, same picture: the embedding is shared, no page is."""
+    """Same weights, same words, same image: the embedding is shared, no page is."""
     copy = tmp_path / "rope"
     shutil.copytree(both.models["q"], copy)
     config = json.loads((copy / "config.json").read_text())

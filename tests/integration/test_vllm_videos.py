@@ -1,6 +1,6 @@
 """Videos through our towers and through vLLM's own, in the layout of its encoder cache.
 
-Pictures of every family: `tests/vllm_connector/test_engine_towers.py`.
+Images of every family: `tests/vllm_connector/test_engine_towers.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture's embedding in a request to a real vLLM, in the picture's place: same answer, no tower."""
+"""An image's embedding in a request to a real vLLM, in the image's place: same answer, no tower."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader import get_model
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 
 CPU = torch.device("cpu")
@@ -62,8 +62,10 @@ def compare(model: Any, path: str, config: VllmConfig) -> tuple[list[int], float
     return list(theirs.shape), float((ours - theirs).abs().max())
 
 
-def wire(tensor: torch.Tensor) -> Tensor:
-    return Tensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor)))
+def wire(tensor: torch.Tensor) -> WireTensor:
+    return WireTensor(
+        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), data=bytes(raw_bytes(tensor))
+    )
 
 
 if __name__ == "__main__":

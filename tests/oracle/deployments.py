@@ -22,13 +22,13 @@ Tensors = dict[str, torch.Tensor]
 Names = Callable[[str], str]
 
 TEXT_BEFORE: Final = 17
-"""Tokens before the picture: more than a page of 16, so that one page is of text alone."""
+"""Tokens before the image: more than a page of 16, so that one page is of text alone."""
 LENGTH: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Everything that a picture's embedding and a prompt's KV may depend on."""
+    """Everything that an image's embedding and a prompt's KV may depend on."""
 
     family: str
     tensors: Tensors
@@ -57,7 +57,7 @@ class Deployment:
     """This request's own processor arguments."""
     picture: Image.Image = field(default_factory=lambda: random_picture(0))
     tokens: tuple[int, ...] = tuple(3 + (7 * i) % 80 for i in range(LENGTH))
-    """Text of the prompt, the picture's tokens apart."""
+    """Text of the prompt, the image's tokens apart."""
 
     def but(self, **changes: Any) -> Deployment:
         """The same, with some parts otherwise."""

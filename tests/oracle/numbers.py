@@ -1,7 +1,7 @@
 """What a deployment computes, by transformers: nothing of cornplug is asked here.
 
 An image processor's pixels, the tower's and projector's rows, and K and V of the last layer for a prompt
-with the picture in it. Whatever transformers refuses is `Unusable`: no engine would start.
+with the image in it. Whatever transformers refuses is `Unusable`: no engine would start.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Numbers:
     pages: tuple[str, ...]
     """K and V of the last layer, a page each; as many as the prompt has whole pages."""
     rows: int
-    """Of the embedding: how many tokens stand for the picture."""
+    """Of the embedding: how many tokens stand for the image."""
 
 
 class Transformers:
@@ -105,7 +105,7 @@ class Transformers:
         model.model.get_image_features = lambda *_args, **_kwargs: features
         try:
             ids = torch.tensor([tokens])
-            # transformers 5 tells pictures from text by the processor's marks.
+            # transformers 5 tells images from text by the processor's marks.
             marks = {"mm_token_type_ids": (ids == image).int()} if "image_grid_thw" in pixels else {}
             cache = model.model(input_ids=ids, use_cache=True, **pixels, **marks).past_key_values
         finally:

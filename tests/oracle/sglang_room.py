@@ -18,8 +18,8 @@ from cornplug.engine_common.model_identity import EngineModel
 from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv.namespace_roots import Roots
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import mm_identifiers
 from cornplug.sglang_hooks.model import lora_adapters
 from cornplug.sglang_hooks.model.model_config import describe
@@ -51,7 +51,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
 
 
 def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
-    """The key of the picture's embedding, as the tokenizer process names it."""
+    """The key of the image's embedding, as the tokenizer process names it."""
     options: dict[str, Any] = {}
     if deployment.options:
         options = {"sglang": {"request": deployment.options, "picture": {}}}
@@ -74,16 +74,16 @@ def pages(
     secret: bytes,
 ) -> tuple[bytes, ...]:
     """The keys of the prompt's whole pages, out of the book that the scheduler's process keeps."""
-    space = Space(_loaded(adapter) if adapter is not None else None, deployment.salt)
+    space = CacheNamespace(_loaded(adapter) if adapter is not None else None, deployment.salt)
     four = placeholder_tokens(medium_lineage(medium, rows))
     wide = [four[i % 4] for i in range(rows)]
     tokens = [*deployment.tokens[:TEXT_BEFORE], *wide, *deployment.tokens[TEXT_BEFORE:]]
     whole = tokens[: len(tokens) // PAGE * PAGE]
     key = RadixKey(array("q", whole), extra_key=space.extra_key, cache_salt=space.cache_salt)
     hashes = get_storage_hash_str(key, None, page_size=PAGE)
-    book = Book(PAGE, PAGE)
+    book = PageHashIndex(PAGE, PAGE)
     book.record(None, hashes, whole, space)
-    roots = Roots(secret, page, lambda: identity)
+    roots = NamespaceRoots(secret, page, lambda: identity)
     assert roots.wait(10)
     root = roots.root(space)
     links = []

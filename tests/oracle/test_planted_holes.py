@@ -12,7 +12,7 @@ import torch
 
 from cornplug.checkpoints import checkpoint
 from cornplug.checkpoints.families import FAMILIES
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.engine_common.model_identity import EngineModel
 
 from .changes import renamed
@@ -55,7 +55,7 @@ def _forget_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adapters, "digest", lambda *_args: b"a" * 32)
+    monkeypatch.setattr(LoraDigests, "digest", lambda *_args: b"a" * 32)
 
 
 def _forget_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

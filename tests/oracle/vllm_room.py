@@ -15,11 +15,11 @@ from vllm.multimodal.inputs import PlaceholderRange
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import resolved_config
 from cornplug.engine_common.kv_root import page_root
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.compat import PROVEN
-from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 
 from .deployments import TEXT_BEFORE, Deployment
@@ -52,8 +52,8 @@ def _as_read(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
-    """The key of the picture's embedding, out of the name that vLLM's API process gives it."""
-    identifiers = Identifiers.__new__(Identifiers)
+    """The key of the image's embedding, out of the name that vLLM's API process gives it."""
+    identifiers = MmIdentifiers.__new__(MmIdentifiers)
     made: dict[str, Any] = {
         "_secret": secret,
         "_processor_kwargs": deployment.processor_kwargs,
@@ -83,7 +83,7 @@ def pages(
     secret: bytes,
 ) -> tuple[bytes, ...]:
     """The keys of the prompt's whole pages."""
-    applied = Adapters().digest(str(adapter)) if adapter is not None else None
+    applied = LoraDigests().digest(str(adapter)) if adapter is not None else None
     root = page_root(secret, identity, page, adapter=applied, salt=deployment.salt)
     tokens = [*deployment.tokens[:TEXT_BEFORE], *[0] * rows, *deployment.tokens[TEXT_BEFORE:]]
     where = PlaceholderRange(TEXT_BEFORE, rows)

@@ -14,7 +14,12 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import linprog
 
-from cornplug.planner.optimizer.optimization_problem import Cell, Pool, Running, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    CurrentState,
+    OptimizationProblem,
+    PathVariant,
+)
 
 TOLERANCE = 1e-9
 NOTHING = 1e-5
@@ -23,7 +28,7 @@ Candidate = tuple[float, Counts, Counts]
 """Dollars, replicas of each cell, nodes of each class."""
 
 
-def best(pool: Pool) -> tuple[float, ...] | None:
+def best(pool: OptimizationProblem) -> tuple[float, ...] | None:
     """Values of the objectives in their order; None: no plan."""
     every = sorted(candidates(pool))
     if pool.objective == "cost":
@@ -43,7 +48,7 @@ def best(pool: Pool) -> tuple[float, ...] | None:
 
 
 def cheapest(
-    pool: Pool, every: list[tuple[float, Counts, Counts]], reached: dict[str, float]
+    pool: OptimizationProblem, every: list[tuple[float, Counts, Counts]], reached: dict[str, float]
 ) -> float | None:
     failed: list[tuple[Counts, Counts]] = []
     monotone = not pool.limits.spare
@@ -63,7 +68,7 @@ def _below(a: Counts, b: Counts) -> bool:
 # Replicas on machines -----------------------------------------------------------------------
 
 
-def candidates(pool: Pool) -> Iterator[Candidate]:
+def candidates(pool: OptimizationProblem) -> Iterator[Candidate]:
     per_class = [list(_fillings(pool, n)) for n in range(len(pool.nodes))]
     for combination in itertools.product(*per_class):
         x = tuple(sum(part) for part in zip(*(x for x, _ in combination), strict=True))
@@ -75,7 +80,7 @@ def candidates(pool: Pool) -> Iterator[Candidate]:
             yield pool.running.horizon_hours * dollars + switching, x, z
 
 
-def _fillings(pool: Pool, n: int) -> Iterator[tuple[Counts, int]]:
+def _fillings(pool: OptimizationProblem, n: int) -> Iterator[tuple[Counts, int]]:
     """Replicas that fit on `count` nodes of one class, and that count."""
     node = pool.nodes[n]
     mine = [i for i, cell in enumerate(pool.cells) if cell.nodes == node.name]
@@ -98,7 +103,7 @@ def _fillings(pool: Pool, n: int) -> Iterator[tuple[Counts, int]]:
             yield tuple(whole), count
 
 
-def _footprints(pool: Pool, mine: list[int], x: Counts) -> tuple[float, ...]:
+def _footprints(pool: OptimizationProblem, mine: list[int], x: Counts) -> tuple[float, ...]:
     sizes = [pool.cells[i].gpus for i, count in zip(mine, x, strict=True) for _ in range(count)]
     return tuple(sorted(sizes, reverse=True))
 
@@ -124,7 +129,7 @@ def _packs(sizes: tuple[float, ...], free: tuple[float, ...], whole: float) -> b
     return False
 
 
-def change(cells: tuple[Cell, ...], running: Running, x: Counts) -> float | None:
+def change(cells: tuple[Cell, ...], running: CurrentState, x: Counts) -> float | None:
     """Fewest dollars from what runs to x; None: more changes than allowed, or a young one went."""
     now = [running.replicas.get(c.name, 0) for c in cells]
     young = [running.young.get(c.name, 0) for c in cells]
@@ -150,7 +155,9 @@ def change(cells: tuple[Cell, ...], running: Running, x: Counts) -> float | None
 # Rates --------------------------------------------------------------------------------------
 
 
-def rates(pool: Pool, x: Counts, z: Counts, goal: str, reached: dict[str, float]) -> float | None:
+def rates(
+    pool: OptimizationProblem, x: Counts, z: Counts, goal: str, reached: dict[str, float]
+) -> float | None:
     """The goal's largest value with these replicas, over all choices of cache levels."""
     found = []
     for levels in _levels(pool, z):
@@ -161,7 +168,7 @@ def rates(pool: Pool, x: Counts, z: Counts, goal: str, reached: dict[str, float]
     return max(found, default=None)
 
 
-def _levels(pool: Pool, z: Counts) -> Iterator[frozenset[str]]:
+def _levels(pool: OptimizationProblem, z: Counts) -> Iterator[frozenset[str]]:
     caches: dict[str, list[tuple[str, float]]] = {}
     for level in pool.levels:
         caches.setdefault(level.cache, []).append((level.name, level.bytes))
@@ -174,7 +181,7 @@ def _levels(pool: Pool, z: Counts) -> Iterator[frozenset[str]]:
 class _Rates:
     """max c·r  subject to  A r <= b,  E r = 0: r are rates of variants, and of each on each cell."""
 
-    def __init__(self, pool: Pool, variants: list[Variant], x: Counts, z: Counts) -> None:
+    def __init__(self, pool: OptimizationProblem, variants: list[PathVariant], x: Counts, z: Counts) -> None:
         self.pool, self.variants, self.x, self.z = pool, variants, x, z
         self.column: dict[object, int] = {}
         self.slice: dict[object, float] = {}
@@ -201,7 +208,7 @@ class _Rates:
         self.less.append(({"least": 1.0}, 1.0))
 
     def _worked(
-        self, case: str, x: Counts, variants: list[Variant], share: float | None, service: str = ""
+        self, case: str, x: Counts, variants: list[PathVariant], share: float | None, service: str = ""
     ) -> None:
         loads: list[dict[object, float]] = [{} for _ in x]
         urgent: list[dict[object, float]] = [{} for _ in x]

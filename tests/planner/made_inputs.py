@@ -21,7 +21,7 @@ def plan_input(**tables: Any) -> PlanInput:
 
 
 def two_apps(**rules: Any) -> PlanInput:
-    """Chat with pictures and document questions, with one tower and one model."""
+    """Chat with images and document questions, with one tower and one model."""
     picture = {"encoder": "vit", "tokens": 600}
     return plan_input(
         components=[

@@ -10,15 +10,15 @@ from typing import Any, Literal
 from cornplug.planner.plan import (
     CacheSize,
     EngineSettings,
-    Group,
     KVGeometry,
-    Outlook,
+    LatencyForecast,
+    OptimalityProof,
     Plan,
     PlannedNodes,
-    Proof,
-    Reservation,
-    Route,
-    Stage,
+    PlanRoute,
+    QosReservation,
+    ReplicaGroup,
+    RouteStage,
 )
 
 STRUCTURES = ("monolith", "E+PD", "P+D", "E+P+D")
@@ -110,7 +110,9 @@ def plan(case: Case = Case()) -> Plan:
         outlook=[_outlook(case, name) for name in _requests(case)],
         caches=_caches() if case.caches else [],
         reservations=_reservations() if case.classes else [],
-        proof=Proof(status="optimal", solver="highs", seconds=1.0, incumbent=10.0, bound=10.0, gap=0.0),
+        proof=OptimalityProof(
+            status="optimal", solver="highs", seconds=1.0, incumbent=10.0, bound=10.0, gap=0.0
+        ),
         input_digest="0" * 64,
         cornplug="0",
     )
@@ -120,14 +122,14 @@ def _requests(case: Case) -> list[str]:
     return ["short", "nightly"] if case.classes else ["short"]
 
 
-def _route(case: Case, groups: list[Group], request: str) -> Route:
-    stages = [Stage(tasks=g.tasks, groups={g.name: 1.0}) for g in groups]
-    return Route(app="chat", request=request, structure=case.structure, rate=2.0, stages=stages)
+def _route(case: Case, groups: list[ReplicaGroup], request: str) -> PlanRoute:
+    stages = [RouteStage(tasks=g.tasks, groups={g.name: 1.0}) for g in groups]
+    return PlanRoute(app="chat", request=request, structure=case.structure, rate=2.0, stages=stages)
 
 
-def _outlook(case: Case, request: str) -> Outlook:
+def _outlook(case: Case, request: str) -> LatencyForecast:
     first = request == "short"
-    return Outlook(
+    return LatencyForecast(
         app="chat",
         request=request,
         rate=2.0,
@@ -139,7 +141,7 @@ def _outlook(case: Case, request: str) -> Outlook:
     )
 
 
-def _group(case: Case, tasks: str) -> Group:
+def _group(case: Case, tasks: str) -> ReplicaGroup:
     tp = (case.decode_tp or case.tp) if tasks == "D" else case.tp
     apart = tasks == "D" and case.decode_gpu is not None
     common: dict[str, Any] = {
@@ -154,7 +156,7 @@ def _group(case: Case, tasks: str) -> Group:
         "share": case.share,
     }
     if tasks == "E":
-        return Group(
+        return ReplicaGroup(
             name="vit/E@nodes", service="vit/E", tasks="E", components=["vit"], model=case.model,
             encoder_models=[case.model], engine="cornplug", tp=1, pp=1, quantisation="none", **common,
         )  # fmt: skip
@@ -168,7 +170,7 @@ def _group(case: Case, tasks: str) -> Group:
             "memory_share": SETTINGS.memory_share * case.share,
         }
     )
-    return Group(
+    return ReplicaGroup(
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
         tp=tp, pp=case.pp, quantisation=case.quantisation, settings=settings,
@@ -176,7 +178,7 @@ def _group(case: Case, tasks: str) -> Group:
     )  # fmt: skip
 
 
-def _placed(case: Case, groups: list[Group]) -> tuple[list[Group], list[PlannedNodes]]:
+def _placed(case: Case, groups: list[ReplicaGroup]) -> tuple[list[ReplicaGroup], list[PlannedNodes]]:
     """One replica after the other over nodes of eight GPUs; with `hosts` 2 each group has its own."""
     placed, node, first = [], 0, 0
     for number, group in enumerate(groups):
@@ -223,8 +225,8 @@ def _caches() -> list[CacheSize]:
     ]
 
 
-def _reservations() -> list[Reservation]:
+def _reservations() -> list[QosReservation]:
     return [
-        Reservation(qos="premium", share=0.5, priority=10, deadline_s=2.0, apps=["chat"]),
-        Reservation(qos="nightly", share=0.1, priority=-1),
+        QosReservation(qos="premium", share=0.5, priority=10, deadline_s=2.0, apps=["chat"]),
+        QosReservation(qos="nightly", share=0.1, priority=-1),
     ]

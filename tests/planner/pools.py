@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.inputs.schema import Solver
-from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.inputs.schema import SolverOptions
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
+)
 
-EXACT = Solver(gap=0, time_limit_s=20)
-NO_RESERVE = Limits(max_utilisation=1.0, online_share=1.0)
+EXACT = SolverOptions(gap=0, time_limit_s=20)
+NO_RESERVE = PoolLimits(max_utilisation=1.0, online_share=1.0)
 """Published examples fill their GPUs to the brim."""
 
 
@@ -19,13 +27,13 @@ def one_service(
     *,
     slices: int | None = None,
     stock: int = 500,
-    limits: Limits = NO_RESERVE,
-) -> Pool:
+    limits: PoolLimits = NO_RESERVE,
+) -> OptimizationProblem:
     """`capacity`: GPU -> demand -> rate. Nodes of one GPU each."""
-    return Pool(
-        nodes=tuple(Nodes(g, g, 1, price, stock) for g, price in prices.items()),
+    return OptimizationProblem(
+        nodes=tuple(MachineClass(g, g, 1, price, stock) for g, price in prices.items()),
         cells=tuple(Cell(f"s@{g}", "s", g, 1, 1.0, dict(capacity[g])) for g in prices),
-        demands=tuple(Demand(u, rate, slices=slices) for u, rate in rates.items()),
-        variants=tuple(Variant(u, u, "monolith", (Need("s", 1.0),)) for u in rates),
+        demands=tuple(RateDemand(u, rate, slices=slices) for u, rate in rates.items()),
+        variants=tuple(PathVariant(u, u, "monolith", (ServiceDemand("s", 1.0),)) for u in rates),
         limits=limits,
     )

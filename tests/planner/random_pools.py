@@ -10,33 +10,33 @@ import numpy as np
 from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
-    Demand,
-    Limits,
-    Need,
-    Nodes,
-    Pool,
-    Running,
-    Variant,
+    CurrentState,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
 )
 
 KINDS = ("cost", "goodput", "max-min", "replan", "spare", "caches", "network", "slices")
 
 
-def random_pool(seed: int) -> Pool:
+def random_pool(seed: int) -> OptimizationProblem:
     """Kinds take turns, so that any run of seeds holds them all."""
     rng = np.random.default_rng(seed)
     kind = KINDS[seed % len(KINDS)]
     nodes = tuple(
-        Nodes(f"n{i}", f"g{i}", int(rng.choice([1, 2])), some(rng, 0.5, 4), int(rng.integers(1, 3)))
+        MachineClass(f"n{i}", f"g{i}", int(rng.choice([1, 2])), some(rng, 0.5, 4), int(rng.integers(1, 3)))
         for i in range(2)
     )
     tiers = [0.5] if kind == "spare" else [0.2, 0.5]
     demands = tuple(
-        Demand(f"a/u{i}", some(rng, 0.3, 1.5), online=bool(rng.random() < 0.7))
+        RateDemand(f"a/u{i}", some(rng, 0.3, 1.5), online=bool(rng.random() < 0.7))
         for i in range(int(rng.integers(1, 3)))
     )
     cells = _cells(rng, nodes, demands, tiers)
-    return _with(kind, rng, Pool(nodes, cells, demands, _variants(rng, demands, tiers)))
+    return _with(kind, rng, OptimizationProblem(nodes, cells, demands, _variants(rng, demands, tiers)))
 
 
 def some(rng: np.random.Generator, low: float, high: float) -> float:
@@ -44,7 +44,10 @@ def some(rng: np.random.Generator, low: float, high: float) -> float:
 
 
 def _cells(
-    rng: np.random.Generator, nodes: tuple[Nodes, ...], demands: tuple[Demand, ...], tiers: list[float]
+    rng: np.random.Generator,
+    nodes: tuple[MachineClass, ...],
+    demands: tuple[RateDemand, ...],
+    tiers: list[float],
 ) -> tuple[Cell, ...]:
     # With one tier (spare), cells are one another's multiples: there "one replica more" has one meaning
     even = len(tiers) == 1
@@ -66,19 +69,19 @@ def _cells(
 
 
 def _variants(
-    rng: np.random.Generator, demands: tuple[Demand, ...], tiers: list[float]
-) -> tuple[Variant, ...]:
+    rng: np.random.Generator, demands: tuple[RateDemand, ...], tiers: list[float]
+) -> tuple[PathVariant, ...]:
     variants = []
     for u in demands:
         for k in range(int(rng.integers(1, 4))):
             services = ["s0"] if rng.random() < 0.4 else ["s0", "s1"]
-            needs = tuple(Need(s, float(rng.choice(tiers)), some(rng, 0.3, 1.5)) for s in services)
+            needs = tuple(ServiceDemand(s, float(rng.choice(tiers)), some(rng, 0.3, 1.5)) for s in services)
             network = some(rng, 0, 2)
-            variants.append(Variant(f"{u.name}#{k}", u.name, "monolith", needs, network=network))
+            variants.append(PathVariant(f"{u.name}#{k}", u.name, "monolith", needs, network=network))
     return tuple(variants)
 
 
-def _with(kind: str, rng: np.random.Generator, pool: Pool) -> Pool:
+def _with(kind: str, rng: np.random.Generator, pool: OptimizationProblem) -> OptimizationProblem:
     if kind == "goodput":
         heavy = tuple(replace(u, rate=u.rate * 3, weight=float(rng.integers(1, 4))) for u in pool.demands)
         return replace(pool, objective="goodput", demands=heavy)
@@ -90,7 +93,7 @@ def _with(kind: str, rng: np.random.Generator, pool: Pool) -> Pool:
         return _running(rng, pool)
     if kind == "spare":
         light = tuple(replace(u, rate=u.rate / 2) for u in pool.demands)
-        return replace(pool, demands=light, limits=Limits(spare=frozenset({"s0"})))
+        return replace(pool, demands=light, limits=PoolLimits(spare=frozenset({"s0"})))
     if kind == "caches":
         return _cached(rng, pool)
     if kind == "network":
@@ -101,12 +104,12 @@ def _with(kind: str, rng: np.random.Generator, pool: Pool) -> Pool:
     return pool
 
 
-def _running(rng: np.random.Generator, pool: Pool) -> Pool:
+def _running(rng: np.random.Generator, pool: OptimizationProblem) -> OptimizationProblem:
     first, second, *others = pool.cells
     twin = replace(second, nodes=first.nodes, gpus=first.gpus, switches_with=(first.name,))
     cells = (replace(first, switches_with=(second.name,)), twin, *others[:1])
     now = {c.name: int(rng.integers(0, 3)) for c in cells}
-    running = Running(
+    running = CurrentState(
         replicas=now,
         young={name: int(rng.integers(0, count + 1)) for name, count in now.items() if rng.random() < 0.3},
         start_cost={c.name: some(rng, 0.1, 3) for c in cells},
@@ -117,7 +120,7 @@ def _running(rng: np.random.Generator, pool: Pool) -> Pool:
     return replace(pool, cells=cells, running=running)
 
 
-def _cached(rng: np.random.Generator, pool: Pool) -> Pool:
+def _cached(rng: np.random.Generator, pool: OptimizationProblem) -> OptimizationProblem:
     sizes: tuple[tuple[str, Literal[0, 1, 2]], ...] = (("none", 0), ("half", 1), ("full", 2))
     levels = tuple(CacheLevel(name, "embeddings", float(size)) for name, size in sizes)
     variants = tuple(

@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from cornplug.planner.plan import (
-    Alternative,
-    Binding,
+    BindingConstraint,
     CacheSize,
     CurvePoint,
-    Group,
-    Outlook,
+    LatencyForecast,
+    OptimalityProof,
     Plan,
+    PlanAlternative,
+    PlanExplanation,
     PlannedNodes,
-    Proof,
-    Reservation,
-    Route,
-    Stage,
-    Times,
-    Why,
+    PlanRoute,
+    QosReservation,
+    ReplicaGroup,
+    RequestTimes,
+    RouteStage,
 )
 
 
-def group(name: str, tasks: str, **changes: Any) -> Group:
+def group(name: str, tasks: str, **changes: Any) -> ReplicaGroup:
     given: dict[str, Any] = {
         "name": name,
         "service": name.partition("@")[0],
@@ -43,7 +43,7 @@ def group(name: str, tasks: str, **changes: Any) -> Group:
         "apps": ["chat"],
         "profile": "measured: 2026-11, H100",
     }
-    return Group(**(given | changes))
+    return ReplicaGroup(**(given | changes))
 
 
 def plan(**changes: Any) -> Plan:
@@ -74,20 +74,20 @@ def plan(**changes: Any) -> Plan:
             group("llm7/D@h100", "D", quantisation="fp8", utilisation=0.93),
         ],
         "routes": [
-            Route(
+            PlanRoute(
                 app="chat",
                 request="short",
                 structure="E+P+D",
                 rate=7.5,
                 stages=[
-                    Stage(tasks="E", groups={"vit/E@l4": 1.0}),
-                    Stage(tasks="P", groups={"llm7/P@h100": 1.0}),
-                    Stage(tasks="D", groups={"llm7/D@h100": 1.0}),
+                    RouteStage(tasks="E", groups={"vit/E@l4": 1.0}),
+                    RouteStage(tasks="P", groups={"llm7/P@h100": 1.0}),
+                    RouteStage(tasks="D", groups={"llm7/D@h100": 1.0}),
                 ],
             )
         ],
         "outlook": [
-            Outlook(
+            LatencyForecast(
                 app="chat",
                 request="short",
                 rate=7.5,
@@ -95,9 +95,9 @@ def plan(**changes: Any) -> Plan:
                 slo_percentile="p95",
                 slo_ttft_s=0.5,
                 slo_tpot_s=0.05,
-                ttft=Times(mean=0.2, p50=0.19, p95=0.43, p99=0.61),
-                tpot=Times(mean=0.03, p50=0.03, p95=0.052, p99=0.06),
-                e2e=Times(mean=4.0, p50=3.9, p95=6.25, p99=7.0),
+                ttft=RequestTimes(mean=0.2, p50=0.19, p95=0.43, p99=0.61),
+                tpot=RequestTimes(mean=0.03, p50=0.03, p95=0.052, p99=0.06),
+                e2e=RequestTimes(mean=4.0, p50=3.9, p95=6.25, p99=7.0),
             )
         ],
         "caches": [
@@ -109,11 +109,13 @@ def plan(**changes: Any) -> Plan:
                 hit_rate={"chat/short": 0.437},
             )
         ],
-        "reservations": [Reservation(qos="gold", share=0.3, priority=5, deadline_s=1.5)],
-        "proof": Proof(status="optimal", solver="HiGHS", seconds=1.3, incumbent=58.24, bound=57.9, gap=0.006),
-        "why": Why(
+        "reservations": [QosReservation(qos="gold", share=0.3, priority=5, deadline_s=1.5)],
+        "proof": OptimalityProof(
+            status="optimal", solver="HiGHS", seconds=1.3, incumbent=58.24, bound=57.9, gap=0.006
+        ),
+        "why": PlanExplanation(
             binding=[
-                Binding(
+                BindingConstraint(
                     constraint="stock[l4]",
                     text="all of l4 is taken",
                     slack=0,
@@ -121,8 +123,8 @@ def plan(**changes: Any) -> Plan:
                 )
             ],
             alternatives=[
-                Alternative(name="without H100", text="", cost_per_hour=70.1, why_not="costs 20 % more"),
-                Alternative(name="only L4", text="", cost_per_hour=None, why_not="too little memory"),
+                PlanAlternative(name="without H100", text="", cost_per_hour=70.1, why_not="costs 20 % more"),
+                PlanAlternative(name="only L4", text="", cost_per_hour=None, why_not="too little memory"),
             ],
             monolith="The monolith wins below 2 requests/s; here it costs 12 % more.",
             curve=[

@@ -11,13 +11,13 @@ from typing import Any
 
 import simpy
 
-from cornplug.planner.simulator.simulator import Job, Station
+from cornplug.planner.simulator.simulator import Station, StationJob
 
 
 @dataclass
 class Request:
     row: int
-    job: Job
+    job: StationJob
     tokens_left: int = 0
     decoded: int = 0
     items_left: int = 0
@@ -132,7 +132,7 @@ class Replica:
                 self.leave(request)
 
 
-def run(stations: Sequence[Station], jobs: Sequence[Job]) -> list[Request]:
+def run(stations: Sequence[Station], jobs: Sequence[StationJob]) -> list[Request]:
     """Every station with one replica; the requests with the times at which they left each visit."""
     env = simpy.Environment()
     requests = [Request(row, job) for row, job in enumerate(jobs)]

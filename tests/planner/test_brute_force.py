@@ -10,9 +10,9 @@ from planner.pools import EXACT
 from planner.random_pools import KINDS, random_pool
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.milp import solve
-from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 
 CASES = 208
 """Issue 5 asks for 200; each of the 8 kinds gets as many."""
@@ -36,18 +36,18 @@ def test_the_pools_are_no_trifles() -> None:
 
 
 @cache
-def plan_of(seed: int) -> Solution | None:
+def plan_of(seed: int) -> PoolSolution | None:
     return attempt(random_pool(seed), EXACT)
 
 
-def attempt(pool: Pool, settings: Solver) -> Solution | None:
+def attempt(pool: OptimizationProblem, settings: SolverOptions) -> PoolSolution | None:
     try:
         return solve(pool, settings)
     except PlanInfeasible:
         return None
 
 
-def values(pool: Pool, plan: Solution | None) -> list[float]:
+def values(pool: OptimizationProblem, plan: PoolSolution | None) -> list[float]:
     """Of all goals in their order, computed from the plan itself; a pool without a plan has none."""
     if plan is None:
         return []
@@ -67,7 +67,7 @@ def values(pool: Pool, plan: Solution | None) -> list[float]:
     return [*found, dollars]
 
 
-def expected(pool: Pool, plan: Solution | None) -> list[float]:
+def expected(pool: OptimizationProblem, plan: PoolSolution | None) -> list[float]:
     """Where a class cannot be served at all, the model may refuse instead of serving none of it."""
     found = best(pool)
     if found is None or (plan is None and pool.objective != "cost" and found[0] == 0):

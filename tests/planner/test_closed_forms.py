@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.perf_model.queueing import erlang_c
 from cornplug.planner.simulator import arrivals
-from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 from .closed_forms import ttft_single, wait_exceeds
 
-HERE = (Visit(0),)
-SECONDS = Curve((1.0,), (1.0,))
+HERE = (StationVisit(0),)
+SECONDS = PiecewiseCurve((1.0,), (1.0,))
 
 
 def exponential(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -32,10 +32,10 @@ def exponential(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
 
 def queue(
     servers: int, rate: float, service_s: NDArray[np.float64], rng: np.random.Generator, **station: str
-) -> Outcome:
+) -> JobOutcomes:
     at = arrivals.times(rate, 1.0, len(service_s), rng)
     jobs = [
-        Job(t, 0, Draw(1, 0, (), 1, units), HERE)
+        StationJob(t, 0, SampledRequest(1, 0, (), 1, units), HERE)
         for t, units in zip(at.tolist(), service_s.tolist(), strict=True)
     ]
     return simulate([Station("g", servers, "G", generate=SECONDS, **station)], jobs)  # type: ignore[arg-type]
@@ -81,12 +81,18 @@ def test_mmc_under_high_load(servers: int) -> None:
     check_mmc(servers, 0.8, 500_000, seed=1)
 
 
-STEPS = StepTimes(Curve.line(0.0, 1e-3), Curve((1.0,), (0.1,)))
+STEPS = EngineStepTimes(PiecewiseCurve.line(0.0, 1e-3), PiecewiseCurve((1.0,), (0.1,)))
 ONE_AT_A_TIME = {
-    "E": (Station("e", 1, "E", encode=Curve((1.0,), (1e-3,)), max_patches=1), Draw(1, 0, (1000,), 1, 0.0)),
-    "P": (Station("p", 1, "P", steps=STEPS, chunk_tokens=1, chunked=False), Draw(1000, 0, (), 1, 0.0)),
-    "D": (Station("d", 1, "D", steps=STEPS, max_batch=1), Draw(1, 0, (), 11, 0.0)),
-    "PD": (Station("pd", 1, "PD", steps=STEPS, max_batch=1), Draw(500, 0, (), 6, 0.0)),
+    "E": (
+        Station("e", 1, "E", encode=PiecewiseCurve((1.0,), (1e-3,)), max_patches=1),
+        SampledRequest(1, 0, (1000,), 1, 0.0),
+    ),
+    "P": (
+        Station("p", 1, "P", steps=STEPS, chunk_tokens=1, chunked=False),
+        SampledRequest(1000, 0, (), 1, 0.0),
+    ),
+    "D": (Station("d", 1, "D", steps=STEPS, max_batch=1), SampledRequest(1, 0, (), 11, 0.0)),
+    "PD": (Station("pd", 1, "PD", steps=STEPS, max_batch=1), SampledRequest(500, 0, (), 6, 0.0)),
 }
 
 
@@ -95,7 +101,7 @@ def test_every_kind_of_replica_is_the_same_queue_when_it_takes_one_request_at_a_
     """So that the closed forms speak of all of them."""
     station, draw = ONE_AT_A_TIME[tasks]
     at = arrivals.times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()
-    got = simulate([station], [Job(t, 0, draw, HERE) for t in at]).e2e
+    got = simulate([station], [StationJob(t, 0, draw, HERE) for t in at]).e2e
     free, expected = 0.0, []
     for t in at:
         free = max(free, t) + 1.0

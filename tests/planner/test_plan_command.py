@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner.optimizer.optimization_problem import Progress
+from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import plan_folder, progress
 
@@ -161,10 +161,10 @@ def test_a_file_that_is_not_ours_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (Progress(1, None, None), "solving: no plan yet, no bound yet"),
-        (Progress(1, 58.24, 57.9), "solving: 58.24 found, bound 57.9, gap 0.58 %"),
-        (Progress(1, 0.0, None), "solving: 0 found, no bound yet"),
+        (SolveProgress(1, None, None), "solving: no plan yet, no bound yet"),
+        (SolveProgress(1, 58.24, 57.9), "solving: 58.24 found, bound 57.9, gap 0.58 %"),
+        (SolveProgress(1, 0.0, None), "solving: 0 found, no bound yet"),
     ],
 )
-def test_the_line_tells_incumbent_bound_and_gap(at: Progress, said: str) -> None:
+def test_the_line_tells_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
     assert progress.found(at) == said

@@ -8,12 +8,20 @@ import pytest
 from planner.pools import EXACT, NO_RESERVE, one_service
 
 from cornplug.planner.optimizer.milp import solve
-from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
+)
 
 A10G, A100 = 1.01, 3.67
 
 
-def melange(slices: int | None, prices: dict[str, float]) -> Pool:
+def melange(slices: int | None, prices: dict[str, float]) -> OptimizationProblem:
     """Mélange's `example.json`: throughputs of a 2 x 2 table of sizes, its mix, 30 requests/s."""
     table = {"A10G": [2, 1, 5, 2], "A100": [20, 20, 40, 20]}
     mix = [0.2, 0.1, 0.5, 0.2]
@@ -69,7 +77,7 @@ A10G_GAIN = (
 """Tokens per dollar of A10G over A100, %, by output (rows) and input (columns)."""
 
 
-def tiles(rate: float, prices: dict[str, float]) -> Pool:
+def tiles(rate: float, prices: dict[str, float]) -> OptimizationProblem:
     capacity: dict[str, dict[str, float]] = {"A10G": {}, "A100": {}}
     for out, row in zip(SIZES_OUT, A10G_GAIN, strict=True):
         for size, percent in zip(SIZES_IN, row, strict=True):
@@ -132,16 +140,16 @@ def test_published_mixes_cost_what_was_published(table: str) -> None:
         assert solution.objective == pytest.approx(dollars, abs=0.0005)
 
 
-def of_roles(gpus: int, whole: float, roles: dict[str, float]) -> Pool:
+def of_roles(gpus: int, whole: float, roles: dict[str, float]) -> OptimizationProblem:
     """One monolith, or one GPU for each role; as many requests as can be served."""
     cells = {"mono": whole, **roles}
-    return Pool(
-        nodes=(Nodes("n", "g", 1, 1.0, gpus),),
+    return OptimizationProblem(
+        nodes=(MachineClass("n", "g", 1, 1.0, gpus),),
         cells=tuple(Cell(name, name, "n", 1, 1.0, {"u": rate}) for name, rate in cells.items()),
-        demands=(Demand("u", 1000),),
+        demands=(RateDemand("u", 1000),),
         variants=(
-            Variant("mono", "u", "monolith", (Need("mono", 1.0),)),
-            Variant("apart", "u", "P+D", tuple(Need(role, 1.0) for role in roles)),
+            PathVariant("mono", "u", "monolith", (ServiceDemand("mono", 1.0),)),
+            PathVariant("apart", "u", "P+D", tuple(ServiceDemand(role, 1.0) for role in roles)),
         ),
         limits=NO_RESERVE,
         objective="goodput",
@@ -180,7 +188,7 @@ def test_qwen_image(gpus: int, mono: float, apart: float) -> None:
 
 @pytest.mark.parametrize(("hit_rate", "gpus"), [(0, 12), (0.3, 8), (0.5, 6), (0.8, 3), (0.9, 2), (0.95, 1)])
 def test_encoder_pool_shrinks_with_its_hits(hit_rate: float, gpus: int) -> None:
-    """A15: 10 pictures/s at 1.13 a GPU, filled to 0.8."""
-    pool = one_service({"A100": {"u": 1.13}}, {"A100": 1.0}, {"u": 10.0}, limits=Limits(online_share=0.8))
-    way = Variant("u", "u", "E+PD", (Need("s", 1.0, 1 - hit_rate),))
+    """A15: 10 images/s at 1.13 a GPU, filled to 0.8."""
+    pool = one_service({"A100": {"u": 1.13}}, {"A100": 1.0}, {"u": 10.0}, limits=PoolLimits(online_share=0.8))
+    way = PathVariant("u", "u", "E+PD", (ServiceDemand("s", 1.0, 1 - hit_rate),))
     assert solve(replace(pool, variants=(way,)), EXACT).nodes == {"A100": gpus}

@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs import traces
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator import arrivals
-from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 from .closed_forms import wait_percentile
 
@@ -27,8 +27,8 @@ MS = {
     "H100 prompt": (48.28, 51.18, 76.14, 132.2, 252.0, 649.6, 1411.6, 2521.9, 4996.5),
     "H100 token": (35.74, 36.15, 36.17, 36.33, 36.74, 37.53, 39.02, 45.84, 63.82),
 }
-CURVES = {name: Curve.through(TOKENS, [x / 1000 for x in ms]) for name, ms in MS.items()}
-H100 = StepTimes(CURVES["H100 prompt"], CURVES["H100 token"], mixed_factor=1.1)
+CURVES = {name: PiecewiseCurve.through(TOKENS, [x / 1000 for x in ms]) for name, ms in MS.items()}
+H100 = EngineStepTimes(CURVES["H100 prompt"], CURVES["H100 token"], mixed_factor=1.1)
 A100_TOKEN_S = 0.04761
 KV_TOKENS = 89_235
 """8 x 80 GiB less 329 GB of weights, over 4 014 080 bytes a token."""
@@ -42,13 +42,15 @@ SLOWDOWNS: Mapping[str, tuple[float, float, float]] = {
 """At P50, P90 and P99."""
 
 
-def requests(seconds: float, seed: int, visits: tuple[Visit, ...]) -> list[Job]:
+def requests(seconds: float, seed: int, visits: tuple[StationVisit, ...]) -> list[StationJob]:
     """Poisson arrivals of requests of the trace."""
     rng = np.random.default_rng(seed)
     at = arrivals.within(RATE, 1.0, seconds, rng)
     rows = arrivals.evenly(len(TRACE.at_s), len(at), rng)
     return [
-        Job(t, 0, Draw(int(TRACE.prompt_tokens[i]), 0, (), int(TRACE.output_tokens[i]), 0.0), visits)
+        StationJob(
+            t, 0, SampledRequest(int(TRACE.prompt_tokens[i]), 0, (), int(TRACE.output_tokens[i]), 0.0), visits
+        )
         for t, i in zip(at.tolist(), rows, strict=True)
     ]
 
@@ -67,7 +69,7 @@ def one_at_a_time(machines: int, router: str, seconds: float, seed: int) -> tupl
         chunked=False,
         router=router,  # type: ignore[arg-type]
     )
-    jobs = requests(seconds, seed, (Visit(0),))
+    jobs = requests(seconds, seed, (StationVisit(0),))
     alone = np.array([CURVES["H100 prompt"](job.draw.prompt_tokens) for job in jobs])
     wait = simulate([station], jobs, seed=seed).ttft - alone
     p95, p99 = np.quantile(wait, [0.95, 0.99])
@@ -119,7 +121,7 @@ def test_waits_by_router(machines: int, router: str, p95: float, p99: float) -> 
 # The cluster (A7) --------------------------------------------------------------------------------
 
 
-def cluster(prompt_machines: int, token_machines: int, jobs: list[Job]) -> Outcome:
+def cluster(prompt_machines: int, token_machines: int, jobs: list[StationJob]) -> JobOutcomes:
     """Prompts are never split and share an iteration up to 2048 tokens, as in Splitwise."""
     return simulate(
         [
@@ -130,7 +132,7 @@ def cluster(prompt_machines: int, token_machines: int, jobs: list[Job]) -> Outco
     )
 
 
-def meets_slos(outcome: Outcome, jobs: list[Job]) -> bool:
+def meets_slos(outcome: JobOutcomes, jobs: list[StationJob]) -> bool:
     prompt = np.array([CURVES["A100 prompt"](job.draw.prompt_tokens) for job in jobs])
     tokens = np.array([job.draw.output_tokens - 1 for job in jobs]) * A100_TOKEN_S
     slowdown: dict[str, NDArray[np.float64]] = {
@@ -144,7 +146,7 @@ def meets_slos(outcome: Outcome, jobs: list[Job]) -> bool:
     )
 
 
-def cheapest(jobs: list[Job], most: int) -> tuple[int, int]:
+def cheapest(jobs: list[StationJob], most: int) -> tuple[int, int]:
     """Fewest machines, all of one price, that meet the SLOs: for prompts and for tokens."""
     best = (most, 0)
     for token_machines in (3, 2, 4):
@@ -160,7 +162,7 @@ def cheapest(jobs: list[Job], most: int) -> tuple[int, int]:
 
 
 def check_cluster(seed: int, seconds: float) -> None:
-    jobs = requests(seconds, seed, (Visit(0), Visit(1)))
+    jobs = requests(seconds, seed, (StationVisit(0), StationVisit(1)))
     prompt_machines, token_machines = cheapest(jobs, most=32)
     assert 24 <= prompt_machines <= 30
     assert 2 <= token_machines <= 3

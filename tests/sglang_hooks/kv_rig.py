@@ -20,15 +20,15 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_parallel
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages, host_pages, page_geometry, rank_heads
-from cornplug.sglang_hooks.kv.namespace_roots import Roots
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
-from cornplug.sglang_hooks.kv.reader import Reader
-from cornplug.sglang_hooks.kv.writer import Writer, part_of
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 
@@ -41,7 +41,7 @@ SECRET = bytes(range(32))
 HEADS, LAYERS, DIM = 4, 3, 8
 LATENT, ROTARY = 12, 4
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-PLAIN = Space(None, None)
+PLAIN = CacheNamespace(None, None)
 HOST_TOKENS = 1024
 
 
@@ -105,7 +105,7 @@ class Another(FaultyStore):
         self.closed = True
 
 
-class RigRuntime(Runtime):
+class RigRuntime(EngineRuntime):
     def __init__(self, store: Store) -> None:
         self.config = settings({"engine.app": "test"})
         self.app, self.secret, self.store = "test", SECRET, store
@@ -114,7 +114,7 @@ class RigRuntime(Runtime):
         return Another(self.store)
 
 
-def hashes_of(tokens: Sequence[int], page_size: int, space: Space = PLAIN) -> list[str]:
+def hashes_of(tokens: Sequence[int], page_size: int, space: CacheNamespace = PLAIN) -> list[str]:
     """SGLang's own page hashes."""
     key = RadixKey(array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt)
     # Without our hook, which another test may have left there.
@@ -160,15 +160,15 @@ class Engine:
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = FaultyStore(self.store)
         self.tally = Tally()
-        self.book = Book(self.page_size, self.page_tokens)
+        self.book = PageHashIndex(self.page_size, self.page_tokens)
         self.run = RigRuntime(self.faulty)
-        self.roots = Roots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
+        self.roots = NamespaceRoots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
         mine = RankPages(self.geometry, self.heads, writes, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
-        self.reader = Reader(self.run, self.roots, self.book, mine, self.pages, self.tally)
-        self.writer = Writer(self.run, self.reader, self.book, mine, self.pages, part, self.tally)
+        self.reader = PageReader(self.run, self.roots, self.book, mine, self.pages, self.tally)
+        self.writer = PageWriter(self.run, self.reader, self.book, mine, self.pages, part, self.tally)
 
-    def knows(self, tokens: Sequence[int], space: Space = PLAIN) -> list[str]:
+    def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)
         self.book.record(None, hashes, tokens, space)
         return hashes
@@ -182,12 +182,14 @@ class Engine:
             self.pages.page(slot).copy_(mine)
         return [int(slot) for slot in slots]
 
-    def save(self, tokens: Sequence[int], kv: torch.Tensor, *, first: int = 0, space: Space = PLAIN) -> None:
+    def save(
+        self, tokens: Sequence[int], kv: torch.Tensor, *, first: int = 0, space: CacheNamespace = PLAIN
+    ) -> None:
         """As SGLang backs up the pages from `first` on."""
         hashes = self.knows(tokens, space)
         self.writer.save(hashes[first:], self.put(kv, first, len(hashes) - first))
 
-    def load(self, tokens: Sequence[int], *, space: Space = PLAIN) -> torch.Tensor:
+    def load(self, tokens: Sequence[int], *, space: CacheNamespace = PLAIN) -> torch.Tensor:
         """As SGLang prefetches; the KV of this rank's heads that was found."""
         hashes = self.knows(tokens, space)
         present = self.reader.present(hashes)

@@ -12,7 +12,7 @@ from PIL import Image
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig
-from cornplug.encoder_service.wire.messages import Encode, Encoded
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderError
 from cornplug.store.base import Store
 
@@ -54,12 +54,12 @@ class Service:
     """As of a service that is there."""
 
     def __init__(self) -> None:
-        self.asked: list[Encode] = []
+        self.asked: list[EncodeRequest] = []
         self.answer: Any = None
-        self.futures: list[Future[Encoded]] = []
+        self.futures: list[Future[EncodeReply]] = []
 
-    def submit(self, request: Encode) -> Future[Encoded]:
-        future: Future[Encoded] = Future()
+    def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
+        future: Future[EncodeReply] = Future()
         self.asked.append(request)
         self.futures.append(future)
         if self.answer is not None:

@@ -101,7 +101,7 @@ def test_settings_reach_the_processes(text: str) -> None:
 def test_settings_edited_under_a_server_change_nothing(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are asked for with each picture, on the scheduler's thread."""
+    """They are asked for with each image, on the scheduler's thread."""
     file = tmp_path / "cornplug.toml"
     file.write_text('[engine]\napp = "chat"\n')
     monkeypatch.setenv("CORNPLUG_CONFIG", str(file))
@@ -335,7 +335,7 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
     tmp_path: Path, model: str, blind: bool
 ) -> None:
     """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
-    makes of their pictures (`test_families.py`), and see `compat.PROVEN`."""
+    makes of their images (`test_families.py`), and see `compat.PROVEN`."""
     folder = getattr(checkpoints, model)(tmp_path / model)
     record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:

@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.command_lines import LaunchCommand, commands
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_config
 from devkit.checkpoints import qwen2_vl
@@ -45,13 +45,13 @@ def loaded() -> Iterator[None]:
     activation.turn_off()
 
 
-def engines(case: Any, **how: Any) -> list[Command]:
+def engines(case: Any, **how: Any) -> list[LaunchCommand]:
     found = [c.resolved(VALUES) for c in commands(plans.plan(case), **how) if c.kind == "engine"]
     assert found
     return found
 
 
-def record(command: Command) -> ServerArgs:
+def record(command: LaunchCommand) -> ServerArgs:
     """What the operator gave, as SGLang keeps it before it resolves anything."""
     assert command.argv[:3] == ("python", "-m", "sglang.launch_server")
     return prepare_server_args(list(command.argv[3:]))

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig, read_secret
-from cornplug.store.arena import Arena
+from cornplug.store.arena import SharedArena
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.server import Server
+from cornplug.store.daemon.server import StoreServer
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -40,17 +40,17 @@ def store_config(short_path: Path) -> StoreConfig:
 
 
 @pytest.fixture
-def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., Server]]:
+def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., StoreServer]]:
     """Serve `store_config.socket` from a thread of this process."""
-    running: list[tuple[Server, threading.Thread, socket.socket, Arena]] = []
+    running: list[tuple[StoreServer, threading.Thread, socket.socket, SharedArena]] = []
 
-    def serve(*, size_bytes: int = 1 << 20, **times: float) -> Server:
+    def serve(*, size_bytes: int = 1 << 20, **times: float) -> StoreServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(store_config.socket))
         listener.listen()
-        arena = Arena(size_bytes)
+        arena = SharedArena(size_bytes)
         secret = read_secret(store_config.secret_file)
-        server = Server(listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **times)
+        server = StoreServer(listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **times)
         thread = threading.Thread(target=server.serve)
         thread.start()
         running.append((server, thread, listener, arena))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig, load
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError
 from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
@@ -61,7 +61,7 @@ class TestLentStore(StoreContract):
 
 
 def test_an_engine_opens_the_store_that_the_setting_names(installed: None) -> None:
-    store = Runtime(load(environ={"CORNPLUG_STORE_BACKEND": "lent"})).store
+    store = EngineRuntime(load(environ={"CORNPLUG_STORE_BACKEND": "lent"})).store
     assert isinstance(store, MemoryStore) or type(store).__module__ == "cornplug.store.memory"
 
 

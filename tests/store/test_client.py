@@ -18,9 +18,9 @@ import pytest
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
-from cornplug.store.base import Refusal, Reservation
+from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.server import Server
+from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, fill, lease, present, reserve
 
@@ -32,7 +32,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 class TestPoolStore(StoreContract):
     @pytest.fixture
-    def stage(self, serve_in_thread: Callable[..., Server], connect: Connect) -> StoreStage:
+    def stage(self, serve_in_thread: Callable[..., StoreServer], connect: Connect) -> StoreStage:
         serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2)
         return StoreStage(
             connect,
@@ -147,7 +147,7 @@ def test_threads_wait_for_their_turn_no_longer_than_asked(connect: Connect, star
     assert all(took_s < 0.6 for _, took_s in took)
 
 
-def test_threads_share_a_connection(connect: Connect, serve_in_thread: Callable[..., Server]) -> None:
+def test_threads_share_a_connection(connect: Connect, serve_in_thread: Callable[..., StoreServer]) -> None:
     serve_in_thread()
     store = connect()
     wrong: list[int] = []
@@ -195,7 +195,7 @@ def test_a_killed_client_leaves_nothing_behind(
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     assert client.stdout.readline() == "ready\n"
-    assert reserve(store, "big", 8 << 20) is Refusal.FULL
+    assert reserve(store, "big", 8 << 20) is ReserveRefusal.FULL
     client.kill()
     client.communicate()
     eventually(lambda: store.stat(deadline_s=5).leases == 0)
@@ -206,7 +206,7 @@ def test_a_killed_client_leaves_nothing_behind(
 
 
 def test_a_forked_child_leaves_the_parents_connection_alone(
-    connect: Connect, serve_in_thread: Callable[..., Server]
+    connect: Connect, serve_in_thread: Callable[..., StoreServer]
 ) -> None:
     serve_in_thread()
     store = connect()
@@ -225,7 +225,7 @@ def test_a_forked_child_leaves_the_parents_connection_alone(
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_forked_child_gets_a_connection_of_its_own(
-    connect: Connect, serve_in_thread: Callable[..., Server], closed: bool
+    connect: Connect, serve_in_thread: Callable[..., StoreServer], closed: bool
 ) -> None:
     """Web servers fork their workers after the application was loaded."""
     serve_in_thread()

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from cornplug.codec import Header, Kind, encode_header
+from cornplug.codec import PayloadHeader, PayloadKind, encode_header
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages as wire
-from cornplug.store.base import OTHER_APPS, Refusal, Reservation
-from cornplug.store.circuit_breaker import Breaker
+from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
+from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.index import MAX_LOOKS, SWEEP, Index
-from cornplug.store.write_fences import Fences
+from cornplug.store.daemon.index import MAX_LOOKS, SWEEP, StoreIndex
+from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, present, reserve
 
 from .conftest import eventually
@@ -48,7 +48,9 @@ def test_a_very_long_prompt_is_leased_whole(connect: Connect, start_daemon: Star
     daemon = start_daemon()
     store = connect()
     keys = [key(n) for n in range(2100)]
-    meta = encode_header(Header(Kind.KV_PAGE, keys[0], "bfloat16", (8, 126, 2, 64, 128), tuple(range(1008))))
+    meta = encode_header(
+        PayloadHeader(PayloadKind.KV_PAGE, keys[0], "bfloat16", (8, 126, 2, 64, 128), tuple(range(1008)))
+    )
     assert len(keys) * len(meta) > wire.MAX_FRAME_BYTES
     _commit_many(store, keys, 64, meta=meta)
     leases = store.lease([*keys, key("absent")], ttl_s=30, deadline_s=20)
@@ -126,7 +128,7 @@ def test_giant_questions_hold_up_nobody(
     frames = {
         "lease": portions(lambda some: wire.TakeLeases(some, 600.0)),
         "disconnect": b"",
-        "delete": portions(wire.Delete),
+        "delete": portions(wire.DeleteRequest),
     }
     for what, frame in frames.items():
         if what != "disconnect":
@@ -141,7 +143,7 @@ def test_giant_questions_hold_up_nobody(
                 eventually(lambda: small.stat(deadline_s=5).leases == 0)
             else:
                 for _ in range(-(-len(keys) // wire.MAX_KEYS)):
-                    assert not isinstance(_reply(raw), wire.Fault)
+                    assert not isinstance(_reply(raw), wire.RequestFault)
             took_s, meanwhile = time.perf_counter() - began_s, len(waits)
             sending.join()
         # Answered as one question, each of these let one or two others through. (How long the worst
@@ -156,7 +158,7 @@ def _greeted(config: StoreConfig) -> socket.socket:
     raw.settimeout(20)
     raw.connect(str(config.socket))
     tag = wire.secret_tag(read_secret(config.secret_file))
-    raw.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, tag)))
+    raw.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, tag)))
     assert raw.recv(4096)
     return raw
 
@@ -175,9 +177,11 @@ def _reply(raw: socket.socket) -> wire.Reply:
     return wire.reply_decoder.decode(wire.take_number(body)[1])
 
 
-def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> Index:
+def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreIndex:
     """An index that is full of them, or has room for more."""
-    index = Index(b"\1" * 16, (room_for or entries) * 4096, quarantine_s=1.0, grow=lambda missing: missing)
+    index = StoreIndex(
+        b"\1" * 16, (room_for or entries) * 4096, quarantine_s=1.0, grow=lambda missing: missing
+    )
     keys = [key(n) for n in range(entries)]
     for at in range(0, entries, 4096):
         for room in index.reserve(1, [(each, 4096) for each in keys[at : at + 4096]], app="a", now_s=0.0):
@@ -194,7 +198,7 @@ def test_a_search_for_victims_ends() -> None:
         began_s = time.process_time()
         answers = index.reserve(1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0)
         assert time.process_time() - began_s < 0.1
-        assert set(answers) == {Refusal.FULL}
+        assert set(answers) == {ReserveRefusal.FULL}
     assert index.stat().evictions == 0
 
 
@@ -210,18 +214,18 @@ def test_a_search_that_was_cut_goes_on_where_it_ended() -> None:
     index.end_owner(1, now_s=0.0)
     index.lease(2, keys[:-8:2], ttl_s=1000.0, now_s=0.0)
     tries = 0
-    while index.reserve(2, [(key("big"), 8192)], app="a", now_s=0.0)[0] is Refusal.FULL:
+    while index.reserve(2, [(key("big"), 8192)], app="a", now_s=0.0)[0] is ReserveRefusal.FULL:
         tries += 1
         assert tries < 10, "never found"
 
 
 def test_a_large_one_among_tiny_ones_is_stored_in_the_end() -> None:
-    index = Index(b"\1" * 16, 64 * 4 * MAX_LOOKS, quarantine_s=1.0, grow=lambda missing: missing)
+    index = StoreIndex(b"\1" * 16, 64 * 4 * MAX_LOOKS, quarantine_s=1.0, grow=lambda missing: missing)
     for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], app="a", now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     tries = 0
-    while index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], app="a", now_s=0.0)[0] is Refusal.FULL:
+    while index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], app="a", now_s=0.0)[0] is ReserveRefusal.FULL:
         tries += 1
         assert tries < 10, "never found"
 
@@ -358,9 +362,9 @@ def slow_daemon(store_config: StoreConfig) -> Iterator[Callable[[float], None]]:
 def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event) -> None:
     with listener.accept()[0] as peer:
         peer.recv(4096)
-        arena, fences = os.memfd_create("test"), Fences(shared=True)
+        arena, fences = os.memfd_create("test"), WriteFences(shared=True)
         os.truncate(arena, 4096)
-        socket.send_fds(peer, [wire.frame(wire.Welcome(b"\1" * 16, 4096))], [arena, fences.fd])
+        socket.send_fds(peer, [wire.frame(wire.DaemonWelcome(b"\1" * 16, 4096))], [arena, fences.fd])
         os.close(arena)
         fences.close()
         received = bytearray()
@@ -383,11 +387,11 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
             peer.settimeout(0.5)
             while (body := wire.take_frame(received)) is not None:
                 number, _ = wire.take_number(body)
-                peer.sendall(wire.frame(wire.Mask(b"\0"), number))
+                peer.sendall(wire.frame(wire.ContainsReply(b"\0"), number))
 
 
 def test_a_breaker_knows_patience_from_patience() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.missed(0.1, 100.0)
     assert breaker.refuses(0.1, 100.05)
     assert not breaker.refuses(1.0, 100.05)

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store import payload as entry
-from cornplug.store.base import Refusal
+from cornplug.store.base import ReserveRefusal
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore, StoreContract
 from cornplug.testing.store import StoreStage, fill, key, present, put, reserve
@@ -76,7 +76,7 @@ def test_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
 
 def test_full(faulty: FaultyStore) -> None:
     faulty.full = True
-    assert reserve(faulty, "a", 1) is Refusal.FULL
+    assert reserve(faulty, "a", 1) is ReserveRefusal.FULL
     assert put(faulty, b"x" * 128, 1) == "full"
 
 
@@ -100,7 +100,7 @@ def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> N
         put(faulty, b"x" * 1280, 3)
     arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
     with pytest.raises(CodecError):
-        entry.put(faulty, b"x", kind=Kind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
+        entry.put(faulty, b"x", kind=PayloadKind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
     stat = faulty.stat(deadline_s=1)
     assert (stat.reservations, stat.bytes_by_app) == (0, {}), "its room is in quarantine"
 

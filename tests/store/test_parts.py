@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cornplug import codec
-from cornplug.codec import Kind
-from cornplug.store.base import Part, Refusal, Reservation
-from cornplug.store.daemon.index import Index
+from cornplug.codec import PayloadKind
+from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.daemon.index import StoreIndex
 from cornplug.testing.store import key
 
 CAPACITY, SIZE = 64 * 12, 64 * 2
@@ -41,7 +41,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.index = Index(
+        self.index = StoreIndex(
             b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, reservation_s=RESERVATION_S,
             reclaim_s=RECLAIM_S, grow=lambda missing: missing,
         )  # fmt: skip
@@ -62,13 +62,13 @@ class PartsInAnyOrder(RuleBasedStateMachine):
     @rule(owner=OWNERS, name=st.integers(0, 3), part=PARTS)
     def reserve(self, owner: int, name: int, part: int) -> None:
         (answer,) = self.index.reserve(
-            owner, [(key(name), SIZE)], app="a", part=Part(GROUP, part, 2), now_s=self.now_s
+            owner, [(key(name), SIZE)], app="a", part=WriterPart(GROUP, part, 2), now_s=self.now_s
         )
         draft = self.drafts.get(name)
         if self.index.contains([key(name)]) == b"\1":
-            assert answer is Refusal.PRESENT
+            assert answer is ReserveRefusal.PRESENT
         elif draft is not None and any(writer.part == part for writer in draft.writers):
-            assert answer is Refusal.PENDING
+            assert answer is ReserveRefusal.PENDING
         elif isinstance(answer, Reservation):
             draft = self.drafts.setdefault(name, _Draft(self.now_s))
             assert all(writer.room.location == answer.location for writer in draft.writers)
@@ -79,7 +79,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
             self.writers.append(writer)
         else:
             assert draft is None
-            assert answer is Refusal.FULL
+            assert answer is ReserveRefusal.FULL
 
     def check_nobody_writes_there(self, room: Reservation) -> None:
         mine = range(room.location.offset, room.location.offset + SIZE)
@@ -94,7 +94,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
             return
         writer = self.writers[which % len(self.writers)]
         name = next((n for n, draft in self.drafts.items() if writer in draft.writers), None)
-        meta = codec.encode_part(Kind.KV_PAGE, writer.room.key, "float16", (64,), 2, {writer.part: 1})
+        meta = codec.encode_part(PayloadKind.KV_PAGE, writer.room.key, "float16", (64,), 2, {writer.part: 1})
         done = self.index.commit(writer.owner, writer.room.token, meta if good else b"no part")
         writer.safe_from_s = min(writer.safe_from_s, self.now_s)
         if name is None or writer.committed:

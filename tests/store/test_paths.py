@@ -21,7 +21,7 @@ from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import socket_claim
 from cornplug.store.daemon.main import EXIT_TAKEN
-from cornplug.store.daemon.socket_claim import Claim, Taken
+from cornplug.store.daemon.socket_claim import SocketClaim, SocketTaken
 from cornplug.store.memory import MemoryStore
 from cornplug.testing.store import fill, key, present, reserve
 
@@ -51,7 +51,7 @@ def test_in_a_strangers_folder_nothing_is_opened_or_made(store_config: StoreConf
     for attempt in (
         lambda: _start(store_config),
         lambda: autostart.spawn(store_config, idle_exit_s=1),
-        lambda: Claim(store_config.socket),
+        lambda: SocketClaim(store_config.socket),
     ):
         with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
             attempt()
@@ -65,14 +65,14 @@ def test_no_link_is_followed(store_config: StoreConfig, tmp_path: Path, name: st
     victim.write_bytes(b"x" * (2 << 20))
     (store_config.socket.parent / name).symlink_to(victim)
     with pytest.raises((OSError, ConfigError), match="symbolic link"):
-        Claim(store_config.socket) if name.endswith("lock") else _start(store_config)
+        SocketClaim(store_config.socket) if name.endswith("lock") else _start(store_config)
     assert victim.read_bytes() == b"x" * (2 << 20)
 
 
 def test_a_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
     (short_path / "run").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a symbolic link"):
-        Claim(short_path / "run" / "s.sock")
+        SocketClaim(short_path / "run" / "s.sock")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,11 +150,11 @@ def test_a_claim_whose_folder_went_away_takes_it_anew(
 ) -> None:
     monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
     path = short_path / "run" / "s.sock"
-    ours = Claim(path)
+    ours = SocketClaim(path)
     path.parent.rename(short_path / "elsewhere")
-    with pytest.raises(Taken):
+    with pytest.raises(SocketTaken):
         # Still ours by its inode, wherever it went.
-        Claim(short_path / "elsewhere" / "s.sock")
+        SocketClaim(short_path / "elsewhere" / "s.sock")
     assert ours.renew() is ours.listener
     assert answers(path)
     ours.close()
@@ -164,7 +164,7 @@ def test_a_claim_whose_folder_went_away_takes_it_anew(
 
 def test_a_claim_without_a_folder_serves_on(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = short_path / "run" / "s.sock"
-    ours = Claim(path)
+    ours = SocketClaim(path)
     path.parent.rename(short_path / "elsewhere")
     path.parent.write_text("a file is in the way")
     listener = ours.listener
@@ -177,17 +177,17 @@ def test_a_claim_without_a_folder_serves_on(short_path: Path, caplog: pytest.Log
 
 def test_two_that_wait_for_one_lock(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
-    first = Claim(short_path / "s.sock")
-    with pytest.raises(Taken):
-        Claim(short_path / "s.sock")
+    first = SocketClaim(short_path / "s.sock")
+    with pytest.raises(SocketTaken):
+        SocketClaim(short_path / "s.sock")
     assert answers(short_path / "s.sock"), "the loser touched nothing"
     first.close()
-    Claim(short_path / "s.sock").close()
+    SocketClaim(short_path / "s.sock").close()
 
 
 def test_files_stay_young(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cleaners go by age."""
-    ours = Claim(short_path / "s.sock")
+    ours = SocketClaim(short_path / "s.sock")
     files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
     for path in files:
         os.utime(path, (1, 1))
@@ -258,7 +258,9 @@ def test_an_entry_of_another_release_is_a_miss_and_stays(
     assert isinstance(room, Reservation)
     with monkeypatch.context() as newer:
         newer.setattr(codec, "VERSION", codec.VERSION + 1)
-        meta = codec.encode_header(codec.Header(codec.Kind.EMBEDDING, key("a"), "uint8", (4,), (0,)))
+        meta = codec.encode_header(
+            codec.PayloadHeader(codec.PayloadKind.EMBEDDING, key("a"), "uint8", (4,), (0,))
+        )
     assert store.commit([(room, meta)], deadline_s=1) == [True]
     with pytest.raises(CodecError) as e:
         read(store, key("a"), deadline_s=1)

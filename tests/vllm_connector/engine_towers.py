@@ -1,4 +1,4 @@
-"""vLLM's own model classes, as a program: pictures -> their processed inputs, and its embeddings of them.
+"""vLLM's own model classes, as a program: images -> their processed inputs, and its embeddings of them.
 
     python engine_towers.py OUT.safetensors NAME=CHECKPOINT ...
 
@@ -66,7 +66,7 @@ def engine_config(path: str) -> VllmConfig:
 
 
 def processed(config: VllmConfig) -> list[Any]:
-    """vLLM's item of each picture, all of one prompt."""
+    """vLLM's item of each image, all of one prompt."""
     processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
     items = processor.info.parse_mm_data({"image": pictures()})
     text = processor.dummy_inputs.get_dummy_text({"image": len(SIZES)})

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from cornplug.config import Config, QosConfig
 from cornplug.qos import ServiceClass
 from cornplug.vllm_connector.admission import Admission
-from cornplug.vllm_connector.ttft_prediction import Forecast, Reading
+from cornplug.vllm_connector.ttft_prediction import QueueReading, TtftForecast
 
 PREMIUM = ServiceClass(name="premium", share=0.5, priority=10, deadline_s=2.0)
 BATCH = ServiceClass(name="batch", share=0.1, deadline_s=30.0)
@@ -31,11 +31,11 @@ BATCH = ServiceClass(name="batch", share=0.1, deadline_s=30.0)
 # -- the forecast, in virtual time ----------------------------------------------------------------
 
 
-def saturated(*classes: ServiceClass, rate: float = 10.0, waiting: float = 5.0) -> Forecast:
+def saturated(*classes: ServiceClass, rate: float = 10.0, waiting: float = 5.0) -> TtftForecast:
     """One that has seen an engine with a queue give `rate` first tokens a second for ten seconds."""
-    forecast = Forecast(classes)
+    forecast = TtftForecast(classes)
     for second in range(11):
-        forecast.read(Reading(at_s=float(second), waiting=waiting, first_tokens=rate * second))
+        forecast.read(QueueReading(at_s=float(second), waiting=waiting, first_tokens=rate * second))
     return forecast
 
 
@@ -60,7 +60,7 @@ def test_what_others_leave_is_anybodys_but_their_share_is_kept_free() -> None:
     forecast = saturated(PREMIUM, BATCH, waiting=3)
     for _ in range(3):
         forecast.enters(BATCH)
-    forecast.read(Reading(at_s=11.0, waiting=3, first_tokens=110))
+    forecast.read(QueueReading(at_s=11.0, waiting=3, first_tokens=110))
     # Beside premium's half of the room, which nobody uses, there is place for the fourth.
     assert 3 + 1 + room / 2 < room < 5 + 1 + room / 2
     assert forecast.decide(BATCH, 11.0).admitted
@@ -83,7 +83,7 @@ def test_who_is_promised_nothing_or_the_impossible_takes_no_room_from_others() -
 
 def test_a_burst_between_two_readings_is_seen() -> None:
     forecast = saturated(PREMIUM, waiting=1)
-    forecast.read(Reading(at_s=11.0, waiting=0, first_tokens=110))
+    forecast.read(QueueReading(at_s=11.0, waiting=0, first_tokens=110))
     admitted = 0
     while forecast.decide(PREMIUM, 11.0).admitted:
         forecast.enters(PREMIUM)
@@ -93,9 +93,9 @@ def test_a_burst_between_two_readings_is_seen() -> None:
 
 
 def test_nothing_is_refused_before_anything_was_measured_or_where_nothing_is_promised() -> None:
-    assert Forecast([PREMIUM]).decide(PREMIUM, 0.0).outcome == "blind"
-    fresh = Forecast([PREMIUM])
-    fresh.read(Reading(at_s=0.0, waiting=1000, first_tokens=0))
+    assert TtftForecast([PREMIUM]).decide(PREMIUM, 0.0).outcome == "blind"
+    fresh = TtftForecast([PREMIUM])
+    fresh.read(QueueReading(at_s=0.0, waiting=1000, first_tokens=0))
     assert fresh.decide(PREMIUM, 0.0).outcome == "admitted"
     promised_nothing = ServiceClass(name="free")
     assert saturated(promised_nothing, waiting=1000).decide(promised_nothing, 10.0).admitted
@@ -104,8 +104,8 @@ def test_nothing_is_refused_before_anything_was_measured_or_where_nothing_is_pro
 def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
     forecast = saturated(PREMIUM, waiting=10)
     for second in range(11, 60):
-        forecast.read(Reading(at_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
-    forecast.read(Reading(at_s=60.0, waiting=5, first_tokens=106))
+        forecast.read(QueueReading(at_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
+    forecast.read(QueueReading(at_s=60.0, waiting=5, first_tokens=106))
     verdict = forecast.decide(PREMIUM, 60.0)
     assert verdict.admitted
     assert verdict.wait_s == pytest.approx(likely(6) / 10)
@@ -121,11 +121,11 @@ def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
 def test_whatever_vllm_says_there_is_a_verdict_and_a_bounded_wait(
     steps: list[tuple[float, float, float, int]],
 ) -> None:
-    forecast, now = Forecast([PREMIUM, BATCH]), 0.0
+    forecast, now = TtftForecast([PREMIUM, BATCH]), 0.0
     for passed, waiting, first_tokens, act in steps:
         now += passed
         if act == 0:
-            forecast.read(Reading(at_s=now, waiting=waiting, first_tokens=first_tokens))
+            forecast.read(QueueReading(at_s=now, waiting=waiting, first_tokens=first_tokens))
         elif act == 1:
             forecast.read(None)
         for qos in (PREMIUM, BATCH):
@@ -144,7 +144,7 @@ def overload(
     that by each class."""
     rate, chance = 20.0, random.Random(4)
     arrivals = {PREMIUM.name: rate * premium, BATCH.name: rate * batch}
-    forecast = Forecast([PREMIUM, BATCH])
+    forecast = TtftForecast([PREMIUM, BATCH])
     tally = {c.name: dict.fromkeys(("offered", "admitted", "in_time"), 0.0) for c in (PREMIUM, BATCH)}
     events: list[tuple[float, int, str, Any]] = [(0.0, 0, "read", None)]
     count = 1
@@ -163,7 +163,7 @@ def overload(
         if now > seconds:
             break
         if what == "read":
-            forecast.read(Reading(at_s=now, waiting=len(queue), first_tokens=first_tokens))
+            forecast.read(QueueReading(at_s=now, waiting=len(queue), first_tokens=first_tokens))
             at(now + 0.5, "read")
         elif what == "arrive":
             at(now + chance.expovariate(arrivals[value.name]), "arrive", value)

@@ -18,7 +18,7 @@ from cornplug.config import Config
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.ec.embedding_handles import Vouchers
+from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.model import weight_updates
 from devkit import checkpoints
 
@@ -85,7 +85,7 @@ def test_a_process_that_cannot_see_the_state_shares_nothing() -> None:
 
 
 def test_another_server_s_update_ends_vouchers_here(tmp_path: Path) -> None:
-    taken = Vouchers(Config(), bytes(32), lambda: bytes(32), dtype="float32")
+    taken = ReceivedHandles(Config(), bytes(32), lambda: bytes(32), dtype="float32")
     name = "cpv1-" + "11" * 32 + "-" + "22" * 32
     with pytest.raises(VLLMValidationError, match="another salt"):
         taken.key(name, None)

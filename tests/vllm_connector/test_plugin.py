@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 
 from cornplug.engine_common import engine_state
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
 from cornplug.vllm_connector import compat, plugin, stats
@@ -228,7 +228,7 @@ def test_adapters_are_known_by_content(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
         (tmp_path / name / "adapter_model.safetensors").write_bytes(data)
-    adapters = Adapters()
+    adapters = LoraDigests()
     a, b, c = (adapters.digest(str(tmp_path / name)) for name in "abc")
     assert a == b != c
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"3")

@@ -13,23 +13,23 @@ from types import MappingProxyType
 from typing import Final
 
 from cornplug.checkpoints.families.family import (
-    Family,
     Json,
     Modality,
+    ModelFamily,
     Part,
     Spec,
     unusual_classes,
     without_inert,
 )
 
-__all__ = ["FAMILIES", "Family", "Json", "Modality", "Part", "Spec", "unusual_classes", "without_inert"]
+__all__ = ["FAMILIES", "Json", "Modality", "ModelFamily", "Part", "Spec", "unusual_classes", "without_inert"]
 
 
-def _families() -> Iterator[Family]:
+def _families() -> Iterator[ModelFamily]:
     for module in pkgutil.iter_modules(__path__):
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
         if family is not None:
             yield family
 
 
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({family.name: family for family in _families()})
+FAMILIES: Final[Mapping[str, ModelFamily]] = MappingProxyType({family.name: family for family in _families()})

@@ -83,7 +83,7 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class BaseCheckpoint:
     """A part that a family may keep in a checkpoint of its own, which config.json names."""
 
     part: Part
@@ -96,7 +96,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """One `model_type`. The three spec functions raise CheckpointError for what they do not know."""
 
     name: str
@@ -124,7 +124,7 @@ class Family:
     says: transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each further modality in `inputs`, whose processor is another one."""
-    base: Base | None = None
+    base: BaseCheckpoint | None = None
 
     @property
     def first_modality(self) -> Modality:

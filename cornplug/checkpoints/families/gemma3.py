@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Final
 
 from cornplug.checkpoints.families import llava
-from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec, without_inert
+from cornplug.checkpoints.families.family import (
+    Json,
+    ModelFamily,
+    Spec,
+    known_sides,
+    pixel_spec,
+    without_inert,
+)
 from cornplug.checkpoints.families.feature_layer import SIGLIP_DEFAULTS
 
 _HALF: Final = [0.5, 0.5, 0.5]
@@ -41,7 +48,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     return known_sides(spec)
 
 
-FAMILY: Final[Family] = replace(
+FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="gemma3",
     network="gemma3:Gemma3",

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Final
 
 from cornplug.checkpoints.families import llava
-from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec, without_inert
+from cornplug.checkpoints.families.family import (
+    Json,
+    ModelFamily,
+    Spec,
+    known_sides,
+    pixel_spec,
+    without_inert,
+)
 from cornplug.errors import CheckpointError
 
 _VISION_DEFAULTS: Final[Json] = {
@@ -79,7 +86,7 @@ def _before_cut(config: Json, name: str) -> bool:
     return name != "embeddings.mask_token"
 
 
-FAMILY: Final[Family] = replace(
+FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="internvl",
     network="internvl:InternVl",

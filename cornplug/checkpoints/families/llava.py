@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec
 from cornplug.checkpoints.families.feature_layer import CLIP_L_336, LlavaCut, llava_projector, sized_pixels
 
 _CUT: Final = LlavaCut(vision=CLIP_L_336, layer=-2, select="default")
@@ -19,7 +19,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     return sized_pixels(preprocessor, "CLIPImageProcessor", _CLIP_PIXELS)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="llava",
     network="llava:Llava",
     inputs={"image": ("pixel_values",)},

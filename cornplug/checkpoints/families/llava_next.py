@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): LLaVA over the tiles of a picture; padding is dropped and rows end in a newline."""
+"""LLaVA-NeXT (1.6): LLaVA over the tiles of an image; padding is dropped and rows end in a newline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from cornplug.checkpoints.families import llava
-from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec
 from cornplug.checkpoints.families.feature_layer import (
     CLIP_L_336,
     LlavaCut,
@@ -38,7 +38,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     return sized_pixels(preprocessor, "LlavaNextImageProcessor", _PIXELS)
 
 
-FAMILY: Final[Family] = replace(
+FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="llava_next",
     network="llava:LlavaTiles",

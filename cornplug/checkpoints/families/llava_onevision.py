@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: a SigLIP tower over the tiles of a picture, shrunk to at most so many tiles' rows."""
+"""LLaVA-OneVision: a SigLIP tower over the tiles of an image, shrunk to at most so many tiles' rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from typing import Final
 
 from cornplug.checkpoints.families import llava_next
-from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec
 from cornplug.checkpoints.families.feature_layer import (
     LlavaCut,
     one_row_a_patch,
@@ -57,7 +57,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     return sized_pixels(preprocessor, "LlavaOnevisionImageProcessor", _PIXELS)
 
 
-FAMILY: Final[Family] = replace(
+FAMILY: Final[ModelFamily] = replace(
     llava_next.FAMILY,
     name="llava_onevision",
     tower_spec=_tower,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.checkpoints.families.family import Family, Json, Spec
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec
 from cornplug.checkpoints.families.qwen2_vl import (
     QWEN_INPUTS,
     QWEN_LANGUAGE_MODEL,
@@ -42,7 +42,7 @@ def _projector(config: Json) -> Spec:
     return {k: vision[k] for k in ("hidden_size", "out_hidden_size", "spatial_merge_size")}
 
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="qwen2_5_vl",
     network="qwen2_5_vl:Qwen25Vl",
     inputs=QWEN_INPUTS,

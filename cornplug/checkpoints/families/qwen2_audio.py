@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cornplug.checkpoints.families.family import Family, Json, Spec, without_inert
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec, without_inert
 from cornplug.errors import CheckpointError
 
 WHISPER_DEFAULTS: Final[Json] = {
@@ -117,7 +117,7 @@ def _projector(config: Json) -> Spec:
     return {"d_model": _tower(config)["d_model"]}
 
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="qwen2_audio",
     network="whisper:Qwen2Audio",
     inputs={"audio": ("input_features", "feature_attention_mask")},

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from cornplug.checkpoints.families.family import (
-    Family,
     Json,
     Modality,
+    ModelFamily,
     Spec,
     known_sides,
     pixel_spec,
@@ -108,7 +108,7 @@ QWEN_LANGUAGE_MODEL: Final = (
     ("language_model.lm_head.", "lm_head."),
 )
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="qwen2_vl",
     network="qwen2_vl:Qwen2Vl",
     inputs=QWEN_INPUTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.checkpoints.families.family import Family, Json, Spec, known_sides, pixel_spec
+from cornplug.checkpoints.families.family import Json, ModelFamily, Spec, known_sides, pixel_spec
 from cornplug.checkpoints.families.qwen2_vl import (
     QWEN_INPUTS,
     QWEN_LANGUAGE_MODEL,
@@ -67,7 +67,7 @@ def _video(preprocessor: Json) -> Spec:
     return known_sides(spec)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="qwen3_vl",
     network="qwen3_vl:Qwen3Vl",
     inputs=QWEN_INPUTS,

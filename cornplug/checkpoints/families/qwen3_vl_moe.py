@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cornplug.checkpoints.families.family import Family
+from cornplug.checkpoints.families.family import ModelFamily
 from cornplug.checkpoints.families.qwen3_vl import FAMILY as DENSE
 
-FAMILY: Final[Family] = replace(DENSE, name="qwen3_vl_moe")
+FAMILY: Final[ModelFamily] = replace(DENSE, name="qwen3_vl_moe")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.checkpoints.families.family import Base, Family, Json, Spec
+from cornplug.checkpoints.families.family import BaseCheckpoint, Json, ModelFamily, Spec
 from cornplug.checkpoints.families.qwen2_audio import mel_spec, whisper_spec
 from cornplug.errors import CheckpointError
 
@@ -49,7 +49,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     return mel_spec(preprocessor) | {"padding": "longest", "chunked": True}
 
 
-FAMILY: Final = Family(
+FAMILY: Final = ModelFamily(
     name="ultravox",
     network="ultravox:Ultravox",
     inputs={"audio": ("audio_features", "audio_lens")},
@@ -64,7 +64,7 @@ FAMILY: Final = Family(
     projector_spec=_projector,
     preprocess_spec=_preprocess,
     before_cut=lambda _config, _name: True,
-    base=Base(
+    base=BaseCheckpoint(
         part="tower",
         name=lambda config: config.get("audio_model_id"),
         prefixes=("model.encoder.", "encoder."),

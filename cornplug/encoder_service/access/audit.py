@@ -27,7 +27,7 @@ _SHOWN: Final = 200
 log = logging.getLogger("cornplug.audit")
 
 
-class Audit:
+class AuditLog:
     """Writes the lines of one service. For one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

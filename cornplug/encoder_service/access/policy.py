@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 from cornplug.config import EncoderConfig, QosConfig
 from cornplug.errors import ConfigError, EncoderRefused
-from cornplug.qos import Caller
+from cornplug.qos import QosCaller
 
 
 def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
@@ -27,7 +27,7 @@ def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
         )
 
 
-def salt_of(caller: Caller, said: str | None, config: EncoderConfig) -> str | None:
+def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str | None:
     """Whose a request's entries are: the tenant of its key, and within that what its body says.
 
     Raises EncoderRefused("forbidden_salt") for a salt of who has no tenant's key.

@@ -22,11 +22,11 @@ from cornplug.config import load
 from cornplug.encoder_service.client import http_transport, rendezvous
 from cornplug.encoder_service.client import responses as answers
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.encode_many import Result, Window
+from cornplug.encoder_service.client.encode_many import EncodeManyBatch, Result
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
-from cornplug.encoder_service.client.media_payload import Item, Medium, Outgoing
-from cornplug.encoder_service.client.responses import Busy, Failed, HttpAnswer
-from cornplug.encoder_service.client.retry import Attempts, Circuits, Try, Wait
+from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium
+from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
+from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
 from cornplug.errors import EncoderError, EncoderUnavailable
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
@@ -73,7 +73,7 @@ class AsyncEncoderClient:
         if store is None and services is None:
             near = self._own_store = local_store(config)
             self._stores = {url: near if is_here(url) else None for url in self._services}
-        self.circuits = Circuits(self._services, random.random)
+        self.circuits = CircuitBreakers(self._services, random.random)
         headers = {"accept": answers.RAW, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
@@ -106,13 +106,13 @@ class AsyncEncoderClient:
     async def encode_item(
         self, item: Item, *, model: str, salt: str | None = None, deadline_s: float | None = None
     ) -> EmbeddingRef:
-        """As `encode`, for a picture or {"image" | "video" | "audio": medium}."""
+        """As `encode`, for an image or {"image" | "video" | "audio": medium}."""
         # A PIL image is packed as PNG: a tenth of a second for a large one.
-        medium = await asyncio.to_thread(Outgoing.of, item)
+        medium = await asyncio.to_thread(MediaPayload.of, item)
         return await self.single(medium, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
 
     async def single(
-        self, medium: Outgoing, *, model: str, salt: str | None, deadline_s: float
+        self, medium: MediaPayload, *, model: str, salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
         """As `encode`, for what is ready to be sent."""
 
@@ -163,9 +163,9 @@ class AsyncEncoderClient:
 
     def window(
         self, put: Callable[[Result], None], *, model: str, salt: str | None, deadline_s: float | None
-    ) -> Window:
+    ) -> EncodeManyBatch:
         """Some items to send together; `put` gets each result."""
-        return Window(self, put, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
+        return EncodeManyBatch(self, put, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
 
     async def models(self) -> list[dict[str, Any]]:
         """What the first service that answers serves: name, family, identity and fingerprints (hex),
@@ -197,7 +197,7 @@ class AsyncEncoderClient:
     ) -> T:
         """What `send(url, timeout_s)` gives at the first service that does it."""
         order = rendezvous.ranking(content, self._services)
-        attempts = Attempts(
+        attempts = RetrySequence(
             order,
             self.circuits,
             now=time.monotonic(),
@@ -206,14 +206,14 @@ class AsyncEncoderClient:
         )
         last: EncoderError | None = None
         while (step := attempts.next(time.monotonic())) is not None:
-            if isinstance(step, Wait):
+            if isinstance(step, RetryPause):
                 await asyncio.sleep(step.seconds)
                 continue
             try:
                 return await self._try(step, send)
-            except Busy as busy:
+            except RetryLater as busy:
                 last = busy.refusal
-            except Failed as failed:
+            except RemoteFailure as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
                 # What an earlier try saw says more than that the last one had no time left.
@@ -223,25 +223,25 @@ class AsyncEncoderClient:
             f"{', '.join(order)} failed a moment ago, or asked to be left alone", reason="encoder_backoff"
         )
 
-    async def _try(self, step: Try, send: Callable[[str, float], Awaitable[T]]) -> T:
+    async def _try(self, step: SendAttempt, send: Callable[[str, float], Awaitable[T]]) -> T:
         sent = time.monotonic()
         try:
             async with asyncio.timeout(step.timeout_s):
                 made = await send(step.url, step.timeout_s)
-        except Busy as busy:
+        except RetryLater as busy:
             self.circuits.refused(step.url, time.monotonic(), busy.retry_after_s)
             raise
         except (EncoderUnavailable, httpx.HTTPError, TimeoutError) as e:
             self.circuits.failed(step.url, time.monotonic(), sent=sent)
             raise e if isinstance(e, EncoderUnavailable) else _unavailable(step.url, e) from e
-        except (Failed, EncoderError):
+        except (RemoteFailure, EncoderError):
             self.circuits.answered(step.url)
             raise
         self.circuits.answered(step.url)
         return made
 
     async def _encode_at(
-        self, url: str, timeout_s: float, medium: Outgoing, model: str, salt: str | None
+        self, url: str, timeout_s: float, medium: MediaPayload, model: str, salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
         # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
@@ -260,7 +260,7 @@ class AsyncEncoderClient:
                 return ref
         raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_garbage")
 
-    def first(self, medium: Outgoing) -> str:
+    def first(self, medium: MediaPayload) -> str:
         """The service that keeps a medium."""
         return rendezvous.ranking(medium.content, self._services)[0]
 
@@ -269,7 +269,7 @@ class AsyncEncoderClient:
         return answers.embedding(answer, self._stores[url])
 
     def stream(
-        self, url: str, media: Sequence[Outgoing], *, model: str, salt: str | None, timeout_s: float
+        self, url: str, media: Sequence[MediaPayload], *, model: str, salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
         """As `exchange.stream`."""
         fields = http_transport.form(model, salt, timeout_s, inline=self._stores[url] is None)

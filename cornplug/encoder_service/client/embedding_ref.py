@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client import openai_parts
 from cornplug.errors import CodecError, StoreError
 from cornplug.store import payload as entry
@@ -85,7 +85,7 @@ class EmbeddingRef:
         return flat.reshape(self.shape)
 
     def as_vllm_part(self, *, by_value: bool = False) -> dict[str, object]:
-        """A content part for vLLM's OpenAI API, in the picture's place. See `request_parts.vllm_part`."""
+        """A content part for vLLM's OpenAI API, in the image's place. See `request_parts.vllm_part`."""
         return openai_parts.vllm_part(self, by_value=by_value)
 
 
@@ -110,7 +110,7 @@ def from_store(
         if found is None:
             return None
         header, data = found
-        if header.kind != Kind.EMBEDDING:
+        if header.kind != PayloadKind.EMBEDDING:
             return None
         _check_size(header.dtype, header.shape, len(data))
     except (CodecError, StoreError, ValueError):

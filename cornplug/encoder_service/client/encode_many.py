@@ -17,9 +17,9 @@ import httpx
 
 from cornplug.encoder_service.client import responses as answers
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.media_payload import Item, Outgoing
-from cornplug.encoder_service.client.responses import Busy, Failed, HttpAnswer
-from cornplug.encoder_service.client.retry import Circuits
+from cornplug.encoder_service.client.media_payload import Item, MediaPayload
+from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
+from cornplug.encoder_service.client.retry import CircuitBreakers
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable
 
 ITEMS: Final = 16
@@ -31,23 +31,23 @@ _TOO_MUCH: Final = frozenset({"too_large", "too_many_items"})
 Result = tuple[int, EmbeddingRef | CornplugError]
 
 
-class Sender(Protocol):
+class ItemSender(Protocol):
     """What a client gives for it."""
 
-    circuits: Circuits
+    circuits: CircuitBreakers
 
-    def first(self, medium: Outgoing) -> str:
+    def first(self, medium: MediaPayload) -> str:
         """The service that keeps a medium."""
         ...
 
     async def single(
-        self, medium: Outgoing, *, model: str, salt: str | None, deadline_s: float
+        self, medium: MediaPayload, *, model: str, salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
         """One medium, at whichever service does it."""
         ...
 
     def stream(
-        self, url: str, media: Sequence[Outgoing], *, model: str, salt: str | None, timeout_s: float
+        self, url: str, media: Sequence[MediaPayload], *, model: str, salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
         """(position, answer) of each, as they come."""
         ...
@@ -57,12 +57,12 @@ class Sender(Protocol):
         ...
 
 
-class Window:
+class EncodeManyBatch:
     """Some items of one `encode_many`, sent together. `put` gets each result once, as it is there."""
 
     def __init__(
         self,
-        sender: Sender,
+        sender: ItemSender,
         put: Callable[[Result], None],
         *,
         model: str,
@@ -87,16 +87,16 @@ class Window:
             for index in list(self._left):
                 self._settle(index, EncoderUnavailable("given up", reason="closed"))
 
-    async def _outgoing(self, index: int, item: Item) -> tuple[int, Outgoing | None]:
+    async def _outgoing(self, index: int, item: Item) -> tuple[int, MediaPayload | None]:
         try:
-            return index, await asyncio.to_thread(Outgoing.of, item)
+            return index, await asyncio.to_thread(MediaPayload.of, item)
         except CornplugError as e:
             self._settle(index, e)
             return index, None
 
-    def _batches(self, media: Mapping[int, Outgoing]) -> list[tuple[str, dict[int, Outgoing]]]:
-        made: list[tuple[str, dict[int, Outgoing]]] = []
-        open_of: dict[str, dict[int, Outgoing]] = {}
+    def _batches(self, media: Mapping[int, MediaPayload]) -> list[tuple[str, dict[int, MediaPayload]]]:
+        made: list[tuple[str, dict[int, MediaPayload]]] = []
+        open_of: dict[str, dict[int, MediaPayload]] = {}
         for index, medium in media.items():
             url = self._sender.first(medium)
             batch = open_of.get(url)
@@ -107,14 +107,14 @@ class Window:
             batch[index] = medium
         return made
 
-    async def _batch(self, url: str, batch: Mapping[int, Outgoing]) -> None:
+    async def _batch(self, url: str, batch: Mapping[int, MediaPayload]) -> None:
         sent = time.monotonic()
         if len(batch) > 1 and self._sender.circuits.take(url, sent):
             await self._together(url, batch, sent)
         rest = [index for index in batch if index in self._left]
         await asyncio.gather(*(self._alone(index, batch[index]) for index in rest))
 
-    async def _together(self, url: str, batch: Mapping[int, Outgoing], sent: float) -> None:
+    async def _together(self, url: str, batch: Mapping[int, MediaPayload], sent: float) -> None:
         circuits = self._sender.circuits
         indices = list(batch)
         timeout_s = (self._end - sent) / 2
@@ -126,7 +126,7 @@ class Window:
                 async with contextlib.aclosing(stream):
                     async for position, answer in stream:
                         self._read(url, indices[position], answer)
-        except Busy as busy:
+        except RetryLater as busy:
             circuits.refused(url, time.monotonic(), busy.retry_after_s)
         except (EncoderUnavailable, httpx.HTTPError, TimeoutError, IndexError):
             circuits.failed(url, time.monotonic(), sent=sent)
@@ -135,7 +135,7 @@ class Window:
             if e.reason not in _TOO_MUCH:
                 for index in indices:
                     self._settle(index, e)
-        except Failed:
+        except RemoteFailure:
             circuits.answered(url)
         else:
             circuits.answered(url)
@@ -146,15 +146,15 @@ class Window:
             ref = self._sender.embedding(url, answer)
         except EncoderRefused as e:
             self._settle(index, e)
-        except Busy as busy:
+        except RetryLater as busy:
             self._sender.circuits.refused(url, time.monotonic(), busy.retry_after_s)
-        except Failed:
+        except RemoteFailure:
             return
         else:
             if ref is not None:
                 self._settle(index, ref)
 
-    async def _alone(self, index: int, medium: Outgoing) -> None:
+    async def _alone(self, index: int, medium: MediaPayload) -> None:
         left = max(self._end - time.monotonic(), 0.001)
         try:
             found = await self._sender.single(medium, model=self._model, salt=self._salt, deadline_s=left)

@@ -9,8 +9,8 @@ import httpx
 
 from cornplug.encoder_service.client import responses as answers
 from cornplug.encoder_service.client.encode_many import part_answer
-from cornplug.encoder_service.client.media_payload import Outgoing
-from cornplug.encoder_service.client.multipart import MIXED, Parts
+from cornplug.encoder_service.client.media_payload import MediaPayload
+from cornplug.encoder_service.client.multipart import MIXED, MultipartReader
 from cornplug.encoder_service.client.responses import HttpAnswer
 from cornplug.encoder_service.client.trace_headers import trace_headers
 from cornplug.errors import EncoderUnavailable
@@ -30,7 +30,11 @@ async def exchange(
 
 
 async def stream(
-    http: httpx.AsyncClient, url: str, media: Sequence[Outgoing], fields: Mapping[str, str], timeout_s: float
+    http: httpx.AsyncClient,
+    url: str,
+    media: Sequence[MediaPayload],
+    fields: Mapping[str, str],
+    timeout_s: float,
 ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
     """(position, answer) of several media in one request, as they come. Raises as `answers.check`,
     and EncoderUnavailable("encoder_garbage") for an answer that ends too early."""
@@ -42,7 +46,7 @@ async def stream(
     ) as response:
         if response.status_code != 200:
             answers.check(await _whole(target, response))
-        parts = Parts(response.headers.get("content-type", ""))
+        parts = MultipartReader(response.headers.get("content-type", ""))
         async for chunk in response.aiter_raw():
             for head, body in parts.feed(chunk):
                 yield part_answer(target, head, body)

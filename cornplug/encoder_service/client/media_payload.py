@@ -18,11 +18,11 @@ from cornplug.identity import pixels_digest
 Medium = str | Path | bytes | Image.Image
 """A path, the bytes of a file, or a PIL image."""
 Item = Medium | Mapping[Modality, Medium]
-"""A picture, or {"image" | "video" | "audio": medium}."""
+"""An image, or {"image" | "video" | "audio": medium}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
+class MediaPayload:
     """One medium, ready to be sent as a file."""
 
     modality: Modality
@@ -37,7 +37,7 @@ class Outgoing:
         """Reads a path, packs a PIL image. A PIL image travels as PNG, which loses nothing.
 
         Raises MediaError("not_found") for a path that cannot be read, "unprocessable" for a PIL
-        image of a mode that PNG has not, or that is no picture's; "bad_input" for an item that
+        image of a mode that PNG has not, or that is no image's; "bad_input" for an item that
         does not name one medium.
         """
         modality: Modality

@@ -12,7 +12,7 @@ _MAX_BODY_BYTES: Final = 1 << 30
 _END: Final = b"\r\n\r\n"
 
 
-class Parts:
+class MultipartReader:
     """Feed it an answer's bytes. Each part says its length, so that a boundary is never searched for."""
 
     def __init__(self, content_type: str) -> None:

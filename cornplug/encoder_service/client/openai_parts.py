@@ -1,4 +1,4 @@
-"""An embedding in a request to an engine, instead of the picture that it was made of. Torch-free.
+"""An embedding in a request to an engine, instead of the image that it was made of. Torch-free.
 
     by voucher  vLLM 0.32 with cornplug's connector: some hundred bytes; the engine reads its store
     by value    any vLLM 0.32 with --enable-mm-embeds: the rows themselves, as .npy in base64
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cornplug.encoder_service.wire.embedding_handle import Voucher
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.errors import EncoderRefused
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """A content part of a chat message for vLLM 0.32, in the place of an `image_url` part.
 
     By voucher the engine must share the service's `store.secret_file` and store, the request's
-    `cache_salt` must be the salt that the picture was encoded with, and the entry must still be in the
+    `cache_salt` must be the salt that the image was encoded with, and the entry must still be in the
     store: otherwise the request fails with a 400, as there are no pixels to fall back to.
 
     Raises EncoderRefused("no_voucher") where the service gave none, ("unsupported") where vLLM's model
@@ -39,7 +39,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """
     if ref.voucher is None:
         raise EncoderRefused("the service gave no voucher with this embedding", reason="no_voucher")
-    voucher = Voucher.read(ref.voucher)
+    voucher = EmbeddingHandle.read(ref.voucher)
     wants_grid = _VLLM.get(voucher.family)
     if wants_grid is None or voucher.modality != "image":
         raise EncoderRefused(

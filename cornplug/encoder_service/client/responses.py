@@ -30,7 +30,7 @@ class HttpAnswer:
     body: bytes
 
 
-class Busy(Exception):
+class RetryLater(Exception):
     """The service is alive and asks to be left alone: `refusal` is what a caller would see."""
 
     def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
@@ -39,7 +39,7 @@ class Busy(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Failed(Exception):
+class RemoteFailure(Exception):
     """The service is alive and has failed at this request: `refusal` is what a caller would see."""
 
     def __init__(self, refusal: EncoderRefused) -> None:
@@ -102,9 +102,9 @@ def check(answer: HttpAnswer) -> None:
     if retry_after_s is None:
         retry_after_s = _seconds(answer.headers.get("retry-after"))
     if answer.status in _BUSY or (answer.status in _FAILED and retry_after_s is not None):
-        raise Busy(refusal, retry_after_s)
+        raise RetryLater(refusal, retry_after_s)
     if answer.status in _FAILED:
-        raise Failed(refusal)
+        raise RemoteFailure(refusal)
     raise refusal
 
 

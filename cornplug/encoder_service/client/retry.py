@@ -1,6 +1,6 @@
 """Which service next, how long to wait, when to give up: decisions only, no clock and no socket.
 
-    Attempts.next(now) ──> Try(url, timeout_s) ──> the shell sends, then tells `Circuits`
+    Attempts.next(now) ──> Try(url, timeout_s) ──> the shell sends, then tells `CircuitBreakers`
                        ├─> Wait(seconds)       ──> the shell sleeps
                        └─> None                ──> the shell raises what it saw last
 
@@ -31,7 +31,7 @@ Random = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class SendAttempt:
     """Send to `url`; without an answer after `timeout_s` it has failed."""
 
     url: str
@@ -39,7 +39,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RetryPause:
     """No service may be asked for so long."""
 
     seconds: float
@@ -59,7 +59,7 @@ class _Circuit:
         return max(self.down_until, self.busy_until)
 
 
-class Circuits:
+class CircuitBreakers:
     """What one client has seen of each service. Times are the caller's, in seconds.
 
     A service that fails gets one attempt per back-off, whoever makes it, not one per request.
@@ -111,7 +111,7 @@ class Circuits:
         circuit.busy_until = max(circuit.busy_until, now + min(max(pause, 0.0), RETRY_AFTER_CAP_S))
 
 
-class Attempts:
+class RetrySequence:
     """One request's way through its services.
 
     With several services an attempt gets half of the time that is left, as long as another one
@@ -119,7 +119,13 @@ class Attempts:
     """
 
     def __init__(
-        self, order: Sequence[str], circuits: Circuits, *, now: float, deadline_s: float, random: Random
+        self,
+        order: Sequence[str],
+        circuits: CircuitBreakers,
+        *,
+        now: float,
+        deadline_s: float,
+        random: Random,
     ) -> None:
         self._order = order
         self._circuits = circuits
@@ -131,7 +137,7 @@ class Attempts:
         down = all(circuits.is_open(url, now) for url in order)
         self._rounds = min(2, ROUNDS) if down else ROUNDS
 
-    def next(self, now: float) -> Try | Wait | None:
+    def next(self, now: float) -> SendAttempt | RetryPause | None:
         """What to do now; None: give up."""
         left = self._end - now
         if left < _LEAST_S:
@@ -142,14 +148,14 @@ class Attempts:
             if self._circuits.take(url, now):
                 others = self._order[self._position :]
                 spare = any(not self._circuits.is_open(other, now) for other in others)
-                return Try(url, left / 2 if spare else left)
+                return SendAttempt(url, left / 2 if spare else left)
         self._position = 0
         self._round += 1
         if self._round >= self._rounds:
             return None
         reopening = max(0.0, min(map(self._circuits.opens_at, self._order)) - now)
         pause = reopening + self._random() * _ceiling(self._round - 1)
-        return Wait(pause) if pause + _LEAST_S < left else None
+        return RetryPause(pause) if pause + _LEAST_S < left else None
 
 
 def _ceiling(failures: int) -> float:

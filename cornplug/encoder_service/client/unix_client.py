@@ -24,14 +24,14 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.framing import LENGTH, Frames, Garbage
-from cornplug.encoder_service.wire.handshake import PATIENCE_S, Asking, check_user
+from cornplug.encoder_service.wire.framing import LENGTH, FrameBuffer, ProtocolError
+from cornplug.encoder_service.wire.handshake import PATIENCE_S, EngineHandshake, check_user
 from cornplug.encoder_service.wire.messages import (
-    Describe,
-    Described,
-    Encode,
-    Encoded,
-    Refused,
+    DescribeReply,
+    DescribeRequest,
+    EncodeRefusal,
+    EncodeReply,
+    EncodeRequest,
     Reply,
     Request,
     ServedModel,
@@ -43,7 +43,7 @@ _MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
 """Unsent bytes beyond which a request fails at once: a stopped service must not fill memory."""
 
-Result = Encoded | Described
+Result = EncodeReply | DescribeReply
 
 
 class SocketEncoder:
@@ -59,7 +59,7 @@ class SocketEncoder:
         self._path = path
         self._secret = secret
         self._lock = threading.Lock()
-        self._frames = Frames()
+        self._frames = FrameBuffer()
         self._pending: dict[int, tuple[Future[Result], float]] = {}
         self._describing: set[int] = set()
         self._ids = itertools.count(1)
@@ -76,15 +76,17 @@ class SocketEncoder:
         self._thread = threading.Thread(target=self._run, name="cornplug-encoder", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Encode) -> Future[Encoded]:
+    def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
         """Send one request; its `id` is replaced by ours. Returns at once."""
         # `_reply` gives an Encode's future nothing but an Encoded.
-        return cast("Future[Encoded]", self._enqueue(request, request.deadline_s))
+        return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """What is served; waits up to `deadline_s`. Raises EncoderUnavailable."""
         # The thread ends the future by its deadline; the margin is for a machine under load.
-        described = cast(Described, self._enqueue(Describe(), deadline_s).result(deadline_s + _MARGIN_S))
+        described = cast(
+            DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
+        )
         return described.models
 
     @property
@@ -120,7 +122,7 @@ class SocketEncoder:
             self._last_id = number
             problem = self._problem()
             if problem is None:
-                if isinstance(request, Encode):
+                if isinstance(request, EncodeRequest):
                     request = msgspec.structs.replace(request, id=number)
                 else:
                     self._describing.add(number)
@@ -155,7 +157,7 @@ class SocketEncoder:
     def _run(self) -> None:
         attempt = 0
         while not self._closed:
-            asking = Asking(self._secret)
+            asking = EngineHandshake(self._secret)
             sock = self._connect(asking)
             served = False
             if isinstance(sock, EncoderUnavailable):
@@ -179,7 +181,7 @@ class SocketEncoder:
         self._woken.close()
         self._waker.close()
 
-    def _connect(self, asking: Asking) -> socket.socket | EncoderUnavailable:
+    def _connect(self, asking: EngineHandshake) -> socket.socket | EncoderUnavailable:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A stopped service with a full backlog would block: bounded here, in our own thread.
         sock.settimeout(1.0)
@@ -198,7 +200,7 @@ class SocketEncoder:
         sock.setblocking(False)
         return sock
 
-    def _converse(self, sock: socket.socket, asking: Asking) -> EncoderUnavailable:
+    def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
         """Send and receive until the connection ends; why it ended."""
         give_up_s = time.monotonic() + PATIENCE_S
         with selectors.DefaultSelector() as selector:
@@ -228,7 +230,7 @@ class SocketEncoder:
                                 self._take(sock, asking, frame)
                     except EncoderUnavailable as e:
                         return self._untrusted(e)
-                    except (Garbage, msgspec.ValidationError, msgspec.DecodeError) as e:
+                    except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
                         return EncoderUnavailable(
                             f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage"
                         )
@@ -237,7 +239,7 @@ class SocketEncoder:
                 self._expire()
         return self._down("this client was closed; no service is asked")
 
-    def _take(self, sock: socket.socket, asking: Asking, frame: bytes) -> None:
+    def _take(self, sock: socket.socket, asking: EngineHandshake, frame: bytes) -> None:
         if self._socket is not None:
             self._reply(self._decode(frame))
             return
@@ -247,7 +249,7 @@ class SocketEncoder:
             self._socket, self._refusing = sock, None
 
     def _reply(self, reply: Reply) -> None:
-        if isinstance(reply, Described):
+        if isinstance(reply, DescribeReply):
             # It has no id on the wire: it answers all who have asked.
             with self._lock:
                 asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
@@ -258,10 +260,10 @@ class SocketEncoder:
         with self._lock:
             found = self._pending.pop(reply.id, None)
             if found is None and not 0 < reply.id <= self._last_id:
-                raise Garbage(f"an answer to request {reply.id}, which was never made")
+                raise ProtocolError(f"an answer to request {reply.id}, which was never made")
         if found is None:
             return  # It came too late, and was told so.
-        if isinstance(reply, Refused):
+        if isinstance(reply, EncodeRefusal):
             _fail(found[0], EncoderRefused(reply.message, reason=reply.reason))
         else:
             _succeed(found[0], reply)

@@ -20,14 +20,14 @@ from typing import Final, Literal, Protocol
 
 import torch
 
-from cornplug.codec import Kind
-from cornplug.encoder_service.execution.executor import Executor, Made, Task
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.telemetry.observer import Observer
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.telemetry.observer import RequestObserver
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
@@ -42,35 +42,37 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class JobPayload:
     """What a flight carries through the batcher."""
 
-    model: Loaded
-    item: Item
+    model: LoadedModel
+    item: TowerItem
 
 
-class Replies(Protocol):
+class ReplySink(Protocol):
     """Who tells those that wait. Thread-safe."""
 
-    def answer(self, wait: Wait, tower: Origin, *, stored: bool, tensor: Tensor | None) -> None: ...
+    def answer(
+        self, wait: PendingRequest, tower: Origin, *, stored: bool, tensor: WireTensor | None
+    ) -> None: ...
 
-    def refuse_internal(self, wait: Wait, message: str, retry_after_s: float | None) -> None: ...
+    def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
 
-    def computed(self, batch: Sequence[Flight[Work]], seconds: float) -> None:
+    def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
         """A batch has left its executor in good order, after `seconds` in it."""
 
 
-class Dispatcher:
+class BatchDispatcher:
     """Owns the threads between batcher and answers. Does not own the executors."""
 
     def __init__(
         self,
-        batcher: Batcher[Work],
-        executors: Sequence[Executor],
-        shelf: Shelf,
-        observer: Observer,
-        replies: Replies,
-        shares_features: Callable[[Loaded], bool],
+        batcher: Batcher[JobPayload],
+        executors: Sequence[BatchExecutor],
+        shelf: ResultCache,
+        observer: RequestObserver,
+        replies: ReplySink,
+        shares_features: Callable[[LoadedModel], bool],
     ) -> None:
         self._shares_features = shares_features
         self._batcher = batcher
@@ -80,7 +82,7 @@ class Dispatcher:
         self._replies = replies
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._behind: dict[bytes, list[Flight[Work]]] = {}
+        self._behind: dict[bytes, list[EncodeJob[JobPayload]]] = {}
         """Feature keys in a tower now -> flights of other batches that want the same features."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         # A future holds whatever a tower fails with, so that nothing ends a lane.
@@ -109,7 +111,7 @@ class Dispatcher:
         self._computing.shutdown(wait=True)
         self._publishing.shutdown(wait=True)
 
-    def _serve(self, executor: Executor) -> None:
+    def _serve(self, executor: BatchExecutor) -> None:
         while True:
             # Where nothing computes, batches are taken all the same: to be refused, not to wait.
             while not executor.ready() and self.ready() and not self._closing.is_set():
@@ -119,7 +121,7 @@ class Dispatcher:
                 return
             self._run(batch, executor)
 
-    def _run(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+    def _run(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
         batch = self._alone_in_tower(batch)
         if not batch:
             return
@@ -129,9 +131,9 @@ class Dispatcher:
         if waited:
             self._run(waited, executor)
 
-    def _alone_in_tower(self, batch: Sequence[Flight[Work]]) -> list[Flight[Work]]:
+    def _alone_in_tower(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
         """What of the batch is in no other executor's tower; the rest is run when that has ended."""
-        mine: list[Flight[Work]] = []
+        mine: list[EncodeJob[JobPayload]] = []
         with self._lock:
             others = frozenset(self._behind)
             for flight in batch:
@@ -143,7 +145,7 @@ class Dispatcher:
                     self._behind.setdefault(flight.feature_key, [])
         return mine
 
-    def _attempt(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+    def _attempt(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
         chosen = self._ready_one(executor)
         if chosen is None:
             return self._refuse(batch, "no replica is running; they are being restarted", retry_after_s=1.0)
@@ -161,26 +163,26 @@ class Dispatcher:
                 self._fail([flight], error)
         return None
 
-    def _try(self, batch: Sequence[Flight[Work]], executor: Executor) -> BaseException | None:
+    def _try(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> BaseException | None:
         started = time.monotonic()
         error = self._computing.submit(self._compute, batch, executor).exception()
         if error is None:  # what failed at once would make the tower look quick
             self._replies.computed(batch, time.monotonic() - started)
         return error
 
-    def _ready_one(self, first: Executor) -> Executor | None:
+    def _ready_one(self, first: BatchExecutor) -> BatchExecutor | None:
         return next((e for e in (first, *self._executors) if e.ready()), None)
 
-    def _compute(self, batch: Sequence[Flight[Work]], executor: Executor) -> None:
+    def _compute(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
         """One task; its embeddings to the publishing threads. Nothing is published of a task that fails."""
         index: dict[bytes, int] = {}
-        first: list[Flight[Work]] = []
+        first: list[EncodeJob[JobPayload]] = []
         for flight in batch:
             if flight.feature_key not in index:
                 index[flight.feature_key] = len(first)
                 first.append(flight)
         kept = tuple(self._kept(flight) for flight in first)
-        task = Task(
+        task = EncodeBatch(
             items=tuple(flight.work.item for flight in first),
             features=kept,
             wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
@@ -198,13 +200,13 @@ class Dispatcher:
                 origins[place] = "joined"
         self._keep(first, made)
 
-    def _kept(self, flight: Flight[Work]) -> torch.Tensor | None:
+    def _kept(self, flight: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = flight.work.model
         if not self._shares_features(model):
             return None
         return self._shelf.features(flight.feature_key, model.dtype)
 
-    def _keep(self, first: Sequence[Flight[Work]], made: Made) -> None:
+    def _keep(self, first: Sequence[EncodeJob[JobPayload]], made: BatchResult) -> None:
         for place, features in made.features.items():
             flight = first[place]
             self._shelf.keep(flight.feature_key, features)
@@ -213,18 +215,18 @@ class Dispatcher:
             first_wait = flight.waits[0]
             self._publishing.submit(
                 self._shelf.publish,
-                Kind.FEATURE,
+                PayloadKind.FEATURE,
                 flight.feature_key,
                 features,
                 first_wait.request.app,
                 account=first_wait.account,
             )
 
-    def _publish(self, flight: Flight[Work], embedding: torch.Tensor, origin: Origin) -> None:
+    def _publish(self, flight: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin) -> None:
         first = flight.waits[0]
         with self._observer.stage("publish", first):
             stored = self._shelf.publish(
-                Kind.EMBEDDING, flight.key[0], embedding, first.request.app, account=first.account
+                PayloadKind.EMBEDDING, flight.key[0], embedding, first.request.app, account=first.account
             )
         # Landed after publishing: who asks in between joins, who asks later finds it in the store.
         waits = self._batcher.land(flight)
@@ -235,18 +237,20 @@ class Dispatcher:
             )
             origin = "joined" if origin == "ran" else origin
 
-    def _published(self, flight: Flight[Work], done: Future[None]) -> None:
+    def _published(self, flight: EncodeJob[JobPayload], done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
             self._fail([flight], error)
 
-    def _fail(self, batch: Sequence[Flight[Work]], error: BaseException) -> None:
+    def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
         """Whatever a thread failed with, those who wait for it are told so."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)
 
-    def _refuse(self, batch: Sequence[Flight[Work]], message: str, retry_after_s: float | None) -> None:
+    def _refuse(
+        self, batch: Sequence[EncodeJob[JobPayload]], message: str, retry_after_s: float | None
+    ) -> None:
         for flight in batch:
             for wait in self._batcher.land(flight):
                 self._replies.refuse_internal(wait, message, retry_after_s)

@@ -18,26 +18,32 @@ from typing import Final, Literal
 import msgspec
 
 from cornplug import identity
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.dispatcher import Dispatcher, Origin, Work
-from cornplug.encoder_service.execution.executor import Executor, InProcess
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.execution.weight_reload import Reloader
-from cornplug.encoder_service.models.registry import Loaded, Registry
-from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget, Room
-from cornplug.encoder_service.preprocess.decode_lanes import Limits, Preparation
-from cornplug.encoder_service.scheduling.admission import Admission, Verdict
-from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, Flight, Wait
+from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, Origin
+from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.execution.weight_reload import WeightReloader
+from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, PreparedBudget
+from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
+from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
+from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
-from cornplug.encoder_service.telemetry.observer import Observer
-from cornplug.encoder_service.telemetry.service_metrics import Meters
-from cornplug.encoder_service.telemetry.tracing import OFF, Tracing
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused, ServedModel, Tensor
+from cornplug.encoder_service.telemetry.observer import RequestObserver
+from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
+from cornplug.encoder_service.wire.messages import (
+    EncodeRefusal,
+    EncodeReply,
+    EncodeRequest,
+    ServedModel,
+    WireTensor,
+)
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
-from cornplug.qos import Caller, Classes, ServiceClass
+from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
 Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 
@@ -48,52 +54,52 @@ _APP_MAX: Final = 64
 _DECODER_BYTES: Final = 1 << 30
 """Address space of a process that decodes, besides its medium's."""
 _DECODER_BYTES_A_PIXEL: Final = 24
-"""Of the largest picture: as its coefficients, decoded, turned, and laid on white."""
+"""Of the largest image: as its coefficients, decoded, turned, and laid on white."""
 
 log = logging.getLogger(__name__)
 
 
-class Encoder:
+class EncoderCore:
     """The service without its sockets. Thread-safe; `close` ends its threads."""
 
     def __init__(
         self,
-        registry: Registry,
-        shelf: Shelf,
+        registry: ModelRegistry,
+        shelf: ResultCache,
         *,
         secret: bytes,
-        executors: Sequence[Executor] = (),
+        executors: Sequence[BatchExecutor] = (),
         max_batch_items: int = 16,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_waiting: int = 256,
         max_prepared_bytes: int = MAX_PREPARED_BYTES,
         prepare_threads: int = 2,
-        classes: Classes | None = None,
-        tracing: Tracing = OFF,
+        classes: QosClasses | None = None,
+        tracing: RequestTracing = OFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
-        self.classes = classes or Classes.single()
-        self._executors = tuple(executors) or (InProcess(registry.device),)
+        self.classes = classes or QosClasses.single()
+        self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
         self._clock = clock
         self._room = WaitingRoom(self.classes.all(), max_waiting)
         self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
-        self.preparation: Preparation | None = None
+        self.preparation: DecodeLanes | None = None
         """Where media that come as bytes are decoded, once something serves them."""
-        self._gate = Admission(
+        self._gate = EncodeAdmission(
             max_items=max_batch_items,
             max_tokens=max_batch_tokens,
             clock=clock,
             lanes=lambda: sum(e.lanes for e in self._executors if e.ready()),
         )
-        self._batcher: Batcher[Work] = Batcher(
+        self._batcher: Batcher[JobPayload] = Batcher(
             max_items=max_batch_items,
             max_tokens=max_batch_tokens,
             clock=clock,
             on_late=self._refuse_late,
             most_tokens=self._gate.most_tokens,
         )
-        self.meters = Meters(
+        self.meters = ServiceMetrics(
             self.waiting,
             classes=[c.name for c in self.classes.all()],
             queue=self._batcher.queue,
@@ -103,24 +109,24 @@ class Encoder:
             prepared_bytes=self.budget.held_bytes,
             executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
-        self.observer = Observer(self.meters, tracing)
+        self.observer = RequestObserver(self.meters, tracing)
         self._shelf = shelf
         shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
         self._admission = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
-        self._reloader = Reloader(registry, self._executors, self._room.identities)
-        self._dispatcher = Dispatcher(
+        self._reloader = WeightReloader(registry, self._executors, self._room.identities)
+        self._dispatcher = BatchDispatcher(
             self._batcher, self._executors, shelf, self.observer, self, registry.shares_features
         )
 
-    def open_preparation(self, config: EncoderConfig) -> Preparation:
+    def open_preparation(self, config: EncoderConfig) -> DecodeLanes:
         """Where media are decoded for this service; it ends with it."""
         if self.preparation is not None:
             self.preparation.close()
-        self.preparation = Preparation(
+        self.preparation = DecodeLanes(
             self.classes.all(),
             lanes=config.prepare_threads,
-            limits=Limits(
+            limits=DecodeLimits(
                 decode_s=config.decode_deadline_s,
                 max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
             ),
@@ -132,13 +138,13 @@ class Encoder:
 
     def submit(
         self,
-        request: Encode,
+        request: EncodeRequest,
         *,
         inline: bool = False,
-        caller: Caller | None = None,
-        room: Room | None = None,
+        caller: QosCaller | None = None,
+        room: BudgetShare | None = None,
     ) -> Future[Answer]:
-        """Ask for one embedding. The future never fails: errors are `Refused` answers.
+        """Ask for one embedding. The future never fails: errors are `EncodeRefusal` answers.
 
         Without a `caller` it is served in the class of its app, which is believed.
 
@@ -151,7 +157,9 @@ class Encoder:
         if caller is not None and caller.app is not None:
             request = msgspec.structs.replace(request, app=caller.app)
         account = None if caller is None else caller.account
-        wait = Wait(request=request, received_s=self._clock(), qos=qos, inline=inline, account=account)
+        wait = PendingRequest(
+            request=request, received_s=self._clock(), qos=qos, inline=inline, account=account
+        )
         model = self.registry.by_identity(request.identity)
         self.observer.received(wait, model)
         if model is None:
@@ -172,7 +180,7 @@ class Encoder:
         admitted.add_done_callback(lambda done: self._check(done, wait))
         return wait.future
 
-    def _hold(self, wait: Wait) -> bool:
+    def _hold(self, wait: PendingRequest) -> bool:
         """Count the bytes that an engine sent; False where it was refused for them."""
         held = self.budget.room(wait.qos)
         try:
@@ -192,7 +200,7 @@ class Encoder:
         decoding = {} if self.preparation is None else self.preparation.predicted_s()
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
-    def at_the_door(self, qos: ServiceClass, deadline_s: float) -> Verdict | None:
+    def at_the_door(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
         """Why a request need not even be prepared, where that is known beforehand."""
         return self._gate.at_the_door(qos, deadline_s, self._batcher)
 
@@ -226,7 +234,7 @@ class Encoder:
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
         """Serve the weights that are on disk now, of one model or of all; nothing stops meanwhile.
 
-        Takes as long as loading does. Returns and raises as `Reloader.reload`.
+        Takes as long as loading does. Returns and raises as `WeightReloader.reload`.
         """
         return self._reloader.reload(name)
 
@@ -242,7 +250,7 @@ class Encoder:
         self._batcher.close()
         self._dispatcher.close()
 
-    def _admit(self, wait: Wait, model: Loaded) -> None:
+    def _admit(self, wait: PendingRequest, model: LoadedModel) -> None:
         request = wait.request
         if wait.future.cancelled():
             return
@@ -266,12 +274,12 @@ class Encoder:
         if wait.due_s <= self._clock():
             return self._refuse_late(wait)
         self.observer.queued(wait, item.tokens)
-        flight = Flight(
+        flight = EncodeJob(
             key=(request.key, request.identity),
             feature_key=feature_key,
             tower=model.tower,
             tokens=item.tokens,
-            work=Work(model=model, item=item),
+            work=JobPayload(model=model, item=item),
             waits=[wait],
         )
         # Who joins costs nothing, whatever it is predicted.
@@ -282,23 +290,23 @@ class Encoder:
         self._batcher.join_or_add(flight)
         return None
 
-    def _answer_from_store(self, wait: Wait, model: Loaded) -> bool:
+    def _answer_from_store(self, wait: PendingRequest, model: LoadedModel) -> bool:
         key = wait.request.key
         if not wait.inline:
             present = self._shelf.present(key)
             if present:
                 self.answer(wait, "reused", stored=True, tensor=None)
             return present
-        tensor = self._shelf.fetch(Kind.EMBEDDING, key, model.dtype)
+        tensor = self._shelf.fetch(PayloadKind.EMBEDDING, key, model.dtype)
         if tensor is not None:
             self.answer(wait, "reused", stored=True, tensor=to_wire(tensor))
         return tensor is not None
 
-    def answer(self, wait: Wait, tower: Origin, *, stored: bool, tensor: Tensor | None) -> None:
+    def answer(self, wait: PendingRequest, tower: Origin, *, stored: bool, tensor: WireTensor | None) -> None:
         """Give one wait its embedding. For the dispatcher."""
         seconds = self._clock() - wait.received_s
         request = wait.request
-        answer = Encoded(
+        answer = EncodeReply(
             id=request.id, key=request.key, tower=tower, stored=stored, tensor=tensor, seconds=seconds
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
@@ -306,30 +314,30 @@ class Encoder:
         self.observer.answered(wait, tower, stored=stored, seconds=seconds)
         wait.answer(answer)
 
-    def refuse_internal(self, wait: Wait, message: str, retry_after_s: float | None) -> None:
+    def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None:
         """Tell one wait that computing failed. For the dispatcher."""
         self._refuse(wait, "internal", message, retry_after_s)
 
-    def computed(self, batch: Sequence[Flight[Work]], seconds: float) -> None:
+    def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
         """What a batch took. For the dispatcher."""
         self._gate.computed(batch, seconds)
 
-    def _refuse_late(self, wait: Wait) -> None:
+    def _refuse_late(self, wait: PendingRequest) -> None:
         self._gate.answered(wait, self._clock() - wait.received_s)
         self._refuse(wait, "too_late", f"not begun within {wait.request.deadline_s:g} s")
 
-    def _refuse(self, wait: Wait, reason: Reason, message: str, retry: float | None = None) -> None:
+    def _refuse(self, wait: PendingRequest, reason: Reason, message: str, retry: float | None = None) -> None:
         if wait.future.done():
             return
         self.observer.refused(wait, reason)
-        wait.answer(Refused(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
+        wait.answer(EncodeRefusal(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
 
-    def _check(self, done: Future[None], wait: Wait) -> None:
+    def _check(self, done: Future[None], wait: PendingRequest) -> None:
         """Whatever a thread failed with, who waits for it is told so."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
             self._refuse(wait, "internal", A_FAULT)
 
-    def _forget(self, wait: Wait) -> None:
+    def _forget(self, wait: PendingRequest) -> None:
         self.observer.gone(wait)
         self._room.leave(wait)

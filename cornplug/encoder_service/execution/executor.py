@@ -2,7 +2,7 @@
 
     Task (items, features kept already, who wants what) ──Executor.run──> Made (on the CPU)
 
-`InProcess` computes in the caller's thread; `replica.Replica` hands the task to a process of its own.
+`InProcessExecutor` computes in the caller's thread; `replica.Replica` hands the task to a process of its own.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Protocol
 
 import torch
 
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.towers.base import TowerItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class EncodeBatch:
     """One batch: at most one tower pass, then each projector once."""
 
-    items: tuple[Item, ...]
+    items: tuple[TowerItem, ...]
     """Distinct media of one tower."""
     features: tuple[torch.Tensor | None, ...]
     """For each item what is kept of it, on the CPU; None: the tower runs for it."""
-    wanted: tuple[tuple[Loaded, int], ...]
+    wanted: tuple[tuple[LoadedModel, int], ...]
     """The embeddings to make: a model, and the index of an item. All models have one tower."""
     keep: bool
-    """Whether `Made.features` is asked for."""
+    """Whether `BatchResult.features` is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class BatchResult:
     """What a task gave: contiguous tensors on the CPU."""
 
     features: dict[int, torch.Tensor]
     """By index, of the items that the tower ran for; empty unless the task says `keep`."""
     embeddings: tuple[torch.Tensor, ...]
-    """In the order of `Task.wanted`."""
+    """In the order of `EncodeBatch.wanted`."""
 
 
-class Executor(Protocol):
+class BatchExecutor(Protocol):
     """Computes tasks on one device. Thread-safe."""
 
     @property
@@ -55,20 +55,20 @@ class Executor(Protocol):
     def wait_ready(self, timeout_s: float) -> bool:
         """`ready`, waited for."""
 
-    def run(self, task: Task) -> Made:
+    def run(self, task: EncodeBatch) -> BatchResult:
         """Compute. Raises ReplicaLost when what computes has died, and whatever the tower fails with."""
 
-    def load(self, models: Sequence[Loaded]) -> None:
+    def load(self, models: Sequence[LoadedModel]) -> None:
         """Make these ready beside what is loaded. Raises CheckpointError; then nothing has changed."""
 
-    def drop(self, models: Sequence[Loaded]) -> None:
+    def drop(self, models: Sequence[LoadedModel]) -> None:
         """No task will want these any more: free their memory."""
 
     def close(self) -> None:
         """End it. Tasks under way may be lost."""
 
 
-class InProcess:
+class InProcessExecutor:
     """Computes in the caller's thread, one task at a time.
 
     On CUDA there are two lanes: while one task computes, the next one's inputs go to the
@@ -91,16 +91,16 @@ class InProcess:
     def wait_ready(self, timeout_s: float) -> bool:
         return True
 
-    def load(self, models: Sequence[Loaded]) -> None:
-        """Nothing to do: a `Loaded` of this process carries its weights."""
+    def load(self, models: Sequence[LoadedModel]) -> None:
+        """Nothing to do: a `LoadedModel` of this process carries its weights."""
 
-    def drop(self, models: Sequence[Loaded]) -> None:
+    def drop(self, models: Sequence[LoadedModel]) -> None:
         """Nothing to do: weights go with the last task that has them."""
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def run(self, task: Task) -> Made:
+    def run(self, task: EncodeBatch) -> BatchResult:
         if self._copies is None:
             with self._computing:
                 return compute(task)
@@ -118,7 +118,7 @@ class InProcess:
 
 
 @torch.inference_mode()
-def compute(task: Task) -> Made:
+def compute(task: EncodeBatch) -> BatchResult:
     """Run one task here and now, wherever its models' weights are."""
     missing = [i for i, kept in enumerate(task.features) if kept is None]
     features = list(task.features)
@@ -137,12 +137,12 @@ def compute(task: Task) -> Made:
     keep = missing if task.keep else []
     # On the CPU before the next task begins, so that a GPU's memory is free again.
     host = _to_host([*wanted, *(_there(features[i]) for i in keep)])
-    return Made(
+    return BatchResult(
         embeddings=tuple(host[: len(wanted)]), features=dict(zip(keep, host[len(wanted) :], strict=True))
     )
 
 
-def _by_projector(wanted: Sequence[tuple[Loaded, int]]) -> list[list[int]]:
+def _by_projector(wanted: Sequence[tuple[LoadedModel, int]]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for place, (model, _) in enumerate(wanted):
         groups.setdefault(id(model.projector), []).append(place)
@@ -154,7 +154,7 @@ def _there(features: torch.Tensor | None) -> torch.Tensor:
     return features
 
 
-def _to_device(item: Item, device: torch.device) -> Item:
+def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
     """Its numbers on the device; integers, which towers read as shapes, stay on the CPU."""
     return replace(
         item,

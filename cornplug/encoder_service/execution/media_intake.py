@@ -11,23 +11,23 @@ from concurrent.futures import Executor
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.preprocess.byte_budget import Room
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
 from cornplug.encoder_service.preprocess.decode_cost import guessed_cost
-from cornplug.encoder_service.preprocess.preparer import Prepared
-from cornplug.encoder_service.preprocess.preprocessor import Bench
-from cornplug.encoder_service.scheduling.admission import Verdict
+from cornplug.encoder_service.preprocess.preparer import PreprocessedMedium
+from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.errors import EncoderRefused
-from cornplug.qos import Caller, ServiceClass
+from cornplug.qos import QosCaller, ServiceClass
 
 Parts = Sequence[bytes]
-"""A medium, or a video's pictures."""
+"""A medium, or a video's images."""
 
 
-class Door:
+class MediaIntake:
     """For one event loop."""
 
-    def __init__(self, encoder: Encoder, threads: Executor, config: EncoderConfig) -> None:
+    def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
         self._threads = threads
         self._max_deadline_s = config.max_deadline_s
@@ -47,13 +47,13 @@ class Door:
         self,
         modality: Modality,
         read: Callable[[], Parts],
-        prepare: Callable[[Parts, Bench], Prepared],
+        prepare: Callable[[Parts, PreprocessContext], PreprocessedMedium],
         *,
-        caller: Caller,
+        caller: QosCaller,
         app: str,
         end_s: float,
-        room: Room,
-    ) -> Prepared:
+        room: BudgetShare,
+    ) -> PreprocessedMedium:
         """What `prepare` makes of what `read` gives, in a lane of its own when its turn comes.
 
         `room` holds its bytes from the moment that its header was read. Raises EncoderRefused, and
@@ -64,7 +64,7 @@ class Door:
             parts = read()
             return parts, guessed_cost(modality, parts)
 
-        def run(bench: Bench) -> Prepared:
+        def run(bench: PreprocessContext) -> PreprocessedMedium:
             prepared = prepare(parts, bench)
             # No longer what its header let one fear: what it takes.
             room.need(sum(len(tensor.data) for tensor in prepared.request.inputs.values()))
@@ -76,7 +76,7 @@ class Door:
         turn = self._preparation.submit(
             modality, run, cost=cost, qos=caller.qos, app=caller.app or app, deadline_s=deadline_s, room=room
         )
-        if isinstance(turn, Verdict):
+        if isinstance(turn, AdmissionRefusal):
             raise _refusal(turn)
         try:
             return await asyncio.wrap_future(turn.future)
@@ -84,6 +84,6 @@ class Door:
             turn.leave()
 
 
-def _refusal(no: Verdict) -> EncoderRefused:
+def _refusal(no: AdmissionRefusal) -> EncoderRefused:
     retry_after_s = no.retry_after_s if math.isfinite(no.retry_after_s) else None
     return EncoderRefused(no.message, reason=no.reason, retry_after_s=retry_after_s)

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from cornplug.codec import Kind
-from cornplug.encoder_service.execution.store_quota import Quota
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.execution.store_quota import StoreQuota
 from cornplug.encoder_service.towers.input_checks import from_bytes
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CodecError, StoreError
@@ -24,7 +24,7 @@ KEPT_BYTES: Final = 256 << 20
 _ROOM: Final = ("growing", "full", "too_large", "pending")
 
 
-class Shelf:
+class ResultCache:
     """Thread-safe. `store` None: nothing is published, features are kept in this process only."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Shelf:
         self._store = store
         self._deadline_s = deadline_s
         self._kept_bytes = kept_bytes
-        self._quota = None if store is None else Quota(store, account_part, deadline_s=deadline_s)
+        self._quota = None if store is None else StoreQuota(store, account_part, deadline_s=deadline_s)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
@@ -60,7 +60,7 @@ class Shelf:
             self.on_failure(e.reason)
             return False
 
-    def fetch(self, kind: Kind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
+    def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor out of the store, shape (rows, width), verified; None where there is none."""
         if self._store is None:
             return None
@@ -81,7 +81,7 @@ class Shelf:
         return None
 
     def publish(
-        self, kind: Kind, key: bytes, tensor: torch.Tensor, app: str, *, account: str | None = None
+        self, kind: PayloadKind, key: bytes, tensor: torch.Tensor, app: str, *, account: str | None = None
     ) -> bool:
         """Put a CPU tensor into the store in the app's name, on the account (`quota`). Whether it is
         there now."""
@@ -129,7 +129,7 @@ class Shelf:
             if kept is not None:
                 self._kept.move_to_end(key)
                 return kept
-        found = self.fetch(Kind.FEATURE, key, dtype)
+        found = self.fetch(PayloadKind.FEATURE, key, dtype)
         if found is not None:
             self.keep(key, found)
         return found

@@ -20,7 +20,7 @@ _MAX_ENTRIES: Final = 1 << 17
 """Remembered of one account; what is older is the store's to evict."""
 
 
-class Quota:
+class StoreQuota:
     """Thread-safe. Calls raise StoreError as the store's do."""
 
     def __init__(

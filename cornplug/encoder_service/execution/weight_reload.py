@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Final
 
-from cornplug.encoder_service.execution.executor import Executor
-from cornplug.encoder_service.models.loader import Loaded
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.execution.executor import BatchExecutor
+from cornplug.encoder_service.models.loader import LoadedModel
+from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
@@ -27,11 +27,11 @@ _LOOK_S: Final = 0.1
 log = logging.getLogger(__name__)
 
 
-class Reloader:
+class WeightReloader:
     """Replaces models of a registry, one reload at a time. Thread-safe."""
 
     def __init__(
-        self, registry: Registry, executors: Sequence[Executor], in_use: Callable[[], Set[bytes]]
+        self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
     ) -> None:
         """`in_use`: the identities of which requests are under way."""
         self._registry = registry
@@ -57,7 +57,7 @@ class Reloader:
     def _reload(self, names: Sequence[str]) -> tuple[ServedModel, ...]:
         fresh = self._registry.fresh(names)
         served = {model.identity for model in self._registry.served()}
-        have: list[Executor] = []
+        have: list[BatchExecutor] = []
         try:
             for executor in self._executors:
                 executor.load(fresh)
@@ -74,7 +74,7 @@ class Reloader:
             threading.Thread(target=self._forget, args=(old,), name="cornplug-forget", daemon=True).start()
         return tuple(loaded.served for loaded in fresh)
 
-    def _forget(self, old: Sequence[Loaded]) -> None:
+    def _forget(self, old: Sequence[LoadedModel]) -> None:
         """Free what was replaced once nobody waits for it."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
         end = time.monotonic() + FORGET_S

@@ -20,10 +20,10 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import Audit
-from cornplug.encoder_service.http.responses import Failed, refused
+from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.errors import EncoderRefused
-from cornplug.qos import Classes
+from cornplug.qos import QosClasses
 
 OPEN: Final = ("/health", "/ready")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
@@ -44,7 +44,7 @@ async def json_only(request: Request) -> None:
         raise EncoderRefused(f"content-type {kind[:200]!r}: send {also}application/json", reason="media_type")
 
 
-class Doorman:
+class AccessControlMiddleware:
     """Refuses in one JSON form, counts, and tells the audit."""
 
     def __init__(
@@ -52,8 +52,8 @@ class Doorman:
         app: ASGIApp,
         *,
         config: EncoderConfig,
-        classes: Classes,
-        audit: Audit,
+        classes: QosClasses,
+        audit: AuditLog,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._app = app
@@ -77,7 +77,7 @@ class Doorman:
             return
         self._count(no.reason)
         self._audit.refused(request, no.reason)
-        answer = refused(Failed.of(no))
+        answer = refused(FailedMedium.of(no))
         if no.reason == "unauthorized":
             answer.headers["www-authenticate"] = "Bearer"
         await answer(scope, receive, send)

@@ -15,10 +15,10 @@ import pydantic
 from fastapi import APIRouter, Request
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import Audit
-from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http import openapi
-from cornplug.encoder_service.http.models import ModelList, Models
+from cornplug.encoder_service.http.models import ModelList, ModelsRoute
 from cornplug.errors import CheckpointError, EncoderRefused
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -31,7 +31,7 @@ class ReloadBody(pydantic.BaseModel):
     model: str | None = pydantic.Field(default=None, max_length=1024)
 
 
-def router(encoder: Encoder, models: Models, config: EncoderConfig, audit: Audit) -> APIRouter:
+def router(encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, audit: AuditLog) -> APIRouter:
     """The operator's routes."""
     routes = APIRouter()
     key = config.admin_key.get_secret_value()

@@ -24,40 +24,40 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import Audit
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.media_intake import Door
+from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import admin as http_admin
 from cornplug.encoder_service.http import dashboard, openapi
-from cornplug.encoder_service.http.access_control import Doorman, json_only
+from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard
 from cornplug.encoder_service.http.dashboard import StatusReport
-from cornplug.encoder_service.http.drain import CLOSED, Gate, Gated
-from cornplug.encoder_service.http.encode import Encodes
-from cornplug.encoder_service.http.models import ModelList, Models, Status
-from cornplug.encoder_service.http.responses import EncodeAnswer, Failed, refused
-from cornplug.encoder_service.preprocess.preparer import Preparer
-from cornplug.encoder_service.preprocess.preprocessor import Limits
+from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
+from cornplug.encoder_service.http.encode import EncodeRoute
+from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status
+from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.telemetry.history import History
+from cornplug.encoder_service.telemetry.history import ServiceHistory
 from cornplug.encoder_service.telemetry.tracing import TraceRequests
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 
 
 def create_app(
-    encoder: Encoder, config: EncoderConfig, *, secret: bytes, gate: Gate | None = None
+    encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
 ) -> FastAPI:
     """The ASGI application over an encoder. Limits are `config`'s; who closes `gate` drains it."""
-    gate = gate or Gate()
-    preparer = Preparer(encoder.registry, secret=secret, limits=Limits.of(config))
+    gate = gate or DrainState()
+    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
     # For JSON, base64 and headers: what is long is done behind the door.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
-    door = Door(encoder, threads, config)
-    served = Models(encoder.registry, preparer)
-    encodes = Encodes(encoder, preparer, threads, config, door, secret=secret)
-    history = History(encoder.meters)
-    audit = Audit()
+    door = MediaIntake(encoder, threads, config)
+    served = ModelsRoute(encoder.registry, preparer)
+    encodes = EncodeRoute(encoder, preparer, threads, config, door, secret=secret)
+    history = ServiceHistory(encoder.meters)
+    audit = AuditLog()
 
     parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
@@ -89,11 +89,17 @@ def create_app(
         count=encoder.meters.refused,
     )
     # A part that is being encoded waits to hear there where it is to be sent.
-    app.add_middleware(Gated, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused)
+    app.add_middleware(
+        DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
+    )
     app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
     # The last one is the first to see a request.
     app.add_middleware(
-        Doorman, config=config, classes=encoder.classes, audit=audit, count=encoder.meters.refused
+        AccessControlMiddleware,
+        config=config,
+        classes=encoder.classes,
+        audit=audit,
+        count=encoder.meters.refused,
     )
     _answer_errors(app, encoder, audit)
 
@@ -120,10 +126,10 @@ def create_app(
         if gate.closed:
             return refused(CLOSED)
         if not encoder.healthy():
-            return refused(Failed(reason="down", message="no tower can run; see the service's log"))
+            return refused(FailedMedium(reason="down", message="no tower can run; see the service's log"))
         if not encoder.decodes():
             problem = "no medium that came lately was decoded; see the service's log"
-            return refused(Failed(reason="stuck", message=problem))
+            return refused(FailedMedium(reason="stuck", message=problem))
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=Response, responses=openapi.METRICS)
@@ -134,7 +140,7 @@ def create_app(
     return app
 
 
-def _answer_errors(app: FastAPI, encoder: Encoder, audit: Audit) -> None:
+def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
     """Whatever goes wrong, the answer is an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
@@ -142,7 +148,7 @@ def _answer_errors(app: FastAPI, encoder: Encoder, audit: Audit) -> None:
     async def refusal(request: Request, e: EncoderRefused | MediaError) -> Response:
         encoder.meters.refused(e.reason, encoder.classes.of_headers(request.headers).qos.name)
         audit.refused(request, e.reason)
-        return refused(Failed.of(e))
+        return refused(FailedMedium.of(e))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, e: ClientDisconnect) -> Response:
@@ -151,7 +157,7 @@ def _answer_errors(app: FastAPI, encoder: Encoder, audit: Audit) -> None:
     @app.exception_handler(HTTPException)
     async def http(_: Request, e: HTTPException) -> Response:
         reason = {404: "not_found", 405: "method_not_allowed"}.get(e.status_code, "bad_input")
-        answer = refused(Failed(reason=reason, message=str(e.detail)))
+        answer = refused(FailedMedium(reason=reason, message=str(e.detail)))
         headers: Mapping[str, Any] = e.headers or {}
         answer.headers.update(headers)
         return answer
@@ -159,4 +165,4 @@ def _answer_errors(app: FastAPI, encoder: Encoder, audit: Audit) -> None:
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:
         # Starlette raises it again after this answer, so that the server's log has it.
-        return refused(Failed(reason="internal", message=A_FAULT))
+        return refused(FailedMedium(reason="internal", message=A_FAULT))

@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cornplug.encoder_service.http.responses import Failed, refused
+from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.errors import EncoderRefused
 
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
@@ -46,7 +46,7 @@ class BodyGuard:
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_bytes:
             self._count("too_large")
-            await refused(Failed.of(_too_large(self._max_bytes)))(scope, receive, send)
+            await refused(FailedMedium.of(_too_large(self._max_bytes)))(scope, receive, send)
             return
         end = asyncio.get_running_loop().time() + self._read_s
         seen = 0

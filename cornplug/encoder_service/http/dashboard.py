@@ -17,10 +17,10 @@ import pydantic
 from fastapi import APIRouter, Query, Response
 
 from cornplug import __version__
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.http.drain import Gate
-from cornplug.encoder_service.http.models import ModelRow, Models
-from cornplug.encoder_service.telemetry.history import History, largest, totals
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http.drain import DrainState
+from cornplug.encoder_service.http.models import ModelRow, ModelsRoute
+from cornplug.encoder_service.telemetry.history import ServiceHistory, largest, totals
 
 State = Literal["serving", "draining", "down"]
 APPS_SHOWN: Final = 20
@@ -78,7 +78,7 @@ class RefusalRow(pydantic.BaseModel):
     refusals: int
 
 
-class Executors(pydantic.BaseModel):
+class ExecutorsView(pydantic.BaseModel):
     alive: int
     total: int
 
@@ -93,7 +93,7 @@ class Overview(pydantic.BaseModel):
     uptime_s: float
     period_s: float = pydantic.Field(description="Time between two samples.")
     classes: list[str]
-    executors: Executors
+    executors: ExecutorsView
     store: bool = pydantic.Field(description="Whether embeddings are published in a store of the host.")
     models: list[ModelRow]
     predicted_s: dict[str, float] = pydantic.Field(description="Until a medium would be answered, by class.")
@@ -106,7 +106,9 @@ class Overview(pydantic.BaseModel):
 class StatusReport:
     """Makes overviews of one service. For one event loop."""
 
-    def __init__(self, encoder: Encoder, history: History, gate: Gate, models: Models) -> None:
+    def __init__(
+        self, encoder: EncoderCore, history: ServiceHistory, gate: DrainState, models: ModelsRoute
+    ) -> None:
         self._encoder = encoder
         self._history = history
         self._gate = gate

@@ -9,14 +9,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cornplug.encoder_service.http.responses import Failed, refused
+from cornplug.encoder_service.http.responses import FailedMedium, refused
 
-CLOSED: Final = Failed(
+CLOSED: Final = FailedMedium(
     reason="draining", message="the service is stopping; ask another one", retry_after_s=1.0
 )
 
 
-class Gate:
+class DrainState:
     """For one event loop. What came in before `close` may finish, streams included."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Gate:
         return True
 
 
-class Gated:
+class DrainMiddleware:
     """ASGI middleware: what is posted passes the gate, or hears that it is closed.
 
     `still`: ends of paths that requests under way depend on, so they are let in to the end.
@@ -63,7 +63,7 @@ class Gated:
     def __init__(
         self,
         app: ASGIApp,
-        gate: Gate,
+        gate: DrainState,
         still: tuple[str, ...] = (),
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:

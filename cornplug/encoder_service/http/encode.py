@@ -22,21 +22,21 @@ from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.policy import salt_of
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.media_intake import Door, Parts
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.media_intake import MediaIntake, Parts
 from cornplug.encoder_service.http import requests as http_bodies
 from cornplug.encoder_service.http import responses as http_answers
-from cornplug.encoder_service.http.requests import Asked, Source
-from cornplug.encoder_service.http.responses import Done, Failed, Outcome
-from cornplug.encoder_service.http.url_fetcher import Fetcher
-from cornplug.encoder_service.preprocess.byte_budget import Room
-from cornplug.encoder_service.preprocess.preparer import APP, Prepared, Preparer, unknown_model
-from cornplug.encoder_service.preprocess.preprocessor import Bench
-from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, Voucher
-from cornplug.encoder_service.wire.messages import Refused
+from cornplug.encoder_service.http.requests import MediumSource, ParsedRequest
+from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
+from cornplug.encoder_service.http.url_fetcher import UrlFetcher
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
+from cornplug.encoder_service.preprocess.preparer import APP, MediaPreparer, PreprocessedMedium, unknown_model
+from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
+from cornplug.encoder_service.wire.messages import EncodeRefusal
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
-from cornplug.qos import Caller
+from cornplug.qos import QosCaller
 
 _AT_ONCE: Final = 2
 """Media of one request that are prepared at a time: sixty-four of one do not delay one of another."""
@@ -48,26 +48,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _HttpRequest:
     """One request under way: whose, and when (by the monotonic clock) nobody waits any more."""
 
-    asked: Asked
-    caller: Caller
+    asked: ParsedRequest
+    caller: QosCaller
     salt: str | None
     end: float
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
 
-class Encodes:
+class EncodeRoute:
     """`POST /v1/encode`, for one event loop."""
 
     def __init__(
         self,
-        encoder: Encoder,
-        preparer: Preparer,
+        encoder: EncoderCore,
+        preparer: MediaPreparer,
         threads: Executor,
         config: EncoderConfig,
-        door: Door,
+        door: MediaIntake,
         *,
         secret: bytes,
     ) -> None:
@@ -77,7 +77,7 @@ class Encodes:
         self._preparer = preparer
         self._threads = threads
         self._config = config
-        self._fetcher = Fetcher.of(config)
+        self._fetcher = UrlFetcher.of(config)
 
     async def __call__(self, request: Request) -> Response:
         """Raises EncoderRefused and MediaError for what is wrong with the whole request, and
@@ -89,7 +89,7 @@ class Encodes:
         salt = salt_of(caller, asked.salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
-        job = _Job(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
+        job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
         accept = request.headers.get("accept", "")
         if not (asked.many or http_answers.wants_many(accept)):
             outcome = await _unless_gone(request, self._outcome(job, asked.sources[0]))
@@ -102,9 +102,9 @@ class Encodes:
             raise
         if (failed := _all_alike(held, len(asked.sources))) is not None:
             return http_answers.refused(failed)
-        return http_answers.Streamed(_chain(held, outcomes), accept)
+        return http_answers.StreamedEncodings(_chain(held, outcomes), accept)
 
-    async def _outcomes(self, job: _Job) -> AsyncGenerator[tuple[int, Outcome], None]:
+    async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
         """(index, outcome) of each medium as it finishes. Closing it cancels what is left."""
         tasks = {
             asyncio.create_task(self._outcome(job, source)): index
@@ -120,19 +120,21 @@ class Encodes:
             for task in tasks:
                 task.cancel()
 
-    async def _outcome(self, job: _Job, source: Source) -> Outcome:
+    async def _outcome(self, job: _HttpRequest, source: MediumSource) -> Outcome:
         try:
             async with asyncio.timeout(max(job.end - time.monotonic(), 0.0) + _MARGIN_S):
                 return await self._encoded(job, source)
         except (EncoderRefused, MediaError) as e:
-            failed = Failed.of(e)
+            failed = FailedMedium.of(e)
         except TimeoutError:
-            failed = Failed(reason="too_late", message=f"{source.field}: not answered inside the deadline")
+            failed = FailedMedium(
+                reason="too_late", message=f"{source.field}: not answered inside the deadline"
+            )
         # Counted here what the worker never saw.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
-    async def _encoded(self, job: _Job, source: Source) -> Outcome:
+    async def _encoded(self, job: _HttpRequest, source: MediumSource) -> Outcome:
         with self._encoder.budget.room(job.caller.qos) as room:
             async with job.turn:
                 self._door.check(job.caller.qos, job.end)
@@ -147,17 +149,17 @@ class Encodes:
             prepared = _without_pixels(prepared)
             # Cancelled with this task, so that no tower runs for a client that has gone.
             answer = await asyncio.wrap_future(submitted)
-        if isinstance(answer, Refused):
-            return Failed.of(answer)
-        return Done(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
+        if isinstance(answer, EncodeRefusal):
+            return FailedMedium.of(answer)
+        return EncodedMedium(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
 
-    def _voucher(self, source: Source, prepared: Prepared) -> str | None:
+    def _voucher(self, source: MediumSource, prepared: PreprocessedMedium) -> str | None:
         request = prepared.request
         loaded = self._encoder.registry.by_identity(request.identity)
         if loaded is None:
             return None
         grid = request.inputs.get(f"{source.modality}_grid_thw")
-        voucher = Voucher(
+        voucher = EmbeddingHandle(
             family=loaded.served.family,
             modality=source.modality,
             identity=request.identity,
@@ -169,7 +171,9 @@ class Encodes:
         )
         return voucher.signed(self._secret)
 
-    async def _prepare(self, job: _Job, source: Source, room: Room) -> Prepared:
+    async def _prepare(
+        self, job: _HttpRequest, source: MediumSource, room: BudgetShare
+    ) -> PreprocessedMedium:
         asked = job.asked
         left = job.end - time.monotonic()
         if left <= 0:
@@ -177,7 +181,7 @@ class Encodes:
         url = source.url()
         fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
 
-        # A video may come as its pictures.
+        # A video may come as its images.
         as_pictures = source.modality == "video" and source.of_pictures
 
         def read() -> Parts:
@@ -185,7 +189,7 @@ class Encodes:
                 return [fetched]
             return source.pictures() if as_pictures else [source.data()]
 
-        def prepare(parts: Parts, bench: Bench) -> Prepared:
+        def prepare(parts: Parts, bench: PreprocessContext) -> PreprocessedMedium:
             common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "bench": bench}
             if source.modality == "video":
                 common["sampling"] = asked.sampling
@@ -199,7 +203,7 @@ class Encodes:
             )
 
 
-def _without_pixels(prepared: Prepared) -> Prepared:
+def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
     """What the answer needs of it: while it waits for a tower, the encoder alone has its inputs."""
     kept = {name: tensor for name, tensor in prepared.request.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, request=msgspec.structs.replace(prepared.request, inputs=kept))
@@ -215,9 +219,9 @@ async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[i
     return held
 
 
-def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> Failed | None:
+def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> FailedMedium | None:
     """The one refusal that stands for all: then the status can say it."""
-    failed = [outcome for _, outcome in held if isinstance(outcome, Failed)]
+    failed = [outcome for _, outcome in held if isinstance(outcome, FailedMedium)]
     if len(failed) < expected or len({f.reason for f in failed}) > 1:
         return None
     return max(failed, key=lambda f: f.retry_after_s or 0.0)
@@ -239,7 +243,7 @@ def _result(task: asyncio.Task[Outcome]) -> Outcome:
     if error is None:
         return task.result()
     log.error("preparing failed", exc_info=error)
-    return Failed(reason="internal", message=A_FAULT)
+    return FailedMedium(reason="internal", message=A_FAULT)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -36,11 +36,11 @@ def connections_allowed() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft - _FOR_OTHERS))
 
 
-class Impatient(AutoHTTPProtocol):
+class HeadTimeoutProtocol(AutoHTTPProtocol):
     """One connection. Looks every `HEAD_S` whether a request has begun since it last looked."""
 
     most: ClassVar[int] = _MOST
-    others: ClassVar[dict[Impatient, None]] = {}
+    others: ClassVar[dict[HeadTimeoutProtocol, None]] = {}
     """All connections of this server, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -65,7 +65,7 @@ class Impatient(AutoHTTPProtocol):
         self._before = cycle
         self._look = self.loop.call_later(HEAD_S, self._tick)
 
-    def _spared(self) -> Impatient:
+    def _spared(self) -> HeadTimeoutProtocol:
         """Whom to close for this one: who asks nothing, then who has not sent its whole request, the
         longest there first; and this one where all the others wait for answers."""
         begun = None
@@ -80,6 +80,6 @@ class Impatient(AutoHTTPProtocol):
         return begun or self
 
 
-def limited(most: int) -> type[Impatient]:
+def limited(most: int) -> type[HeadTimeoutProtocol]:
     """The protocol of one server with at most so many connections."""
-    return type("Limited", (Impatient,), {"most": most, "others": {}})
+    return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})

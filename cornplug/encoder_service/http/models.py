@@ -10,9 +10,9 @@ from PIL import Image
 
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.http.requests import MODALITIES
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.preprocess.preparer import Preparer
-from cornplug.encoder_service.wire.messages import Encode, ServedModality, ServedModel
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.wire.messages import EncodeRequest, ServedModality, ServedModel
 from cornplug.errors import CornplugError
 
 Rows = Literal["fixed", "by medium"]
@@ -55,10 +55,10 @@ class Status(pydantic.BaseModel):
     status: str = pydantic.Field(examples=["ok"])
 
 
-class Models:
-    """The list, as it is now. Whether rows are fixed is tried once a model, on two blank pictures."""
+class ModelsRoute:
+    """The list, as it is now. Whether rows are fixed is tried once a model, on two blank images."""
 
-    def __init__(self, registry: Registry, preparer: Preparer) -> None:
+    def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
         self._rows: dict[bytes, Rows] = {}
@@ -99,14 +99,14 @@ class Models:
         )
 
     def _alike(self, model: str) -> bool:
-        """Whether pictures of other sides look the same to the tower, but for their pixels."""
+        """Whether images of other sides look the same to the tower, but for their pixels."""
         try:
             square, wide = (self._blank(model, sides) for sides in _SIDES)
         except CornplugError:
             return False
         return _geometry(square) == _geometry(wide)
 
-    def _blank(self, model: str, sides: tuple[int, int]) -> Encode:
+    def _blank(self, model: str, sides: tuple[int, int]) -> EncodeRequest:
         out = io.BytesIO()
         Image.new("RGB", sides).save(out, "BMP")
         return self._preparer.prepare(model, "image", out.getvalue(), salt=None, deadline_s=1.0).request
@@ -117,7 +117,7 @@ def as_modality(name: str) -> Modality:
     return next(modality for modality in MODALITIES if modality == name)
 
 
-def _geometry(request: Encode) -> dict[str, object]:
+def _geometry(request: EncodeRequest) -> dict[str, object]:
     """Shapes, and the values of what counts: grids, sizes, numbers of tiles."""
     return {
         name: (tensor.shape, tensor.data if tensor.dtype.startswith(("int", "bool")) else None)

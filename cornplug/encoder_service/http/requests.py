@@ -17,7 +17,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.preprocess.preparer import medium_bytes
-from cornplug.encoder_service.preprocess.preprocessor import Sampling
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.errors import EncoderRefused
 
 MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
@@ -63,10 +63,10 @@ class Medium(pydantic.BaseModel):
     def _named(self) -> list[Modality]:
         return [modality for modality in MODALITIES if modality in self.model_fields_set]
 
-    def source(self, where: str = "") -> Source:
+    def source(self, where: str = "") -> MediumSource:
         """The medium, and what a message calls it."""
         modality = self._named()[0]
-        return Source(modality=modality, field=where + modality, content=getattr(self, modality))
+        return MediumSource(modality=modality, field=where + modality, content=getattr(self, modality))
 
 
 class EncodeBody(Medium):
@@ -90,7 +90,7 @@ class EncodeBody(Medium):
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
     """Counts from the receipt of the body, for all items together."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
-    """Frames a second to take of the videos; of a video sent as pictures, how many were."""
+    """Frames a second to take of the videos; of a video sent as images, how many were."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
     """Frames to take of each video, instead of `fps`. With neither: as the model's engine does."""
 
@@ -100,7 +100,7 @@ class EncodeBody(Medium):
             raise ValueError(f"name one of {', '.join(MODALITIES)}, or items")
         return self
 
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[MediumSource, ...]:
         """Every medium, in the order given."""
         if not self.items:
             return (self.source(),)
@@ -108,7 +108,7 @@ class EncodeBody(Medium):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class MediumSource:
     """One medium as it came: a file's bytes, or a JSON text."""
 
     modality: Modality
@@ -140,20 +140,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A checked request. `many`: the client wants its answers one by one, as they finish."""
 
     model: str
-    sources: tuple[Source, ...]
+    sources: tuple[MediumSource, ...]
     many: bool
     salt: str | None
     inline: bool
     deadline_s: float | None
-    sampling: Sampling
+    sampling: FrameSampling
     """Of its videos."""
 
 
-async def read(request: Request, threads: Executor, *, max_items: int) -> Asked:
+async def read(request: Request, threads: Executor, *, max_items: int) -> ParsedRequest:
     """Raises EncoderRefused: "media_type", "too_many_items", or "bad_input" with the field's name."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
@@ -173,8 +173,8 @@ async def read(request: Request, threads: Executor, *, max_items: int) -> Asked:
     return asked
 
 
-async def _read_form(request: Request, max_items: int) -> Asked:
-    sources: list[Source] = []
+async def _read_form(request: Request, max_items: int) -> ParsedRequest:
+    sources: list[MediumSource] = []
     fields: dict[str, str] = {}
     try:
         parser = _InMemory(
@@ -187,7 +187,7 @@ async def _read_form(request: Request, max_items: int) -> Asked:
         async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
-                    sources.append(Source(modality=name, field=name, content=await value.read()))
+                    sources.append(MediumSource(modality=name, field=name, content=await value.read()))
                 elif isinstance(value, UploadFile) or name in MODALITIES:
                     raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
                 elif name in fields:
@@ -205,11 +205,11 @@ async def _read_form(request: Request, max_items: int) -> Asked:
     return _asked(body, tuple(sources), many=len(sources) > 1)
 
 
-def _asked(body: EncodeBody, sources: tuple[Source, ...], *, many: bool) -> Asked:
-    sampling = Sampling(fps=body.fps, num_frames=body.num_frames)
-    if sampling != Sampling() and all(source.modality != "video" for source in sources):
+def _asked(body: EncodeBody, sources: tuple[MediumSource, ...], *, many: bool) -> ParsedRequest:
+    sampling = FrameSampling(fps=body.fps, num_frames=body.num_frames)
+    if sampling != FrameSampling() and all(source.modality != "video" for source in sources):
         raise _bad("fps, num_frames: this request has no video")
-    return Asked(
+    return ParsedRequest(
         model=body.model,
         sources=sources,
         many=many,

@@ -15,7 +15,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cornplug.encoder_service.wire.messages import Encoded, Refused
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -70,10 +70,10 @@ class EncodeLine(pydantic.BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class EncodedMedium:
     """One medium's embedding."""
 
-    answer: Encoded
+    answer: EncodeReply
     dtype: str
     voucher: str | None
 
@@ -106,7 +106,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class FailedMedium:
     """Why there is none."""
 
     reason: str
@@ -114,8 +114,8 @@ class Failed:
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, refusal: Refused | EncoderRefused | MediaError) -> Failed:
-        if isinstance(refusal, Refused):
+    def of(cls, refusal: EncodeRefusal | EncoderRefused | MediaError) -> FailedMedium:
+        if isinstance(refusal, EncodeRefusal):
             return cls(reason=refusal.reason, message=refusal.message, retry_after_s=refusal.retry_after_s)
         retry_after_s = refusal.retry_after_s if isinstance(refusal, EncoderRefused) else None
         return cls(reason=refusal.reason, message=str(refusal), retry_after_s=retry_after_s)
@@ -128,12 +128,12 @@ class Failed:
         return {"error": detail}
 
 
-Outcome = Done | Failed
+Outcome = EncodedMedium | FailedMedium
 
 
 def one(outcome: Outcome, accept: str) -> Response:
     """The answer to a request for one medium."""
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, FailedMedium):
         return refused(outcome)
     tensor = outcome.answer.tensor
     if RAW in accept and tensor is not None:
@@ -141,7 +141,7 @@ def one(outcome: Outcome, accept: str) -> Response:
     return JSONResponse(outcome.fields())
 
 
-class Streamed(StreamingResponse):
+class StreamedEncodings(StreamingResponse):
     """Lines or parts. However it ends, what is left of the work is let go at once."""
 
     def __init__(self, outcomes: AsyncGenerator[tuple[int, Outcome], None], accept: str) -> None:
@@ -165,7 +165,7 @@ def wants_many(accept: str) -> bool:
     return LINES in accept or PARTS in accept
 
 
-def refused(failed: Failed) -> JSONResponse:
+def refused(failed: FailedMedium) -> JSONResponse:
     """One refusal, with its status."""
     status = status_of(failed.reason)
     headers = {}
@@ -182,8 +182,8 @@ async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[
 async def _parts(outcomes: AsyncIterator[tuple[int, Outcome]], boundary: str) -> AsyncIterator[bytes]:
     """RFC 2046, 5.1.1. A part is the bytes with `x-cornplug-*` headers, or JSON where there are none."""
     async for index, outcome in outcomes:
-        tensor = outcome.answer.tensor if isinstance(outcome, Done) else None
-        if isinstance(outcome, Done) and tensor is not None:
+        tensor = outcome.answer.tensor if isinstance(outcome, EncodedMedium) else None
+        if isinstance(outcome, EncodedMedium) and tensor is not None:
             kind, headers, body = RAW, outcome.headers(), tensor.data
         else:
             kind, headers, body = "application/json", {}, json.dumps(outcome.fields()).encode()

@@ -42,7 +42,7 @@ _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__ve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class UrlRules:
     """What may be asked. Pure: no sockets here."""
 
     hosts: tuple[str, ...]
@@ -52,7 +52,7 @@ class Rules:
     ports: frozenset[int]
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> Rules:
+    def of(cls, config: EncoderConfig) -> UrlRules:
         """Raises ConfigError that names the setting."""
         hosts = tuple(word.lower().strip("[]") for word in _words(config.allow_hosts))
         for host in hosts:
@@ -92,10 +92,10 @@ class _Target:
     addresses: tuple[Address, ...]
 
 
-class Fetcher:
+class UrlFetcher:
     """For one event loop."""
 
-    def __init__(self, rules: Rules, *, max_bytes: int, deadline_s: float) -> None:
+    def __init__(self, rules: UrlRules, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
@@ -103,9 +103,9 @@ class Fetcher:
         self._tls = ssl.create_default_context()
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> Fetcher:
-        """Raises ConfigError as `Rules.of`."""
-        return cls(Rules.of(config), max_bytes=config.max_body_bytes, deadline_s=config.fetch_deadline_s)
+    def of(cls, config: EncoderConfig) -> UrlFetcher:
+        """Raises ConfigError as `UrlRules.of`."""
+        return cls(UrlRules.of(config), max_bytes=config.max_body_bytes, deadline_s=config.fetch_deadline_s)
 
     async def fetch(self, field: str, url: str, *, deadline_s: float) -> bytes:
         """The bytes at `url`. Messages begin with `field`.

@@ -58,7 +58,7 @@ Before = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sound:
+class AudioSamples:
     samples: Samples
     """Mono, shape (samples,)."""
     rate: int
@@ -77,7 +77,7 @@ def _no_objection(seconds: float, rate: int) -> None:
     pass
 
 
-def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Sound:
+def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> AudioSamples:
     """Decode one sound, whole, at its own rate.
 
     What the header says is checked before anything is decoded, and what comes out while it does:
@@ -110,7 +110,7 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Soun
         raise MediaError(
             f"the sound is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
         )
-    return Sound(samples=samples, rate=rate)
+    return AudioSamples(samples=samples, rate=rate)
 
 
 def opened(data: bytes, what: str, **options: str) -> Any:

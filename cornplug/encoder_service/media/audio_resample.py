@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cornplug.encoder_service.media.audio import Samples, Sound
+from cornplug.encoder_service.media.audio import AudioSamples, Samples
 from cornplug.errors import MediaError
 
 _ZERO_CROSSINGS: Final = 6
@@ -26,7 +26,7 @@ _BLOCK: Final = 1 << 22
 """Values of the sound, laid out for the product, that are in memory at a time."""
 
 
-def resampled(sound: Sound, rate: int) -> Sound:
+def resampled(sound: AudioSamples, rate: int) -> AudioSamples:
     """The same sound at another rate. At its own it is left alone.
 
     Raises MediaError("sample_rate") for a rate that has too little in common with the wanted one.
@@ -42,7 +42,7 @@ def resampled(sound: Sound, rate: int) -> Sound:
         )
     kernel, reach = _kernel(old, new)
     wanted = math.ceil(new * len(sound.samples) / old)
-    return Sound(samples=_convolved(sound.samples, kernel, old, reach)[:wanted], rate=rate)
+    return AudioSamples(samples=_convolved(sound.samples, kernel, old, reach)[:wanted], rate=rate)
 
 
 def _reach(old: int, new: int) -> int:

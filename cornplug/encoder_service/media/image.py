@@ -1,16 +1,16 @@
-"""From a picture's bytes to the pixels that a processor receives, and to their digest.
+"""From an image's bytes to the pixels that a processor receives, and to their digest.
 
 The rule, which is vLLM's own (vllm/multimodal/image.py, 0.32), so that engines and the
-service arrive at one digest for one picture:
+service arrive at one digest for one image:
 
 1. EXIF orientation is applied, and only the first frame of an animation counts.
-2. A picture with mode "RGB" is left alone, even where it names a transparent colour.
-3. A picture with transparency (RGBA, LA, PA, or a palette or grey picture that names a
+2. An image with mode "RGB" is left alone, even where it names a transparent colour.
+3. An image with transparency (RGBA, LA, PA, or a palette or grey image that names a
    transparent colour) becomes RGBA and is laid on white.
 4. Everything else goes through Pillow's `convert("RGB")`.
 
-The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one picture agree,
-and a caller who flattens a picture by this rule beforehand changes nothing.
+The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one image agree,
+and a caller who flattens an image by this rule beforehand changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cornplug.identity import pixels_digest
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Still pictures that Pillow can be let decode. EPS starts Ghostscript: never."""
+"""Still images that Pillow can be let decode. EPS starts Ghostscript: never."""
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Those that are decoded where nothing else is configured: each other one is one more decoder to attack."""
 
@@ -76,7 +76,7 @@ def decode(
     before: Before = no_objection,
     formats: Sequence[str] = COMMON,
 ) -> Image.Image:
-    """Decode one still picture, whole, with its EXIF orientation applied unless `upright` is False.
+    """Decode one still image, whole, with its EXIF orientation applied unless `upright` is False.
 
     Nothing is decoded before width times height has been checked, so a decompression bomb
     costs its header only; nor before `before` has heard them.
@@ -142,7 +142,7 @@ def check_scans(data: bytes) -> None:
 
 
 def as_received(image: Image.Image) -> Image.Image:
-    """The RGB picture that an engine hands to its processor; see the module's rule."""
+    """The RGB image that an engine hands to its processor; see the module's rule."""
     image = _upright(image)
     if image.mode == "RGB":
         return image
@@ -157,17 +157,17 @@ def as_received(image: Image.Image) -> Image.Image:
 def as_sglang_receives(
     data: bytes, max_pixels: int, *, before: Before = no_objection, formats: Sequence[str] = COMMON
 ) -> Image.Image:
-    """The RGB picture that SGLang 0.5.23 hands to its processor: another one than the rule's.
+    """The RGB image that SGLang 0.5.23 hands to its processor: another one than the rule's.
 
-    It applies no EXIF orientation, and drops transparency instead of laying the picture on white.
-    For a picture that has neither, both are the same. Raises MediaError as `decode`.
+    It applies no EXIF orientation, and drops transparency instead of laying the image on white.
+    For an image that has neither, both are the same. Raises MediaError as `decode`.
     """
     image = decode(data, max_pixels, upright=False, before=before, formats=formats)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def digest_image(image: Image.Image) -> bytes:
-    """Media digest (32 bytes) of a picture as the processor receives it by the rule."""
+    """Media digest (32 bytes) of an image as the processor receives it by the rule."""
     return digest_rgb(as_received(image))
 
 

@@ -32,7 +32,7 @@ _MAX_FPS: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class VideoHeader:
     """What a file says of its video, before any frame is decoded."""
 
     total: int
@@ -47,14 +47,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Clip:
+class VideoFrames:
     """Sampled frames of one video."""
 
     frames: Frames
     """(sampled, height, width, 3) RGB."""
     indices: tuple[int, ...]
     """The number of each, rising, in the whole video."""
-    source: Source
+    source: VideoHeader
 
     @property
     def times_s(self) -> list[float]:
@@ -78,7 +78,7 @@ class ClipLimits:
     """Of a video that is given as its frames."""
 
 
-def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits) -> Clip:
+def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits) -> VideoFrames:
     """Decode the frames that `choose` names; duration and size are checked before anything is decoded.
 
     Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
@@ -95,10 +95,10 @@ def decode(data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipL
                 break
     if len(taken) < len(indices):
         raise MediaError(f"the video ends after {len(taken)} of {len(indices)} frames", reason="damaged")
-    return Clip(frames=np.stack(taken), indices=indices, source=source)
+    return VideoFrames(frames=np.stack(taken), indices=indices, source=source)
 
 
-def _no_objection(source: Source) -> None:
+def _no_objection(source: VideoHeader) -> None:
     pass
 
 
@@ -107,9 +107,9 @@ def of_pictures(
     fps: float,
     limits: ClipLimits,
     *,
-    before: Callable[[Source], None] = _no_objection,
-) -> Clip:
-    """A video given as pictures of one size, `fps` of them a second; every one is taken.
+    before: Callable[[VideoHeader], None] = _no_objection,
+) -> VideoFrames:
+    """A video given as images of one size, `fps` of them a second; every one is taken.
 
     `before` hears of it before any is decoded; what it raises ends the decoding.
 
@@ -123,7 +123,7 @@ def of_pictures(
 
     def first(width: int, height: int) -> None:
         check_room(len(pictures), width, height, limits)
-        before(Source(total=len(pictures), fps=fps, width=width, height=height))
+        before(VideoHeader(total=len(pictures), fps=fps, width=width, height=height))
 
     for picture in pictures:
         hears: media.Before = media.no_objection if taken else first
@@ -134,11 +134,11 @@ def of_pictures(
             raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
         taken.append(np.asarray(image))
     height, width = taken[0].shape[:2]
-    source = Source(total=len(taken), fps=fps, width=width, height=height)
-    return Clip(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
+    source = VideoHeader(total=len(taken), fps=fps, width=width, height=height)
+    return VideoFrames(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
 
 
-def sampled(source: Source, chosen: Sequence[int], limits: ClipLimits) -> tuple[int, ...]:
+def sampled(source: VideoHeader, chosen: Sequence[int], limits: ClipLimits) -> tuple[int, ...]:
     """The frames that are taken, rising. Raises MediaError("unprocessable") for none, and as `check_room`."""
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices or indices[0] < 0 or indices[-1] >= source.total:
@@ -147,7 +147,7 @@ def sampled(source: Source, chosen: Sequence[int], limits: ClipLimits) -> tuple[
     return indices
 
 
-def _source(data: bytes, limits: ClipLimits) -> Source:
+def _source(data: bytes, limits: ClipLimits) -> VideoHeader:
     """What the header says, compared with the packets that are there."""
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
@@ -177,7 +177,7 @@ def _source(data: bytes, limits: ClipLimits) -> Source:
         raise MediaError("the video has no frames", reason="empty")
     if total / fps > limits.max_s:
         raise MediaError(f"over {limits.max_s:g} s of video", reason="too_long")
-    return Source(total=total, fps=fps, width=width, height=height)
+    return VideoHeader(total=total, fps=fps, width=width, height=height)
 
 
 def _packets(container: Any, stream: Any) -> int:
@@ -202,7 +202,7 @@ def check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
         )
 
 
-def _rgb(frame: Any, source: Source) -> Frames:
+def _rgb(frame: Any, source: VideoHeader) -> Frames:
     """(height, width, 3) of one decoded frame, upright."""
     if (frame.width, frame.height) != (source.width, source.height):
         raise MediaError("the video changes its size on its way", reason="damaged")

@@ -11,7 +11,7 @@ import torch
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers.base import Projector, Tower
 from cornplug.encoder_service.towers.input_checks import float_dtype
 from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
@@ -19,7 +19,7 @@ from cornplug.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Loaded:
+class LoadedModel:
     """One model, ready. `tower` and `projector` may be other models' too."""
 
     served: ServedModel
@@ -42,7 +42,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WeightPlacement:
     """Where weights go. On the device "meta" a tower checks inputs, and has no weights."""
 
     dtype: str
@@ -83,12 +83,12 @@ def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
 def load(
     checkpoint: Checkpoint,
     served: ServedModel,
-    place: Place,
+    place: WeightPlacement,
     *,
-    beside: Iterable[Loaded] = (),
+    beside: Iterable[LoadedModel] = (),
     epoch: int = 0,
     report: Callable[[str], None] = lambda line: None,
-) -> Loaded:
+) -> LoadedModel:
     """Load what `read` found, sharing halves with the models of `beside` that have equal ones.
 
     Raises CheckpointError: "changed" when the folder is not what `read` saw any more.
@@ -102,7 +102,7 @@ def load(
     if tower is None:
         report(f"{served.name}: loading tower {short} as {served.dtype}")
         tower = architecture.load_tower(checkpoint, dtype, place.device)
-        tower = Compiled(tower) if place.compile else tower
+        tower = CompiledTower(tower) if place.compile else tower
     else:
         report(f"{served.name}: tower {short} is loaded already")
     projector = next((other.projector for other in others if other.projector_key == projector_key), None)
@@ -112,7 +112,7 @@ def load(
     # fingerprint and loading would be served under the name of those before.
     if read(served.name, served.dtype)[1] != served:
         raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
-    return Loaded(
+    return LoadedModel(
         served=msgspec.structs.replace(served, hidden_size=projector.hidden_size, epoch=epoch),
         checkpoint=checkpoint,
         tower=tower,

@@ -13,11 +13,11 @@ from typing import Final
 
 import torch
 
-from cornplug.encoder_service.models.loader import Loaded, Place, load, read
+from cornplug.encoder_service.models.loader import LoadedModel, WeightPlacement, load, read
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError
 
-__all__ = ["Loaded", "Registry", "Report"]
+__all__ = ["LoadedModel", "ModelRegistry", "Report"]
 
 Report = Callable[[str], None]
 
@@ -26,13 +26,13 @@ Report = Callable[[str], None]
 class _Models:
     """One generation: never changed, replaced as a whole."""
 
-    by_name: dict[str, Loaded]
-    by_identity: dict[bytes, Loaded]
+    by_name: dict[str, LoadedModel]
+    by_identity: dict[bytes, LoadedModel]
 
     @classmethod
-    def of(cls, models: Iterable[Loaded]) -> _Models:
+    def of(cls, models: Iterable[LoadedModel]) -> _Models:
         by_name = {loaded.served.name: loaded for loaded in models}
-        by_identity: dict[bytes, Loaded] = {}
+        by_identity: dict[bytes, LoadedModel] = {}
         # Of models with one identity any gives the same embedding: the first serves them all.
         for loaded in by_name.values():
             for modality in loaded.served.modalities:
@@ -40,16 +40,16 @@ class _Models:
         return cls(by_name, by_identity)
 
 
-class Registry:
+class ModelRegistry:
     """Loads once, then only answers, until a reload puts others in their place. Safe to read from
     several threads; one at a time may change it."""
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
-        self._place: Final = Place(dtype=dtype, device=torch.device(device), compile=compile)
+        self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
         # Refused before anything is read, which may take minutes.
         self.dtype: Final = self._place.torch_dtype
         self._models = _Models({}, {})
-        self._checks: list[Callable[[Loaded], None]] = []
+        self._checks: list[Callable[[LoadedModel], None]] = []
 
     @classmethod
     def open(
@@ -60,7 +60,7 @@ class Registry:
         device: str,
         compile: bool = False,
         report: Report = lambda line: None,
-    ) -> Registry:
+    ) -> ModelRegistry:
         """Load every model (directory, or hub id in the local cache). `report` gets a line for each step.
 
         Raises CheckpointError, or ConfigError for an unknown dtype or a model named twice.
@@ -80,7 +80,7 @@ class Registry:
         """Where weights are."""
         return self._place.device
 
-    def add(self, name: str, report: Report = lambda line: None) -> Loaded:
+    def add(self, name: str, report: Report = lambda line: None) -> LoadedModel:
         """Load one more model, reusing a tower or projector with equal weights."""
         if name in self._models.by_name:
             raise ConfigError("--model", f"{name} is named twice", "Name each model once.")
@@ -91,7 +91,7 @@ class Registry:
         self._models = _Models.of((*self.loaded(), loaded))
         return loaded
 
-    def on_load(self, check: Callable[[Loaded], None]) -> None:
+    def on_load(self, check: Callable[[LoadedModel], None]) -> None:
         """Have `check` called with each model before it is served, those here already at once.
 
         When it raises CheckpointError the model is not served.
@@ -100,12 +100,12 @@ class Registry:
             check(loaded)
         self._checks.append(check)
 
-    def fresh(self, names: Sequence[str]) -> list[Loaded]:
+    def fresh(self, names: Sequence[str]) -> list[LoadedModel]:
         """What has changed on disk of these models, loaded beside what is served. Serves nothing yet.
 
         Raises CheckpointError: as when opened, or "other_family".
         """
-        out: list[Loaded] = []
+        out: list[LoadedModel] = []
         for name in names:
             old = self._models.by_name[name].served
             checkpoint, found = read(name, self.dtype_name)
@@ -123,7 +123,7 @@ class Registry:
                 out.append(loaded)
         return out
 
-    def replace(self, fresh: Iterable[Loaded]) -> list[Loaded]:
+    def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
         """Serve these in the place of those named alike, from one moment to the next. Those it replaced."""
         new = {loaded.served.name: loaded for loaded in fresh}
         before = self.loaded()
@@ -134,19 +134,19 @@ class Registry:
         """Every model, in the order given."""
         return tuple(loaded.served for loaded in self.loaded())
 
-    def loaded(self) -> tuple[Loaded, ...]:
+    def loaded(self) -> tuple[LoadedModel, ...]:
         """Every model with its halves, in the order given."""
         return tuple(self._models.by_name.values())
 
-    def by_identity(self, model_identity: bytes) -> Loaded | None:
+    def by_identity(self, model_identity: bytes) -> LoadedModel | None:
         """The model that makes these embeddings, of whichever modality, whatever it is called."""
         return self._models.by_identity.get(model_identity)
 
-    def by_name(self, name: str) -> Loaded | None:
+    def by_name(self, name: str) -> LoadedModel | None:
         """The model named so on the command line."""
         return self._models.by_name.get(name)
 
-    def shares_features(self, model: Loaded) -> bool:
+    def shares_features(self, model: LoadedModel) -> bool:
         """Whether its tower's output is worth keeping: its family says so, or another model that is
         served has the same tower and another projector."""
         return model.checkpoint.family.shares_features or any(
@@ -163,6 +163,6 @@ class Registry:
         )
         return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts)
 
-    def _check(self, loaded: Loaded) -> None:
+    def _check(self, loaded: LoadedModel) -> None:
         for check in self._checks:
             check(loaded)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from cornplug.encoder_service.towers.base import Item, Tower
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import Tower, TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 
 log = logging.getLogger(__name__)
 
 
-class Compiled:
+class CompiledTower:
     """A tower whose layers are compiled when they first run, for inputs of any length.
 
     Layer by layer: they are many and alike, so that one is compiled and all use it. That takes
@@ -32,11 +32,11 @@ class Compiled:
         for layer in self.layers:
             layer.compile(dynamic=True)
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         """As `Tower.prepare`."""
         return self._tower.prepare(inputs)
 
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         """As `Tower.encode`."""
         try:
             return self._tower.encode(items)
@@ -44,7 +44,7 @@ class Compiled:
             if not self.layers:
                 raise
             log.warning("%s cannot be compiled and runs as it is: %s", type(self._tower).__name__, e)
-            Compiled.failures += 1
+            CompiledTower.failures += 1
             for layer in self.layers:
                 layer._compiled_call_impl = None
             self.layers = []

@@ -6,30 +6,38 @@ from typing import Final
 
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.media.audio_resample import resampled
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.preprocess.preprocessor import (
+    IN_PROCESS,
+    FrameSampling,
+    MediumLimits,
+    PreprocessContext,
+    PreprocessorOutput,
+)
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0
 """Whisper's window: a sound is filled up to whole ones."""
 
 
-class Sounds:
+class AudioPreprocessor:
     """Reads sounds for one model. Raises CheckpointError("bad_config") without a feature extractor.
 
     The digest is over the samples that the extractor receives, as in the engine: mono, at its rate.
     """
 
-    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_s = limits.max_audio_s
         self._mels = towers.listener(loaded.checkpoint)
 
-    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+    def read(
+        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+    ) -> PreprocessorOutput:
         heard = bench.heard(_prepared_bytes)
         sound = resampled(bench.decoder.sound(data, self._max_s, heard), self._mels.rate)
-        return Reading(digest=sound.digest(), inputs=self._mels.listen(sound.samples))
+        return PreprocessorOutput(digest=sound.digest(), inputs=self._mels.listen(sound.samples))
 
 
-def _prepared_bytes(header: Header) -> int:
+def _prepared_bytes(header: MediumHeader) -> int:
     return round(_MELS_BYTES_A_SECOND * (header.seconds + _PADDED_S))

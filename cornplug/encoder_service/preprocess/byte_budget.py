@@ -24,9 +24,9 @@ class PreparedBudget:
         self._lock = threading.Lock()
         self._held: Counter[ServiceClass] = Counter()
 
-    def room(self, qos: ServiceClass) -> Room:
+    def room(self, qos: ServiceClass) -> BudgetShare:
         """Room for one medium, as yet of no bytes."""
-        return Room(self, qos)
+        return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
         """What is taken now."""
@@ -34,7 +34,7 @@ class PreparedBudget:
             return sum(self._held.values())
 
     def move(self, qos: ServiceClass, more: int, whole: int) -> None:
-        """Take `more` (or give back) for a medium of `whole` bytes. For `Room`. Raises as `Room.need`."""
+        """Take `more` (or give back) for a medium of `whole` bytes. Raises as `BudgetShare.need`."""
         with self._lock:
             if more > 0:
                 kept = sum(max(0, own - self._held[q]) for q, own in self._own.items() if q != qos)
@@ -52,7 +52,7 @@ class PreparedBudget:
             self._held[qos] += more
 
 
-class Room:
+class BudgetShare:
     """Of one medium; a context manager that gives it back. Thread-safe."""
 
     def __init__(self, budget: PreparedBudget, qos: ServiceClass) -> None:

@@ -1,6 +1,6 @@
 """What decoding a medium will cost, guessed before any decoder has seen it, so that it can be queued.
 
-A picture's first bytes say how many pixels it has; what they do not say is guessed from its length, and
+An image's first bytes say how many pixels it has; what they do not say is guessed from its length, and
 put right by `Batcher.costs` once its header was read. Nothing is decided by this but whose turn it is.
 """
 
@@ -15,7 +15,7 @@ from PIL import Image
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.media.image import BROKEN
 from cornplug.encoder_service.preprocess.decode_lanes import work_of
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
 """Whose header Pillow reads in Python and within the first bytes: no decoder runs."""
@@ -25,10 +25,10 @@ _WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "a
 
 
 def guessed_cost(modality: Modality, parts: Sequence[bytes]) -> int:
-    """In the units of `Preparation.submit`; `parts` are the medium, or a video's pictures."""
+    """In the units of `Preparation.submit`; `parts` are the medium, or a video's images."""
     pixels = _pixels(parts[0]) if modality == "image" and parts else None
     work = _WORK_A_BYTE[modality] * sum(map(len, parts)) if pixels is None else float(pixels)
-    return work_of(Header(held_bytes=0, work=work))
+    return work_of(MediumHeader(held_bytes=0, work=work))
 
 
 def _pixels(data: bytes) -> int | None:

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.preprocess.byte_budget import Room
-from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
+from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
-from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import Jailed
-from cornplug.encoder_service.scheduling.admission import Admission, Verdict
-from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
+from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
 from cornplug.encoder_service.telemetry.service_metrics import Queue
-from cornplug.encoder_service.wire.messages import Encode
+from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
@@ -56,16 +56,16 @@ class _Kind:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Job:
+class _LaneJob:
     """What a lane is to do."""
 
-    run: Callable[[Bench], Any]
-    room: Room
+    run: Callable[[PreprocessContext], Any]
+    room: BudgetShare
     future: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class DecodeLimits:
     """Of one medium's decoding."""
 
     decode_s: float = 30.0
@@ -73,7 +73,7 @@ class Limits:
     """Address space of a process that decodes."""
 
 
-class Turn(Generic[ResultT]):
+class QueueTurn(Generic[ResultT]):
     """A place in the queue. `leave` whenever nobody waits any more."""
 
     def __init__(self, future: Future[ResultT], leave: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ class Turn(Generic[ResultT]):
         self.leave = leave
 
 
-class Preparation:
+class DecodeLanes:
     """Thread-safe; `close` ends its threads and processes. None is started before it is needed."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Preparation:
         classes: Sequence[ServiceClass],
         *,
         lanes: int,
-        limits: Limits,
+        limits: DecodeLimits,
         max_waiting: int = 256,
         killed: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.monotonic,
@@ -99,13 +99,15 @@ class Preparation:
         self._limits = limits
         self._clock = clock
         self._seats = WaitingRoom(classes, max_waiting)
-        self._admission = Admission(max_items=1, max_tokens=_MOST_WORK, clock=clock, lanes=lambda: lanes)
-        self._batcher: Batcher[_Job] = Batcher(
+        self._admission = EncodeAdmission(
+            max_items=1, max_tokens=_MOST_WORK, clock=clock, lanes=lambda: lanes
+        )
+        self._batcher: Batcher[_LaneJob] = Batcher(
             max_items=1, max_tokens=_MOST_WORK, clock=clock, on_late=self._refuse_late, overtakes=True
         )
         self._kinds: dict[Modality, _Kind] = {"image": _Kind(), "video": _Kind(), "audio": _Kind()}
         self._names = itertools.count()
-        self._jobs: dict[Wait, _Job] = {}
+        self._jobs: dict[PendingRequest, _LaneJob] = {}
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, killed=killed) for _ in range(lanes + 1)
         ]
@@ -119,27 +121,27 @@ class Preparation:
     def submit(
         self,
         modality: Modality,
-        run: Callable[[Bench], ResultT],
+        run: Callable[[PreprocessContext], ResultT],
         *,
         cost: int,
         qos: ServiceClass,
         app: str,
         deadline_s: float,
-        room: Room,
-    ) -> Turn[ResultT] | Verdict:
+        room: BudgetShare,
+    ) -> QueueTurn[ResultT] | AdmissionRefusal:
         """Have `run` called in a lane when its turn comes, or hear at once why it cannot be in time.
 
         `cost` is a guess of `work_of` its header. `run` is given what decodes; what it raises, the future
         raises. The future raises EncoderRefused("too_late") where the turn came too late.
         """
         self._start()
-        request = Encode(
+        request = EncodeRequest(
             id=0, identity=b"", key=b"", salt=None, inputs={}, app=app, deadline_s=max(deadline_s, _LEAST_S)
         )
-        wait = Wait(request=request, received_s=self._clock(), qos=qos)
-        job = _Job(run=run, room=room)
+        wait = PendingRequest(request=request, received_s=self._clock(), qos=qos)
+        job = _LaneJob(run=run, room=room)
         name = next(self._names).to_bytes(8, "big")
-        flight = Flight(
+        flight = EncodeJob(
             key=(name, b""),
             feature_key=name,
             tower=self._kinds[modality],
@@ -151,14 +153,14 @@ class Preparation:
         if no is not None and self._kinds[modality].done >= _BELIEVED:
             return no
         if (full := self._seats.enter(wait)) is not None:
-            return Verdict(
+            return AdmissionRefusal(
                 reason=full[0],
                 message=f"{full[1]}, to be decoded",
                 retry_after_s=self._admission.half_done_s(self._batcher),
             )
         self._jobs[wait] = job
         self._batcher.join_or_add(flight)
-        return Turn(job.future, lambda: self._leave(flight, wait))
+        return QueueTurn(job.future, lambda: self._leave(flight, wait))
 
     def predicted_s(self) -> Mapping[str, float]:
         """By class: predicted seconds until a medium like the last one would be prepared."""
@@ -224,7 +226,7 @@ class Preparation:
         while (flight := self._batcher.take_urgent(self._lanes)) is not None:
             self._run(flight, process)
 
-    def _run(self, flight: Flight[_Job], process: DecoderProcess) -> None:
+    def _run(self, flight: EncodeJob[_LaneJob], process: DecoderProcess) -> None:
         wait, job = flight.waits[0], flight.work
         began = self._clock()
         try:
@@ -244,13 +246,20 @@ class Preparation:
                 log.error("%s", e)
                 self._broken = True
 
-    def _do(self, flight: Flight[_Job], wait: Wait, job: _Job, process: DecoderProcess, began: float) -> None:
-        def admit(header: Header, prepared_bytes: int) -> None:
+    def _do(
+        self,
+        flight: EncodeJob[_LaneJob],
+        wait: PendingRequest,
+        job: _LaneJob,
+        process: DecoderProcess,
+        began: float,
+    ) -> None:
+        def admit(header: MediumHeader, prepared_bytes: int) -> None:
             self._batcher.costs(flight, work_of(header))
             job.room.need(header.held_bytes + prepared_bytes)
 
-        bench = Bench(
-            decoder=Jailed(
+        bench = PreprocessContext(
+            decoder=SandboxedDecoder(
                 process,
                 limit_s=self._limits.decode_s,
                 end_s=time.monotonic() + wait.due_s - self._clock(),
@@ -272,12 +281,12 @@ class Preparation:
                 flight.tower.done += 1
             job.future.set_result(done.result())
 
-    def _leave(self, flight: Flight[_Job], wait: Wait) -> None:
+    def _leave(self, flight: EncodeJob[_LaneJob], wait: PendingRequest) -> None:
         wait.future.cancel()
         if self._batcher.remove(flight):
             self._forget(wait)
 
-    def _refuse_late(self, wait: Wait) -> None:
+    def _refuse_late(self, wait: PendingRequest) -> None:
         job = self._jobs.get(wait)
         self._forget(wait)
         self._admission.answered(wait, self._clock() - wait.received_s)
@@ -285,11 +294,11 @@ class Preparation:
             problem = f"not decoded within {wait.request.deadline_s:.3g} s"
             job.future.set_exception(EncoderRefused(problem, reason="too_late"))
 
-    def _forget(self, wait: Wait) -> None:
+    def _forget(self, wait: PendingRequest) -> None:
         self._jobs.pop(wait, None)
         self._seats.leave(wait)
 
 
-def work_of(header: Header) -> int:
+def work_of(header: MediumHeader) -> int:
     """What it costs: thousands of pixels or samples to decode, and what every medium costs."""
     return _EACH + round(header.work / 1000)

@@ -1,4 +1,4 @@
-"""Pictures: Pillow, vLLM's rule (`media`), and the checkpoint's image processor."""
+"""Images: Pillow, vLLM's rule (`media`), and the checkpoint's image processor."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from cornplug.encoder_service.media import image as media
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.preprocess.preprocessor import (
+    IN_PROCESS,
+    FrameSampling,
+    MediumLimits,
+    PreprocessContext,
+    PreprocessorOutput,
+)
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
-"""Of pictures that show how large the inputs are that a processor makes of small ones, and of large ones."""
+"""Of images that show how large the inputs are that a processor makes of small ones, and of large ones."""
 _MOST_A_PIXEL: Final = 24
 """Bytes of inputs a pixel, of families that resize nothing: float32, and each frame twice."""
 _PIXELS_NOT_SIDES: Final = 100_000
 """A "longest_edge" above this is a number of pixels, as in the Qwen families."""
 
 
-class Pictures:
-    """Reads pictures for one model. Raises CheckpointError("bad_config") without an image processor."""
+class ImagePreprocessor:
+    """Reads images for one model. Raises CheckpointError("bad_config") without an image processor."""
 
-    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
         self._probes: tuple[int, int] | None = None
@@ -37,16 +43,18 @@ class Pictures:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
-    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+    def read(
+        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+    ) -> PreprocessorOutput:
         heard = bench.heard(self._prepared_bytes)
         return self._reading(bench.decoder.picture(data, self._max_pixels, heard, self._formats))
 
-    def read_for_sglang(self, data: bytes, bench: Bench = IN_PROCESS) -> Reading:
+    def read_for_sglang(self, data: bytes, bench: PreprocessContext = IN_PROCESS) -> PreprocessorOutput:
         """The same as an SGLang server would make it."""
         heard = bench.heard(self._prepared_bytes)
         return self._reading(bench.decoder.picture_for_sglang(data, self._max_pixels, heard, self._formats))
 
-    def _prepared_bytes(self, header: Header) -> int:
+    def _prepared_bytes(self, header: MediumHeader) -> int:
         small, large = self._probed()
         most = _most_pixels(self._processor)
         pixels = header.pixels if most is None else min(header.pixels, most)
@@ -64,7 +72,7 @@ class Pictures:
         except MediaError:
             return _MOST_A_PIXEL * image.width * image.height
 
-    def _reading(self, image: Image.Image) -> Reading:
+    def _reading(self, image: Image.Image) -> PreprocessorOutput:
         try:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
@@ -72,11 +80,11 @@ class Pictures:
             raise MediaError(
                 f"the model's processor refuses this picture: {e}", reason="unprocessable"
             ) from e
-        return Reading(digest=media.digest_rgb(image), inputs=dict(made))
+        return PreprocessorOutput(digest=media.digest_rgb(image), inputs=dict(made))
 
 
 def _most_pixels(processor: Any) -> int | None:
-    """How many pixels a picture has at most once it is resized, where the processor's settings say so."""
+    """How many pixels an image has at most once it is resized, where the processor's settings say so."""
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")
     return longest if isinstance(longest, int) and longest > _PIXELS_NOT_SIDES else None

@@ -10,19 +10,19 @@ from typing import Final
 
 from cornplug import identity
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.models.registry import Loaded, Registry
-from cornplug.encoder_service.preprocess.audio import Sounds
-from cornplug.encoder_service.preprocess.image import Pictures
+from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.audio import AudioPreprocessor
+from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import (
     IN_PROCESS,
-    Bench,
-    Limits,
-    Reader,
-    Reading,
-    Sampling,
+    FrameSampling,
+    MediaPreprocessor,
+    MediumLimits,
+    PreprocessContext,
+    PreprocessorOutput,
 )
-from cornplug.encoder_service.preprocess.video import Clips
-from cornplug.encoder_service.wire.messages import Encode
+from cornplug.encoder_service.preprocess.video import VideoPreprocessor
+from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 
@@ -33,34 +33,34 @@ SGLANG: Final = "sglang"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    request: Encode
+class PreprocessedMedium:
+    request: EncodeRequest
     dtype: str
     """Of the embedding, as torch names it."""
     media: bytes
     """The media digest."""
 
 
-AS_THE_ENGINE: Final = Sampling()
-READERS: Final[Mapping[Modality, Callable[[Loaded, Limits], Reader]]] = {
-    "image": Pictures,
-    "video": Clips,
-    "audio": Sounds,
+AS_THE_ENGINE: Final = FrameSampling()
+READERS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
+    "image": ImagePreprocessor,
+    "video": VideoPreprocessor,
+    "audio": AudioPreprocessor,
 }
 
 
-class Preparer:
+class MediaPreparer:
     """Thread-safe. What reads media is made at once, without any code of a checkpoint.
 
     Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
     """
 
-    def __init__(self, registry: Registry, *, secret: bytes, limits: Limits) -> None:
+    def __init__(self, registry: ModelRegistry, *, secret: bytes, limits: MediumLimits) -> None:
         self._registry = registry
         self._secret = secret
         self._limits = limits
         # By the identity that they prepare for, never by name: a reload may change what a name means.
-        self._readers: dict[bytes, Reader] = {}
+        self._readers: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_readers)
 
     def prepare(
@@ -71,9 +71,9 @@ class Preparer:
         *,
         salt: str | None,
         deadline_s: float,
-        sampling: Sampling = AS_THE_ENGINE,
-        bench: Bench = IN_PROCESS,
-    ) -> Prepared:
+        sampling: FrameSampling = AS_THE_ENGINE,
+        bench: PreprocessContext = IN_PROCESS,
+    ) -> PreprocessedMedium:
         """A request for the medium in `data`, as this model's engine would make it.
 
         `sampling` says which frames of a video; the key follows from the frames and their times. `bench`
@@ -95,9 +95,9 @@ class Preparer:
         *,
         salt: str | None,
         deadline_s: float,
-        sampling: Sampling = AS_THE_ENGINE,
-        bench: Bench = IN_PROCESS,
-    ) -> Prepared:
+        sampling: FrameSampling = AS_THE_ENGINE,
+        bench: PreprocessContext = IN_PROCESS,
+    ) -> PreprocessedMedium:
         """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
 
         Raises as `prepare`, and as `clips.of_pictures`.
@@ -106,26 +106,32 @@ class Preparer:
             raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
         loaded = self._loaded(model)
         reader = self._reader(loaded, "video")
-        assert isinstance(reader, Clips)
+        assert isinstance(reader, VideoPreprocessor)
         reading = reader.read_pictures(pictures, sampling.fps or 1.0, bench)
         return self._prepared(loaded, "video", reading, salt, deadline_s, APP)
 
     def prepare_for_sglang(
-        self, model: str, data: bytes, *, salt: str | None, deadline_s: float, bench: Bench = IN_PROCESS
-    ) -> Prepared:
-        """The same for a picture as an SGLang server of this model would make it. Raises as `prepare`."""
+        self,
+        model: str,
+        data: bytes,
+        *,
+        salt: str | None,
+        deadline_s: float,
+        bench: PreprocessContext = IN_PROCESS,
+    ) -> PreprocessedMedium:
+        """The same for an image as an SGLang server of this model would make it. Raises as `prepare`."""
         loaded = self._loaded(model)
         reader = self._reader(loaded, "image")
-        assert isinstance(reader, Pictures)
+        assert isinstance(reader, ImagePreprocessor)
         return self._prepared(loaded, "image", reader.read_for_sglang(data, bench), salt, deadline_s, SGLANG)
 
-    def _add_readers(self, loaded: Loaded) -> None:
+    def _add_readers(self, loaded: LoadedModel) -> None:
         for modality in loaded.checkpoint.family.inputs:
             model_identity = loaded.served.identity_for(modality)
             if modality in READERS and model_identity is not None:
                 self._readers[model_identity] = READERS[modality](loaded, self._limits)
 
-    def _reader(self, loaded: Loaded, modality: Modality) -> Reader:
+    def _reader(self, loaded: LoadedModel, modality: Modality) -> MediaPreprocessor:
         reader = self._readers.get(loaded.served.identity_for(modality) or b"")
         if reader is None:
             taken = [m.name for m in loaded.served.modalities if m.identity in self._readers]
@@ -136,17 +142,17 @@ class Preparer:
 
     def _prepared(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         modality: Modality,
-        reading: Reading,
+        reading: PreprocessorOutput,
         salt: str | None,
         deadline_s: float,
         app: str,
-    ) -> Prepared:
+    ) -> PreprocessedMedium:
         model_identity = loaded.served.identity_for(modality)
         assert model_identity is not None
         wanted = loaded.checkpoint.family.inputs[modality]
-        request = Encode(
+        request = EncodeRequest(
             id=0,
             identity=model_identity,
             key=identity.embedding_key(self._secret, model_identity, reading.digest, salt),
@@ -155,9 +161,9 @@ class Preparer:
             app=app,
             deadline_s=deadline_s,
         )
-        return Prepared(request=request, dtype=loaded.served.dtype, media=reading.digest)
+        return PreprocessedMedium(request=request, dtype=loaded.served.dtype, media=reading.digest)
 
-    def _loaded(self, model: str) -> Loaded:
+    def _loaded(self, model: str) -> LoadedModel:
         loaded = self._registry.by_name(model)
         if loaded is None:
             raise unknown_model(model)

@@ -12,12 +12,17 @@ import torch
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.image import COMMON
 from cornplug.encoder_service.media.video import ClipLimits
-from cornplug.encoder_service.preprocess.sandbox.decoders import Decoder, Header, Heard, InProcess
+from cornplug.encoder_service.preprocess.sandbox.decoders import (
+    Heard,
+    InProcessDecoder,
+    MediumDecoder,
+    MediumHeader,
+)
 from cornplug.errors import EncoderRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MediumLimits:
     """What a medium may be at most, after decoding."""
 
     max_pixels: int = 64_000_000
@@ -27,7 +32,7 @@ class Limits:
     picture_formats: tuple[str, ...] = COMMON
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> Limits:
+    def of(cls, config: EncoderConfig) -> MediumLimits:
         return cls(
             max_pixels=config.max_pixels,
             max_audio_s=config.max_audio_s,
@@ -46,7 +51,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class FrameSampling:
     """Which frames of a video a request wants; with nothing said, those that the model's engine takes.
 
     Raises EncoderRefused("bad_input") for both at once, and for none or less.
@@ -65,7 +70,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class PreprocessorOutput:
     """One medium, read."""
 
     digest: bytes
@@ -74,32 +79,34 @@ class Reading:
     """What the tower takes, by the processor's names."""
 
 
-def _anything(header: Header, prepared_bytes: int) -> None:
+def _anything(header: MediumHeader, prepared_bytes: int) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class PreprocessContext:
     """What one medium is prepared with."""
 
-    decoder: Decoder
-    admit: Callable[[Header, int], None] = _anything
+    decoder: MediumDecoder
+    admit: Callable[[MediumHeader, int], None] = _anything
     """Hears what the header says, and the most bytes that its inputs would take, before anything is
     decoded; what it raises ends the reading."""
 
-    def heard(self, prepared_bytes: Callable[[Header], int]) -> Heard:
+    def heard(self, prepared_bytes: Callable[[MediumHeader], int]) -> Heard:
         """For the decoder, with what the reader knows of the bytes."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
-IN_PROCESS: Final = Bench(decoder=InProcess())
+IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
 """For media that are no stranger's."""
 
 
-class Reader(Protocol):
+class MediaPreprocessor(Protocol):
     """Of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
-    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+    def read(
+        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+    ) -> PreprocessorOutput:
         """`sampling` is for videos; others have nothing to sample.
 
         Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's

@@ -10,13 +10,19 @@ import numpy as np
 import torch
 from transformers import AutoVideoProcessor
 
-from cornplug.encoder_service.media.video import Clip, Source
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, Bench, Limits, Reading, Sampling
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.preprocess.preprocessor import (
+    IN_PROCESS,
+    FrameSampling,
+    MediumLimits,
+    PreprocessContext,
+    PreprocessorOutput,
+)
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.errors import CheckpointError, MediaError
 
-Sampler = Callable[[Source, Sampling], Sequence[int]]
+Sampler = Callable[[VideoHeader, FrameSampling], Sequence[int]]
 
 _FPS: Final = 2.0
 _MAX_FPS: Final = 30.0
@@ -28,10 +34,10 @@ _PATCH: Final = 2
 """Frames that the tower sees as one; of the Qwen families."""
 
 
-class Clips:
+class VideoPreprocessor:
     """Reads videos for one model. Raises CheckpointError("bad_config") without a video processor."""
 
-    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         checkpoint = loaded.checkpoint
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
         if kind not in SAMPLERS:
@@ -45,30 +51,34 @@ class Clips:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
 
-    def read(self, data: bytes, sampling: Sampling, bench: Bench = IN_PROCESS) -> Reading:
+    def read(
+        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+    ) -> PreprocessorOutput:
         heard = bench.heard(_prepared_bytes)
         clip = bench.decoder.clip(data, lambda s: self._sampler(s, sampling), self._limits, heard)
         return self._reading(clip)
 
-    def read_pictures(self, pictures: Sequence[bytes], fps: float, bench: Bench = IN_PROCESS) -> Reading:
+    def read_pictures(
+        self, pictures: Sequence[bytes], fps: float, bench: PreprocessContext = IN_PROCESS
+    ) -> PreprocessorOutput:
         """A video given as its frames, `fps` of them a second."""
         heard = bench.heard(_prepared_bytes)
         return self._reading(bench.decoder.frames(pictures, fps, self._limits, heard))
 
-    def _reading(self, clip: Clip) -> Reading:
+    def _reading(self, clip: VideoFrames) -> PreprocessorOutput:
         frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         except ValueError as e:
             raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
-        return Reading(digest=clip.digest(), inputs=dict(made))
+        return PreprocessorOutput(digest=clip.digest(), inputs=dict(made))
 
 
-def _prepared_bytes(header: Header) -> int:
+def _prepared_bytes(header: MediumHeader) -> int:
     return _BYTES_A_PIXEL * header.pixels
 
 
-def _qwen2(source: Source, sampling: Sampling) -> Sequence[int]:
+def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
     """Whole patches of frames, at even steps (vLLM's Qwen2VLVideoBackend; `num_frames` as transformers)."""
     total = source.total
     most = min(_MAX_FRAMES, total) // _PATCH * _PATCH
@@ -84,7 +94,7 @@ def _qwen2(source: Source, sampling: Sampling) -> Sequence[int]:
     return [int(index) for index in found]
 
 
-def _qwen3(source: Source, sampling: Sampling) -> Sequence[int]:
+def _qwen3(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
     """From the first frame to the last, at even steps (vLLM's Qwen3VLVideoBackend)."""
     total = source.total
     if sampling.num_frames is not None:

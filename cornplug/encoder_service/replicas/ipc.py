@@ -24,7 +24,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 _ALIGN: Final = 64
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor in the lane's memfd."""
 
     dtype: str
@@ -40,15 +40,15 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return getattr(torch, self.dtype)
 
 
-class Model(msgspec.Struct, frozen=True):
+class ModelSpec(msgspec.Struct, frozen=True):
     """A model to have: its folder, and the identity of its first modality."""
 
     path: str
     identity: bytes
 
 
-class Open(msgspec.Struct, frozen=True, tag="open"):
-    models: tuple[Model, ...]
+class OpenModels(msgspec.Struct, frozen=True, tag="open"):
+    models: tuple[ModelSpec, ...]
     dtype: str
     device: str
     threads: int
@@ -56,55 +56,55 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     compile: bool
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     """Load beside what is there."""
 
-    models: tuple[Model, ...]
+    models: tuple[ModelSpec, ...]
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
+class DropModel(msgspec.Struct, frozen=True, tag="drop"):
     identities: tuple[bytes, ...]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
     identities: tuple[bytes, ...]
     """What is loaded."""
     problem: str = ""
     """Why something that was asked for is not."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
     kind: Literal["checkpoint", "absent", "error"]
     """"absent": no such model here."""
     message: str
 
 
-class Medium(msgspec.Struct, frozen=True):
+class MediumTensors(msgspec.Struct, frozen=True):
     """An `Item`, or what is kept of it."""
 
-    tensors: tuple[Row, ...]
+    tensors: tuple[SharedTensor, ...]
     tokens: int
     geometry: tuple[int, ...]
-    features: Row | None
+    features: SharedTensor | None
 
 
-class Run(msgspec.Struct, frozen=True, tag="run"):
-    media: tuple[Medium, ...]
+class RunBatch(msgspec.Struct, frozen=True, tag="run"):
+    media: tuple[MediumTensors, ...]
     wanted: tuple[tuple[bytes, int], ...]
     """(identity, index in `media`)"""
     keep: bool
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    embeddings: tuple[Row, ...]
-    features: tuple[tuple[int, Row], ...]
+class BatchDone(msgspec.Struct, frozen=True, tag="done"):
+    embeddings: tuple[SharedTensor, ...]
+    features: tuple[tuple[int, SharedTensor], ...]
     uncompiled: int
     """Towers of this replica that `--compile` could not compile, so far."""
 
 
-ToReplica = Open | Load | Drop
-FromReplica = Ready | Failed
-Computed = Done | Failed
+ToReplica = OpenModels | LoadModel | DropModel
+FromReplica = ReplicaReady | ReplicaFailed
+Computed = BatchDone | ReplicaFailed
 
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
@@ -129,7 +129,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-class Memory:
+class SharedBuffer:
     """A memfd that grows, as one side sees it. One writes, the other reads, in turns."""
 
     def __init__(self, fd: int) -> None:
@@ -137,16 +137,16 @@ class Memory:
         self._map: mmap.mmap | None = None
 
     @classmethod
-    def new(cls) -> Memory:
+    def new(cls) -> SharedBuffer:
         return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> list[Row]:
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
         """Put tensors of any device one behind another, over whatever was there."""
-        rows: list[Row] = []
+        rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
             offset = -(-end // _ALIGN) * _ALIGN
-            rows.append(Row(dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            rows.append(SharedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), offset))
             end = rows[-1].end
         if end > os.fstat(self.fd).st_size:
             os.ftruncate(self.fd, end)
@@ -154,7 +154,7 @@ class Memory:
             self.view(row).copy_(tensor)
         return rows
 
-    def view(self, row: Row) -> torch.Tensor:
+    def view(self, row: SharedTensor) -> torch.Tensor:
         """The tensor as it lies there: true until the other side writes again."""
         count = math.prod(row.shape)
         if count == 0:

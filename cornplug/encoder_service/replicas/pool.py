@@ -10,15 +10,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cornplug.encoder_service.models.loader import Loaded
-from cornplug.encoder_service.replicas.replica import Replica, Settings
+from cornplug.encoder_service.models.loader import LoadedModel
+from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.errors import CheckpointError, ConfigError
 
 
 class ReplicaMeters(Collector):
     """What `/metrics` says of the replicas."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
@@ -67,9 +67,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def open_replicas(devices: Sequence[str], settings: Settings, models: Sequence[Loaded]) -> list[Replica]:
+def open_replicas(
+    devices: Sequence[str], settings: ReplicaSettings, models: Sequence[LoadedModel]
+) -> list[ReplicaExecutor]:
     """Start one replica on each device and wait until all are ready. Raises CheckpointError."""
-    replicas = [Replica(device, settings) for device in devices]
+    replicas = [ReplicaExecutor(device, settings) for device in devices]
     try:
         for replica in replicas:
             replica.start(models)

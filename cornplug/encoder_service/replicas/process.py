@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Final
 
-from cornplug.encoder_service.execution.executor import Made, Task
+from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.replicas import ipc as wire
 from cornplug.errors import ReplicaLost
 
@@ -20,36 +20,38 @@ RUN_S: Final = 600.0
 """Longest that one batch may take: no request waits longer."""
 
 
-class Lane:
+class WorkerChannel:
     """One socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._theirs = socket.socketpair()
         self._sock.settimeout(RUN_S)
-        self._inputs, self._outputs = wire.Memory.new(), wire.Memory.new()
+        self._inputs, self._outputs = wire.SharedBuffer.new(), wire.SharedBuffer.new()
         self.fds = (self._theirs.fileno(), self._inputs.fd, self._outputs.fd)
 
     def started(self) -> None:
         """The process has its end now: ours must not keep it open."""
         self._theirs.close()
 
-    def ask(self, task: Task) -> tuple[Made, int]:
+    def ask(self, task: EncodeBatch) -> tuple[BatchResult, int]:
         """The result, and how many towers could not be compiled. Raises OSError, RuntimeError."""
         tensors = [t for item in task.items for t in item.tensors]
         kept = [f for f in task.features if f is not None]
         rows = iter(self._inputs.write([*tensors, *kept]))
         own = [tuple(next(rows) for _ in item.tensors) for item in task.items]
         media = tuple(
-            wire.Medium(own[i], item.tokens, item.geometry, None if task.features[i] is None else next(rows))
+            wire.MediumTensors(
+                own[i], item.tokens, item.geometry, None if task.features[i] is None else next(rows)
+            )
             for i, item in enumerate(task.items)
         )
         wanted = tuple((model.served.identity, index) for model, index in task.wanted)
-        wire.send(self._sock, wire.Run(media, wanted, task.keep))
+        wire.send(self._sock, wire.RunBatch(media, wanted, task.keep))
         answer: wire.Computed = wire.receive(self._sock, wire.Computed)
-        if isinstance(answer, wire.Failed):
+        if isinstance(answer, wire.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
         # Copied: the next task writes over it.
-        made = Made(
+        made = BatchResult(
             embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
             features={i: self._outputs.view(row).clone() for i, row in answer.features},
         )
@@ -62,14 +64,14 @@ class Lane:
         self._outputs.close()
 
 
-class Life:
+class ReplicaProcess:
     """One process, from its start to its end."""
 
     def __init__(self, lanes: int) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_S)
-        self._all = [Lane() for _ in range(lanes)]
-        self.idle: queue.SimpleQueue[Lane | None] = queue.SimpleQueue()
+        self._all = [WorkerChannel() for _ in range(lanes)]
+        self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
         fds = [theirs.fileno(), *(fd for lane in self._all for fd in lane.fds)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
@@ -83,7 +85,7 @@ class Life:
             lane.started()
             self.idle.put(lane)
 
-    def ask(self, message: wire.Open | wire.Load | wire.Drop) -> wire.FromReplica:
+    def ask(self, message: wire.OpenModels | wire.LoadModel | wire.DropModel) -> wire.FromReplica:
         """Raises OSError when the process has ended or does not answer."""
         wire.send(self._control, message)
         answer: wire.FromReplica = wire.receive(self._control, wire.FromReplica)

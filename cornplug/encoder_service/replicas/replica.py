@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.encoder_service.execution.executor import Made, Task
-from cornplug.encoder_service.models.loader import Loaded
+from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
+from cornplug.encoder_service.models.loader import LoadedModel
 from cornplug.encoder_service.replicas import ipc as wire
-from cornplug.encoder_service.replicas.process import RUN_S, START_S, Life
+from cornplug.encoder_service.replicas.process import RUN_S, START_S, ReplicaProcess
 from cornplug.errors import CheckpointError, ReplicaLost
 
 _FIRST_PAUSE_S: Final = 0.2
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ReplicaSettings:
     """What every replica of a service is started with, besides its device."""
 
     dtype: str
@@ -41,10 +41,10 @@ class Settings:
     compile: bool = False
 
 
-class Replica:
+class ReplicaExecutor:
     """An executor in a process of its own, started again when it ends."""
 
-    def __init__(self, device: str, settings: Settings) -> None:
+    def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
         self.uncompiled = 0
         """Towers that it could not compile."""
@@ -54,8 +54,8 @@ class Replica:
         """How often its process has ended by itself: "died", "not_loaded", "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # of the control socket, and of these
-        self._models: dict[bytes, wire.Model] = {}
-        self._life: Life | None = None
+        self._models: dict[bytes, wire.ModelSpec] = {}
+        self._life: ReplicaProcess | None = None
         self._ready = threading.Event()
         self._tried = threading.Event()
         self._closing = threading.Event()
@@ -71,7 +71,7 @@ class Replica:
         life = self._life
         return None if life is None else life.process.pid
 
-    def start(self, models: Sequence[Loaded]) -> None:
+    def start(self, models: Sequence[LoadedModel]) -> None:
         """Begin to load; returns at once."""
         self._models = {model.identity: model for model in map(_model, models)}
         self._watch.start()
@@ -87,7 +87,7 @@ class Replica:
     def wait_ready(self, timeout_s: float) -> bool:
         return self._ready.wait(timeout_s)
 
-    def run(self, task: Task) -> Made:
+    def run(self, task: EncodeBatch) -> BatchResult:
         life = self._life
         if life is None or not self._ready.is_set():
             raise ReplicaLost(f"replica on {self.device}: {self.problem}")
@@ -109,22 +109,24 @@ class Replica:
             life.idle.put(lane)
         return made
 
-    def load(self, models: Sequence[Loaded]) -> None:
+    def load(self, models: Sequence[LoadedModel]) -> None:
         new = tuple(map(_model, models))
         with self._lock:
-            answer = self._ask(wire.Load(new))
-            problem = answer.message if isinstance(answer, wire.Failed) else answer.problem if answer else ""
+            answer = self._ask(wire.LoadModel(new))
+            problem = (
+                answer.message if isinstance(answer, wire.ReplicaFailed) else answer.problem if answer else ""
+            )
             if problem:
-                self._ask(wire.Drop(tuple(m.identity for m in new if m.identity not in self._models)))
+                self._ask(wire.DropModel(tuple(m.identity for m in new if m.identity not in self._models)))
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
             # One that is not there now loads them when it starts.
             self._models |= {model.identity: model for model in new}
 
-    def drop(self, models: Sequence[Loaded]) -> None:
+    def drop(self, models: Sequence[LoadedModel]) -> None:
         with self._lock:
             gone = tuple(loaded.served.identity for loaded in models)
             self._models = {k: v for k, v in self._models.items() if k not in gone}
-            self._ask(wire.Drop(gone))
+            self._ask(wire.DropModel(gone))
 
     def close(self) -> None:
         self._closing.set()
@@ -134,7 +136,7 @@ class Replica:
         if self._watch.is_alive():
             self._watch.join()
 
-    def _ask(self, message: wire.Load | wire.Drop) -> wire.FromReplica | None:
+    def _ask(self, message: wire.LoadModel | wire.DropModel) -> wire.FromReplica | None:
         """None where nobody answers."""
         life = self._life
         if life is None or not self._ready.is_set():
@@ -164,7 +166,7 @@ class Replica:
     def _one_life(self) -> str:
         """Start a process and see it through. Why it ended, in a word."""
         try:
-            life = Life(self.lanes)
+            life = ReplicaProcess(self.lanes)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"
             return "not_started"
@@ -182,22 +184,22 @@ class Replica:
         life.end()
         return "died" if opened else "not_loaded"
 
-    def _open(self, life: Life) -> bool:
+    def _open(self, life: ReplicaProcess) -> bool:
         wanted = tuple(self._models.values())
         settings = self._settings
         try:
             answer = life.ask(
-                wire.Open(wanted, settings.dtype, self.device, settings.threads, settings.compile)
+                wire.OpenModels(wanted, settings.dtype, self.device, settings.threads, settings.compile)
             )
         except OSError as e:
             self.problem = f"it ended or hung while it loaded: {e}"
             return False
-        self.problem = answer.message if isinstance(answer, wire.Failed) else answer.problem
-        return isinstance(answer, wire.Ready)
+        self.problem = answer.message if isinstance(answer, wire.ReplicaFailed) else answer.problem
+        return isinstance(answer, wire.ReplicaReady)
 
 
-def _model(loaded: Loaded) -> wire.Model:
-    return wire.Model(str(loaded.checkpoint.path), loaded.served.identity)
+def _model(loaded: LoadedModel) -> wire.ModelSpec:
+    return wire.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
 
 
 def _ending(status: int) -> str:

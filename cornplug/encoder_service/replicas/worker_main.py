@@ -16,24 +16,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cornplug.encoder_service.execution.executor import Executor, InProcess, Task
-from cornplug.encoder_service.models.loader import Loaded, Place, load, read
-from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.execution.executor import BatchExecutor, EncodeBatch, InProcessExecutor
+from cornplug.encoder_service.models.loader import LoadedModel, WeightPlacement, load, read
+from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.replicas import ipc as wire
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.errors import CheckpointError, ReplicaLost
 
 log = logging.getLogger(__name__)
 
 
-class Models:
+class ReplicaModels:
     """What this replica has loaded, by identity. Lanes read while control changes it."""
 
-    def __init__(self, opened: wire.Open) -> None:
-        self._place = Place(dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile)
-        self._loaded: dict[bytes, Loaded] = {}
+    def __init__(self, opened: wire.OpenModels) -> None:
+        self._place = WeightPlacement(
+            dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile
+        )
+        self._loaded: dict[bytes, LoadedModel] = {}
 
-    def load(self, models: Sequence[wire.Model]) -> None:
+    def load(self, models: Sequence[wire.ModelSpec]) -> None:
         """All of them beside what is there. Raises CheckpointError at the first that is not what it was."""
         for model in models:
             if model.identity in self._loaded:
@@ -55,7 +57,7 @@ class Models:
     def identities(self) -> tuple[bytes, ...]:
         return tuple(self._loaded)
 
-    def get(self, identity: bytes) -> Loaded:
+    def get(self, identity: bytes) -> LoadedModel:
         """Raises ReplicaLost: to whoever asks this is as good as gone."""
         found = self._loaded.get(identity)
         if found is None:
@@ -63,41 +65,43 @@ class Models:
         return found
 
 
-class Lane:
+class WorkerLoop:
     """Serves one socket pair and its two memfds, one task after another."""
 
-    def __init__(self, models: Models, executor: Executor, fds: Sequence[int]) -> None:
+    def __init__(self, models: ReplicaModels, executor: BatchExecutor, fds: Sequence[int]) -> None:
         self._models = models
         self._executor = executor
         self._sock = socket.socket(fileno=fds[0])
-        self._inputs, self._outputs = wire.Memory(fds[1]), wire.Memory(fds[2])
+        self._inputs, self._outputs = wire.SharedBuffer(fds[1]), wire.SharedBuffer(fds[2])
 
     def serve(self) -> None:
         """Until the service ends, which ends this process."""
         # A future holds whatever a tower fails with; the service is told, and the lane goes on.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
-                run = wire.receive(self._sock, wire.Run)
+                run = wire.receive(self._sock, wire.RunBatch)
                 done = threads.submit(self._run, run)
                 error = done.exception()
                 wire.send(self._sock, done.result() if error is None else _failed(error))
 
-    def _run(self, run: wire.Run) -> wire.Done:
+    def _run(self, run: wire.RunBatch) -> wire.BatchDone:
         made = self._executor.run(self._task(run))
         places = list(made.features)
         rows = self._outputs.write([*made.embeddings, *(made.features[i] for i in places)])
         count = len(made.embeddings)
-        return wire.Done(
+        return wire.BatchDone(
             embeddings=tuple(rows[:count]),
             features=tuple(zip(places, rows[count:], strict=True)),
-            uncompiled=Compiled.failures,
+            uncompiled=CompiledTower.failures,
         )
 
-    def _task(self, run: wire.Run) -> Task:
+    def _task(self, run: wire.RunBatch) -> EncodeBatch:
         view = self._inputs.view
-        return Task(
+        return EncodeBatch(
             items=tuple(
-                Item(tensors=tuple(map(view, m.tensors)), digests=(), tokens=m.tokens, geometry=m.geometry)
+                TowerItem(
+                    tensors=tuple(map(view, m.tensors)), digests=(), tokens=m.tokens, geometry=m.geometry
+                )
                 for m in run.media
             ),
             features=tuple(None if m.features is None else view(m.features) for m in run.media),
@@ -119,19 +123,19 @@ def main(argv: Sequence[str]) -> None:
 
 def _control(sock: socket.socket, fds: Sequence[int]) -> None:
     try:
-        opened = wire.receive(sock, wire.Open)
+        opened = wire.receive(sock, wire.OpenModels)
         torch.set_num_threads(opened.threads)
-        models = Models(opened)
-        executor = InProcess(torch.device(opened.device))
+        models = ReplicaModels(opened)
+        executor = InProcessExecutor(torch.device(opened.device))
         wire.send(sock, _loaded(models, opened.models))
         for at in range(0, len(fds), 3):
-            lane = Lane(models, executor, fds[at : at + 3])
+            lane = WorkerLoop(models, executor, fds[at : at + 3])
             threading.Thread(target=lane.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
         while True:
             message: wire.ToReplica = wire.receive(sock, wire.ToReplica)
-            if isinstance(message, wire.Drop):
+            if isinstance(message, wire.DropModel):
                 models.drop(message.identities)
-                wire.send(sock, wire.Ready(models.identities()))
+                wire.send(sock, wire.ReplicaReady(models.identities()))
             else:
                 wire.send(sock, _loaded(models, message.models))
     finally:
@@ -139,7 +143,9 @@ def _control(sock: socket.socket, fds: Sequence[int]) -> None:
         os._exit(0)
 
 
-def _loaded(models: Models, wanted: Sequence[wire.Model]) -> wire.Ready | wire.Failed:
+def _loaded(
+    models: ReplicaModels, wanted: Sequence[wire.ModelSpec]
+) -> wire.ReplicaReady | wire.ReplicaFailed:
     """Load what can be: a replica that lacks one model still serves the others."""
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
@@ -149,12 +155,12 @@ def _loaded(models: Models, wanted: Sequence[wire.Model]) -> wire.Ready | wire.F
                 log.error("cannot load %s", model.path, exc_info=error)
                 problems.append(str(error))
     if wanted and not set(models.identities()) & {model.identity for model in wanted}:
-        return wire.Failed("checkpoint", "; ".join(problems))
-    return wire.Ready(models.identities(), "; ".join(problems))
+        return wire.ReplicaFailed("checkpoint", "; ".join(problems))
+    return wire.ReplicaReady(models.identities(), "; ".join(problems))
 
 
-def _failed(error: BaseException) -> wire.Failed:
-    return wire.Failed(
+def _failed(error: BaseException) -> wire.ReplicaFailed:
+    return wire.ReplicaFailed(
         "absent" if isinstance(error, ReplicaLost) else "error", f"{type(error).__name__}: {error}"
     )
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.scheduling.arrival_rate import Arrivals
-from cornplug.encoder_service.scheduling.backlog import Ahead, Batch, Load
-from cornplug.encoder_service.scheduling.batch_former import Waiting
-from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.arrival_rate import ArrivalRate
+from cornplug.encoder_service.scheduling.backlog import BacklogAhead, RunningBatch, ServiceLoad
+from cornplug.encoder_service.scheduling.batch_former import QueuedJob
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.latency_model import PassTime
 from cornplug.qos import ServiceClass
 
@@ -39,7 +39,7 @@ _UNMEASURED_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AdmissionRefusal:
     """Why a request is not let in."""
 
     reason: Literal["overloaded", "over_share"]
@@ -60,7 +60,7 @@ class _Probe:
     feature_key: bytes = b""
 
 
-class Admission:
+class EncodeAdmission:
     """Thread-safe."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Admission:
         self._lanes = lanes
         self._lock = threading.Lock()
         self._passes: WeakKeyDictionary[object, PassTime] = WeakKeyDictionary()
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivalRate()
         self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
         """Tower, tokens and app of what was let in last."""
         self._free = 0.0
@@ -88,14 +88,14 @@ class Admission:
         self._patience: dict[ServiceClass, tuple[float, float]] = {}
         """By class: the shortest deadline that anything let in had of late, and when that was."""
 
-    def computed(self, batch: Sequence[Flight[Any]], seconds: float) -> None:
+    def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
         """A batch has left its executor. Features that were kept make it quick, and their share of
         the traffic is thereby in the price."""
         tokens = sum({flight.feature_key: flight.tokens for flight in batch}.values())
         with self._lock:
             self._passes.setdefault(batch[0].tower, PassTime()).observe(tokens, seconds)
 
-    def answered(self, wait: Wait, seconds: float) -> None:
+    def answered(self, wait: PendingRequest, seconds: float) -> None:
         """A request that was let in has its answer, `seconds` after it came, or was dropped then."""
         if wait.foreseen_s is None:
             return
@@ -112,7 +112,7 @@ class Admission:
         with self._lock:
             return self._most_tokens(tower, patience_s)
 
-    def refusal(self, flight: Flight[Any], batcher: Batcher[Any]) -> Verdict | None:
+    def refusal(self, flight: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
         """Why `flight` cannot be done in time, or None: then it counts as let in."""
         now = self._clock()
         no, expected_s = self._judged(flight, flight.patience_s, batcher, now)
@@ -125,7 +125,9 @@ class Admission:
                 self._arrivals.count(flight.qos, flight.tokens, now)
         return no
 
-    def at_the_door(self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]) -> Verdict | None:
+    def at_the_door(
+        self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
+    ) -> AdmissionRefusal | None:
         """The same of a medium like the last one, before anything was spent on it. None, too, while many
         requests turn out to need no pass: then only its content tells what this one needs."""
         now = self._clock()
@@ -143,8 +145,8 @@ class Admission:
             self._free += _FREE_STEP * ((not needed) - self._free)
 
     def _judged(
-        self, new: Waiting, patience_s: float, batcher: Batcher[Any], now: float
-    ) -> tuple[Verdict | None, float]:
+        self, new: QueuedJob, patience_s: float, batcher: Batcher[Any], now: float
+    ) -> tuple[AdmissionRefusal | None, float]:
         """Why not, and the seconds expected until it would be done."""
         ahead = batcher.ahead(new, self._demand(new.tower, now))
         busy = ahead.load.running or len(ahead.of_class) > 0
@@ -156,7 +158,7 @@ class Admission:
             return None, expected_s
         mine, all_waiting = ahead.of_class.get(new.qos, 0), sum(ahead.of_class.values())
         over = mine + new.tokens > new.qos.share * (all_waiting + new.tokens)
-        no = Verdict(
+        no = AdmissionRefusal(
             reason="over_share" if over and mine < all_waiting else "overloaded",
             message=f"it would take {done_s:.3g} s, and its deadline is {patience_s:.3g} s",
             # While one waits a second, what is predicted shrinks by one and the headroom.
@@ -164,7 +166,7 @@ class Admission:
         )
         return no, expected_s
 
-    def done_s(self, new: Waiting, batcher: Batcher[Any]) -> float:
+    def done_s(self, new: QueuedJob, batcher: Batcher[Any]) -> float:
         """Predicted seconds until `new` would be done if it came now."""
         now = self._clock()
         return self._done_s(batcher.ahead(new, self._demand(new.tower, now)), new, now)
@@ -192,7 +194,7 @@ class Admission:
             all_s = self._running_s(load.running, self._clock()) + self._waiting_s(load)
         return max(_LEAST_RETRY_S, all_s / max(1, self._lanes()) / 2)
 
-    def _done_s(self, ahead: Ahead, new: Waiting, now: float) -> float:
+    def _done_s(self, ahead: BacklogAhead, new: QueuedJob, now: float) -> float:
         with self._lock:
             running = self._running_s(ahead.load.running, now)
             whole = self._waiting_s(ahead.load)
@@ -206,11 +208,11 @@ class Admission:
         lanes = max(1, self._lanes())
         return (running + queue) / lanes + own * (1 - 1 / lanes)
 
-    def _running_s(self, running: Sequence[Batch], now: float) -> float:
+    def _running_s(self, running: Sequence[RunningBatch], now: float) -> float:
         left = (self._pass(b.tower).seconds(b.tokens) - (now - b.begun_s) for b in running)
         return math.fsum(max(0.0, seconds) for seconds in left)
 
-    def _waiting_s(self, load: Load) -> float:
+    def _waiting_s(self, load: ServiceLoad) -> float:
         seconds = 0.0
         for tower, (tokens, items) in load.waiting.items():
             one = self._pass(tower)
@@ -227,7 +229,7 @@ class Admission:
         shortest_s = min((patience_s, *about))
         return self._pass(tower).tokens_within(_PART_OF_DEADLINE * shortest_s)
 
-    def _note_patience(self, flight: Flight[Any], now: float) -> None:
+    def _note_patience(self, flight: EncodeJob[Any], now: float) -> None:
         short_s, then = self._patience.get(flight.qos, (math.inf, now))
         if flight.patience_s <= short_s or now - then > _REMEMBER_S:
             self._patience[flight.qos] = flight.patience_s, now

@@ -12,7 +12,7 @@ _LEAST_S: Final = 0.05
 """Before so much time has passed, a rate would be a guess."""
 
 
-class Arrivals:
+class ArrivalRate:
     """Not thread-safe."""
 
     def __init__(self) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from cornplug.encoder_service.scheduling.batch_former import Waiting
+from cornplug.encoder_service.scheduling.batch_former import QueuedJob
 from cornplug.encoder_service.scheduling.fair_queue import FairOrder
 from cornplug.qos import ServiceClass
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Batch:
+class RunningBatch:
     """What a tower has been given and not landed yet."""
 
     tower: object
@@ -21,15 +21,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServiceLoad:
     """What a service has to do. Media of equal features count once."""
 
     waiting: Mapping[object, tuple[int, int]]
     """By tower: tokens and media in the queue."""
-    running: Sequence[Batch]
+    running: Sequence[RunningBatch]
 
     @classmethod
-    def of(cls, queue: Iterable[Waiting], running: Iterable[Batch]) -> Self:
+    def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
         """`running` may name a batch several times."""
         waiting: dict[object, tuple[int, int]] = {}
         for one in _distinct(queue):
@@ -39,10 +39,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class BacklogAhead:
     """The same with one more in the queue, and when its turn would end."""
 
-    load: Load
+    load: ServiceLoad
     until: float
     """Tokens that are served until it is, its own among them."""
     of_class: Mapping[ServiceClass, int]
@@ -50,12 +50,12 @@ class Ahead:
 
 
 def look(
-    queue: Sequence[Waiting],
-    running: Iterable[Batch],
+    queue: Sequence[QueuedJob],
+    running: Iterable[RunningBatch],
     order: FairOrder,
-    new: Waiting,
+    new: QueuedJob,
     demand: Mapping[ServiceClass, float],
-) -> Ahead:
+) -> BacklogAhead:
     """What `new` would find. `demand` as `FairOrder.until` takes it."""
     of_class: dict[ServiceClass, int] = {}
     apps: dict[str, int] = {}
@@ -68,12 +68,12 @@ def look(
             own += one.tokens
     # Apps take turns: while one is served, each other one is served as much.
     own += sum(min(own, tokens) for tokens in apps.values())
-    return Ahead(
-        load=Load.of((*queue, new), running),
+    return BacklogAhead(
+        load=ServiceLoad.of((*queue, new), running),
         until=order.until(new.qos, own, of_class, demand),
         of_class=of_class,
     )
 
 
-def _distinct(queue: Iterable[Waiting]) -> Iterable[Waiting]:
+def _distinct(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
     return {one.feature_key: one for one in queue}.values()

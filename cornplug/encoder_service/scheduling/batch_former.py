@@ -18,7 +18,7 @@ from cornplug.encoder_service.scheduling.fair_queue import FairOrder
 from cornplug.qos import ServiceClass
 
 
-class Waiting(Protocol):
+class QueuedJob(Protocol):
     """Something that waits for a tower; compared by identity."""
 
     feature_key: bytes
@@ -29,12 +29,12 @@ class Waiting(Protocol):
     due_s: float
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=QueuedJob)
 Lanes = dict[ServiceClass, dict[str, list[W]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed(Generic[W]):
+class FormedBatch(Generic[W]):
     """One batch."""
 
     batch: list[W]
@@ -51,7 +51,7 @@ def pack(
     max_items: int,
     limit: Callable[[W], float],
     first: W | None = None,
-) -> Packed[W]:
+) -> FormedBatch[W]:
     """A batch of one tower out of `queue`, which is not empty, charged to `order`.
 
     `limit` is how many tokens a batch may have with that one in it.
@@ -81,10 +81,10 @@ def pack(
         most = min(most, limit(chosen))
         batch += _leave(lanes, chosen)
     order.waiting({qos: apps.keys() for qos, apps in lanes.items()})
-    return Packed(batch=batch, tokens=tokens, passed_over=passed_over)
+    return FormedBatch(batch=batch, tokens=tokens, passed_over=passed_over)
 
 
-def _anyone(one: Waiting) -> bool:
+def _anyone(one: QueuedJob) -> bool:
     return True
 
 

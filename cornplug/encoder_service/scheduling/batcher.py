@@ -16,21 +16,21 @@ from typing import Generic, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from cornplug.encoder_service.scheduling.backlog import Ahead, Batch, Load, look
-from cornplug.encoder_service.scheduling.batch_former import Waiting, pack
+from cornplug.encoder_service.scheduling.backlog import BacklogAhead, RunningBatch, ServiceLoad, look
+from cornplug.encoder_service.scheduling.batch_former import QueuedJob, pack
 from cornplug.encoder_service.scheduling.fair_queue import FairOrder
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Refused
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import ONE_CLASS, ServiceClass
 
-Answer = Encoded | Refused
+Answer = EncodeReply | EncodeRefusal
 WorkT = TypeVar("WorkT")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Wait:
+class PendingRequest:
     """One request that somebody waits for. Times are of the batcher's clock, in seconds."""
 
-    request: Encode
+    request: EncodeRequest
     received_s: float
     qos: ServiceClass = ONE_CLASS
     inline: bool = False
@@ -58,12 +58,12 @@ class Wait:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Flight(Generic[WorkT]):
+class EncodeJob(Generic[WorkT]):
     """One embedding to make, for all who wait for it."""
 
     key: tuple[bytes, bytes]
     """(embedding key, model identity): what agrees in both is one flight. Not the inputs: two
-    engines' processors may round the same picture in other last bits, and who comes a moment
+    engines' processors may round the same image in other last bits, and who comes a moment
     later takes what is published under the key anyway."""
     feature_key: bytes
     """Flights that agree in it need one tower pass."""
@@ -71,7 +71,7 @@ class Flight(Generic[WorkT]):
     """Flights of the same tower object may share a batch."""
     tokens: int
     work: WorkT
-    waits: list[Wait]
+    waits: list[PendingRequest]
     qos: ServiceClass = field(init=False)
     """The best of those who wait: a joined duplicate lifts the flight."""
     app: str = field(init=False)
@@ -103,7 +103,7 @@ class Batcher(Generic[WorkT]):
         max_items: int,
         max_tokens: int,
         clock: Callable[[], float],
-        on_late: Callable[[Wait], None],
+        on_late: Callable[[PendingRequest], None],
         most_tokens: Callable[[object, float], float] = lambda tower, patience_s: math.inf,
         overtakes: bool = False,
     ) -> None:
@@ -116,10 +116,10 @@ class Batcher(Generic[WorkT]):
         self._most_tokens = most_tokens
         self._changed = threading.Condition()
         self._order = FairOrder()
-        self._queue: list[Flight[WorkT]] = []
-        self._next: Flight[WorkT] | None = None
-        self._flying: dict[tuple[bytes, bytes], Flight[WorkT]] = {}
-        self._running: dict[Flight[WorkT], Batch] = {}
+        self._queue: list[EncodeJob[WorkT]] = []
+        self._next: EncodeJob[WorkT] | None = None
+        self._flying: dict[tuple[bytes, bytes], EncodeJob[WorkT]] = {}
+        self._running: dict[EncodeJob[WorkT], RunningBatch] = {}
         self._closed = False
 
     def has(self, key: tuple[bytes, bytes]) -> bool:
@@ -127,7 +127,7 @@ class Batcher(Generic[WorkT]):
         with self._changed:
             return key in self._flying
 
-    def join_or_add(self, flight: Flight[WorkT]) -> bool:
+    def join_or_add(self, flight: EncodeJob[WorkT]) -> bool:
         """True when its waits joined a flight that is under way; else it queues (False)."""
         with self._changed:
             other = self._flying.get(flight.key)
@@ -140,7 +140,7 @@ class Batcher(Generic[WorkT]):
             self._changed.notify_all()
             return False
 
-    def take(self) -> list[Flight[WorkT]]:
+    def take(self) -> list[EncodeJob[WorkT]]:
         """Wait for work; whose turn it is and what fits beside it. Empty once closed and dry."""
         while True:
             with self._changed:
@@ -156,7 +156,7 @@ class Batcher(Generic[WorkT]):
             if batch or finished:
                 return batch
 
-    def take_urgent(self, lanes: int) -> Flight[WorkT] | None:
+    def take_urgent(self, lanes: int) -> EncodeJob[WorkT] | None:
         """One that waits while all `lanes` run flights of worse classes. Blocks; None once closed.
 
         For who can do one more at a time, so that a long one of a worse class holds up nobody of a better.
@@ -174,14 +174,14 @@ class Batcher(Generic[WorkT]):
                     self._order.charge(found.qos, found.app, found.tokens)
                     self._queue.remove(found)
                     self._order.waiting(self._apps())
-                    begun = Batch(tower=found.tower, tokens=found.tokens, begun_s=self._clock())
+                    begun = RunningBatch(tower=found.tower, tokens=found.tokens, begun_s=self._clock())
                     self._running[found] = begun
             for wait in late:
                 self._on_late(wait)
             if found is not None:
                 return found
 
-    def remove(self, flight: Flight[WorkT]) -> bool:
+    def remove(self, flight: EncodeJob[WorkT]) -> bool:
         """Nobody waits for it any more. False where it has been taken already."""
         with self._changed:
             if flight not in self._queue:
@@ -190,16 +190,16 @@ class Batcher(Generic[WorkT]):
             self._flying.pop(flight.key, None)
             return True
 
-    def costs(self, flight: Flight[WorkT], tokens: int) -> None:
+    def costs(self, flight: EncodeJob[WorkT], tokens: int) -> None:
         """A flight that was taken turns out to cost that much: what is more is charged now."""
         with self._changed:
             if (begun := self._running.get(flight)) is None or tokens <= flight.tokens:
                 return
             self._order.charge(flight.qos, flight.app, tokens - flight.tokens)
             flight.tokens = tokens
-            self._running[flight] = Batch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
+            self._running[flight] = RunningBatch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
 
-    def land(self, flight: Flight[WorkT]) -> Sequence[Wait]:
+    def land(self, flight: EncodeJob[WorkT]) -> Sequence[PendingRequest]:
         """The flight is done: who waited for it. Later requests of its key start anew."""
         with self._changed:
             self._flying.pop(flight.key, None)
@@ -226,7 +226,7 @@ class Batcher(Generic[WorkT]):
                 waiting[flight.qos.name] = (requests + len(flight.waits), tokens + flight.tokens)
             return waiting
 
-    def ahead(self, new: Waiting, demand: Mapping[ServiceClass, float]) -> Ahead:
+    def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> BacklogAhead:
         """What `new` would find if it came now. `demand` as `FairOrder.until` takes it."""
         with self._changed:
             running = self._running.items()
@@ -234,12 +234,12 @@ class Batcher(Generic[WorkT]):
                 running = {f: b for f, b in running if not _better(new.qos, f.qos)}.items()
             return look(self._queue, [batch for _, batch in running], self._order, new, demand)
 
-    def load(self) -> Load:
+    def load(self) -> ServiceLoad:
         """What waits and what runs."""
         with self._changed:
-            return Load.of(self._queue, self._running.values())
+            return ServiceLoad.of(self._queue, self._running.values())
 
-    def _most_urgent(self, lanes: int) -> Flight[WorkT] | None:
+    def _most_urgent(self, lanes: int) -> EncodeJob[WorkT] | None:
         if len(self._running) < lanes or not self._queue:
             return None
         first = min(self._queue, key=lambda f: (*(-part for part in f.qos.rank[:2]), f.due_s))
@@ -251,10 +251,10 @@ class Batcher(Generic[WorkT]):
             apps.setdefault(flight.qos, set()).add(flight.app)
         return apps
 
-    def _drop_late(self) -> list[Wait]:
+    def _drop_late(self) -> list[PendingRequest]:
         now = self._clock()
-        late: list[Wait] = []
-        kept: list[Flight[WorkT]] = []
+        late: list[PendingRequest] = []
+        kept: list[EncodeJob[WorkT]] = []
         for flight in self._queue:
             late += [w for w in flight.waits if w.due_s < now]
             # Who has gone (cancelled) needs no answer, and no tower pass either.
@@ -269,7 +269,7 @@ class Batcher(Generic[WorkT]):
         self._queue = kept
         return late
 
-    def _form(self) -> list[Flight[WorkT]]:
+    def _form(self) -> list[EncodeJob[WorkT]]:
         packed = pack(
             self._queue,
             self._order,
@@ -280,11 +280,11 @@ class Batcher(Generic[WorkT]):
         self._next = packed.passed_over
         taken = set(packed.batch)
         self._queue = [flight for flight in self._queue if flight not in taken]
-        begun = Batch(tower=packed.batch[0].tower, tokens=packed.tokens, begun_s=self._clock())
+        begun = RunningBatch(tower=packed.batch[0].tower, tokens=packed.tokens, begun_s=self._clock())
         self._running.update(dict.fromkeys(packed.batch, begun))
         return packed.batch
 
-    def _limit(self, flight: Flight[WorkT]) -> float:
+    def _limit(self, flight: EncodeJob[WorkT]) -> float:
         return min(self._max_tokens, self._most_tokens(flight.tower, flight.patience_s))
 
 

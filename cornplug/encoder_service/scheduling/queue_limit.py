@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from cornplug.encoder_service.scheduling.batcher import Wait
+from cornplug.encoder_service.scheduling.batcher import PendingRequest
 from cornplug.qos import ServiceClass
 
 Full = tuple[Literal["over_share", "overloaded"], str]
@@ -26,11 +26,11 @@ class WaitingRoom:
         self.seats: Final = seats
         self._own = {qos: math.floor(qos.share * seats) for qos in classes}
         self._changed = threading.Condition()
-        self._waits: set[Wait] = set()
+        self._waits: set[PendingRequest] = set()
         self._held: Counter[ServiceClass] = Counter()
         self._stopping = False
 
-    def enter(self, wait: Wait) -> Full | None:
+    def enter(self, wait: PendingRequest) -> Full | None:
         """Take a seat, or hear why there is none. `leave` gives it back."""
         with self._changed:
             if self._stopping:
@@ -45,7 +45,7 @@ class WaitingRoom:
             self._held[wait.qos] += 1
             return None
 
-    def leave(self, wait: Wait) -> None:
+    def leave(self, wait: PendingRequest) -> None:
         """It was answered, or nobody waits for it any more."""
         with self._changed:
             if wait in self._waits:

@@ -34,7 +34,7 @@ _LINGER_MS: Final = 5000
 """How long libzmq goes on with a message that it has taken, after the socket was closed."""
 
 
-class Guard:
+class ReceiverGuard:
     """Decides who may be sent to. For one event loop."""
 
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
@@ -101,8 +101,8 @@ class _Waiting:
     endpoints: list[str] = field(default_factory=list)
 
 
-class Rendezvous:
-    """Receivers and parts of one group (`Guard.group`) find each other, whichever comes first. For one
+class ReceiverRendezvous:
+    """Receivers and parts of one group (`ReceiverGuard.group`) meet, whichever comes first. For one
     event loop.
 
     A stranger who knows a request's id meets nobody with it. What finds nobody is forgotten after
@@ -162,7 +162,7 @@ class Rendezvous:
                 del self._groups[group]
 
 
-class Sender:
+class ZmqSender:
     """Sends multipart messages, a connection each: a receiver's port is often used just once."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ the hub id, or the last part of a folder. Both ZMQ backends of SGLang work; moon
            ── POST scheduler_receive_url {host:port} ──>   (zmq_to_scheduler: where to send)
            <── ZMQ: header, rows ──                        then the answer to `encode`
 
-Pictures come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
+Images come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
 refusal is a status with {"message"}, which SGLang hands to its client. But the scheduler of a
 stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
 plugin, which keeps it alive and encodes there what is refused here, take `zmq_to_tokenizer`.
@@ -36,36 +36,41 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.client.endpoints import url_name
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.media_intake import Door, Parts
-from cornplug.encoder_service.models.registry import Loaded, Registry
-from cornplug.encoder_service.preprocess.preparer import SGLANG, Prepared, Preparer, medium_bytes
-from cornplug.encoder_service.preprocess.preprocessor import Bench
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.media_intake import MediaIntake, Parts
+from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import (
+    SGLANG,
+    MediaPreparer,
+    PreprocessedMedium,
+    medium_bytes,
+)
+from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.sglang import wire
-from cornplug.encoder_service.sglang.delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.wire.messages import Encoded, Refused, Tensor
-from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
-from cornplug.qos import APP_HEADER, Caller
+from cornplug.qos import APP_HEADER, QosCaller
 
 SGLANG_FAMILIES: Final = ("qwen2_vl",)
 """Families of ours that SGLang 0.5.23 runs without a tower."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Pictures of one part that are prepared at a time, as of one request of `/v1/encode`."""
+"""Images of one part that are prepared at a time, as of one request of `/v1/encode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One picture of a part, encoded."""
+class _EncodedImage:
+    """One image of a part, encoded."""
 
     grid: Sequence[int]
     media: bytes
-    tensor: Tensor
+    tensor: WireTensor
 
 
 class SglangParts:
@@ -73,11 +78,11 @@ class SglangParts:
 
     def __init__(
         self,
-        encoder: Encoder,
-        preparer: Preparer,
+        encoder: EncoderCore,
+        preparer: MediaPreparer,
         threads: Executor,
         config: EncoderConfig,
-        door: Door,
+        door: MediaIntake,
         *,
         secret: bytes,
     ) -> None:
@@ -88,22 +93,22 @@ class SglangParts:
         self._config = config
         self._patience_s = config.patience_s
         self._secret = secret
-        self._guard = Guard(config.networks())
-        self._rendezvous = Rendezvous(forget_s=2 * config.patience_s)
-        self._sender: Sender | None = None
+        self._guard = ReceiverGuard(config.networks())
+        self._rendezvous = ReceiverRendezvous(forget_s=2 * config.patience_s)
+        self._sender: ZmqSender | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sockets live as long as this."""
-        self._sender = Sender()
+        self._sender = ZmqSender()
         try:
             yield
         finally:
             await asyncio.to_thread(self._sender.close)
             self._guard.close()
 
-    def believed(self, part: wire.EncodePart, caller: Caller) -> wire.EncodePart:
-        """The part with the salts that its pictures are kept under.
+    def believed(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
+        """The part with the salts that its images are kept under.
 
         Raises EncoderRefused("forbidden_salt") for one without proof, as `doorman.salt_of`.
         """
@@ -118,9 +123,9 @@ class SglangParts:
         return msgspec.structs.replace(part, mm_items=[of(item) for item in wire.items_of(part)])
 
     async def encode(
-        self, model: Loaded, part: wire.EncodePart, *, caller: Caller, asked_by: str | None
+        self, model: LoadedModel, part: wire.EncodePart, *, caller: QosCaller, asked_by: str | None
     ) -> None:
-        """Encode a part's pictures and send their rows; back when they are sent.
+        """Encode a part's images and send their rows; back when they are sent.
 
         Raises EncoderRefused and MediaError, nothing sent.
         """
@@ -148,7 +153,9 @@ class SglangParts:
         group = self._guard.group(asked_by)
         self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
 
-    async def _frames(self, model: Loaded, part: wire.EncodePart, caller: Caller, end: float) -> list[bytes]:
+    async def _frames(
+        self, model: LoadedModel, part: wire.EncodePart, caller: QosCaller, end: float
+    ) -> list[bytes]:
         turn = asyncio.Semaphore(_AT_ONCE)
         tasks = [
             asyncio.create_task(self._row(model, item, turn, caller, end)) for item in wire.items_of(part)
@@ -163,18 +170,18 @@ class SglangParts:
 
     async def _row(
         self,
-        model: Loaded,
+        model: LoadedModel,
         item: wire.MediaItem,
         turn: asyncio.Semaphore,
-        caller: Caller,
+        caller: QosCaller,
         end: float,
-    ) -> _Row:
-        """One picture, through the same door as everybody's."""
+    ) -> _EncodedImage:
+        """One image, through the same door as everybody's."""
 
         def read() -> Parts:
             return [medium_bytes("image", item.url)]
 
-        def prepare(parts: Parts, bench: Bench) -> Prepared:
+        def prepare(parts: Parts, bench: PreprocessContext) -> PreprocessedMedium:
             return self._preparer.prepare_for_sglang(
                 model.served.name,
                 parts[0],
@@ -196,18 +203,18 @@ class SglangParts:
             submitted = self._encoder.submit(request, inline=True, caller=caller, room=room)
             del prepared, request  # while it waits for a tower, the encoder alone has its inputs
             # Cancelled with this task.
-            return _Row(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
+            return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
 
     def _pack(
         self,
-        model: Loaded,
+        model: LoadedModel,
         part: wire.EncodePart,
-        rows: Sequence[_Row],
+        rows: Sequence[_EncodedImage],
     ) -> list[bytes]:
         payload = b"".join(row.tensor.data for row in rows)
         shape = sum(row.tensor.shape[0] for row in rows), model.served.hidden_size
         grid = [row.grid for row in rows]
-        statement = Statement.sign(
+        statement = SignedClaim.sign(
             self._secret,
             identity=model.served.identity,
             media=[row.media for row in rows],
@@ -220,7 +227,7 @@ class SglangParts:
         return [head, payload]
 
 
-def router(parts: SglangParts, encoder: Encoder, audit: Audit) -> APIRouter:
+def router(parts: SglangParts, encoder: EncoderCore, audit: AuditLog) -> APIRouter:
     """The routes, at the root and below /sglang/NAME. Left out of the OpenAPI page: they are SGLang's."""
     routes = APIRouter(include_in_schema=False)
 
@@ -257,7 +264,7 @@ def router(parts: SglangParts, encoder: Encoder, audit: Audit) -> APIRouter:
     return routes
 
 
-def model_named(registry: Registry, name: str | None) -> Loaded:
+def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
     """The model that a URL means; None is the only one that is served.
 
     Raises EncoderRefused("unknown_model") that lists what could be meant.
@@ -276,7 +283,7 @@ def model_named(registry: Registry, name: str | None) -> Loaded:
     )
 
 
-def _grid(model: Loaded, prepared: Prepared) -> list[int]:
+def _grid(model: LoadedModel, prepared: PreprocessedMedium) -> list[int]:
     tensor = prepared.request.inputs.get(_GRID)
     if tensor is None or tensor.dtype != "int64":
         raise EncoderRefused(
@@ -285,8 +292,8 @@ def _grid(model: Loaded, prepared: Prepared) -> list[int]:
     return list(memoryview(tensor.data).cast("q"))
 
 
-def _tensor(answer: Encoded | Refused) -> Tensor:
-    if isinstance(answer, Refused):
+def _tensor(answer: EncodeReply | EncodeRefusal) -> WireTensor:
+    if isinstance(answer, EncodeRefusal):
         raise EncoderRefused(answer.message, reason=answer.reason)
     if answer.tensor is None:
         raise EncoderRefused("an embedding came without its rows", reason="internal")
@@ -297,7 +304,7 @@ def _peer(request: Request) -> str | None:
     return request.client.host if request.client is not None else None
 
 
-def _refusal(encoder: Encoder, error: EncoderRefused | MediaError) -> JSONResponse:
+def _refusal(encoder: EncoderCore, error: EncoderRefused | MediaError) -> JSONResponse:
     encoder.meters.refused(error.reason, encoder.classes.of_app(SGLANG).name)
     return JSONResponse(
         {"status": "error", "reason": error.reason, "message": str(error)},

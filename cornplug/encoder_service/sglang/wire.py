@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from cornplug.encoder_service.wire.signed_claims import Statement
+from cornplug.encoder_service.wire.signed_claims import SignedClaim
 from cornplug.errors import EncoderRefused
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
@@ -34,7 +34,7 @@ _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A picture with what its request said about it."""
+    """An image with what its request said about it."""
 
     url: str
     detail: str | None = None
@@ -48,7 +48,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /encode: encode these pictures and send their rows as one part."""
+    """POST /encode: encode these images and send their rows as one part."""
 
     req_id: _RequestId
     modality: Literal["IMAGE", "VIDEO", "AUDIO"]
@@ -101,7 +101,7 @@ def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
 
 
 def items_of(part: EncodePart) -> list[MediaItem]:
-    """Its pictures, all in the long form."""
+    """Its images, all in the long form."""
     return [MediaItem(url=item) if isinstance(item, str) else item for item in part.mm_items]
 
 
@@ -111,13 +111,13 @@ def header(
     dtype: str,
     shape: tuple[int, int],
     grid: Sequence[Sequence[int]],
-    statement: Statement,
+    statement: SignedClaim,
 ) -> bytes:
     """The first frame of an embedding.
 
     Args:
         shape: (rows, hidden_size) of the second frame.
-        grid: A picture's (frames, height, width) in patches, a row a picture.
+        grid: An image's (frames, height, width) in patches, a row an image.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""The last fifteen minutes, second by second: what `Meters` counted between two looks at it."""
+"""The last fifteen minutes, second by second: what `ServiceMetrics` counted between two looks at it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from prometheus_client import Counter, Histogram
 
-from cornplug.encoder_service.telemetry.service_metrics import Meters
+from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 
 PERIOD_S: Final = 1.0
 KEPT: Final = 900
@@ -21,7 +21,7 @@ KEPT: Final = 900
 Series = dict[tuple[str, ...], float]
 
 
-class Sample(msgspec.Struct, frozen=True):
+class HistorySample(msgspec.Struct, frozen=True):
     """What happened in `seconds` up to `at_s`. Counts are of that time, queues of its end."""
 
     seq: int
@@ -48,12 +48,12 @@ class Sample(msgspec.Struct, frozen=True):
     store_failures: int
 
 
-class History:
+class ServiceHistory:
     """A ring of samples, at most `kept` of them. For one event loop."""
 
     def __init__(
         self,
-        meters: Meters,
+        meters: ServiceMetrics,
         *,
         period_s: float = PERIOD_S,
         kept: int = KEPT,
@@ -62,7 +62,7 @@ class History:
         self.period_s: Final = period_s
         self._meters = meters
         self._clock = clock
-        self._samples: deque[Sample] = deque(maxlen=kept)
+        self._samples: deque[HistorySample] = deque(maxlen=kept)
         self._seq = 0
         self._last_s = clock()
         self._before: dict[str, Series] = {name: {} for name in ("answers", "refusals", "passes", "failures")}
@@ -78,11 +78,11 @@ class History:
             with contextlib.suppress(asyncio.CancelledError):
                 await looking
 
-    def since(self, seq: int) -> Sequence[Sample]:
+    def since(self, seq: int) -> Sequence[HistorySample]:
         """The samples after number `seq`, oldest first. 0: all that are kept."""
         return [sample for sample in self._samples if sample.seq > seq]
 
-    def sample(self) -> Sample:
+    def sample(self) -> HistorySample:
         """Look now. Also what `running` does."""
         meters = self._meters
         now = self._clock()
@@ -100,7 +100,7 @@ class History:
         failures = self._new("failures", totals(meters.store_failures))
         latest = sorted(meters.recent_s.popleft() for _ in range(len(meters.recent_s)))
         self._seq += 1
-        sample = Sample(
+        sample = HistorySample(
             seq=self._seq,
             at_s=now,
             seconds=max(now - self._last_s, 0.001),

@@ -1,4 +1,4 @@
-"""What happens to a request, told once: counted by `Meters` and traced by `Tracing`.
+"""What happens to a request, told once: counted by `ServiceMetrics` and traced by `RequestTracing`.
 
 preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
                           └───────────────────────── refused, or gone ──────────────────────────┘
@@ -13,20 +13,20 @@ from typing import Any
 
 from opentelemetry.trace import Span, SpanKind, StatusCode, get_current_span
 
-from cornplug.encoder_service.models.registry import Loaded
-from cornplug.encoder_service.scheduling.batcher import Flight, Wait
-from cornplug.encoder_service.telemetry.service_metrics import Meters, Stage
-from cornplug.encoder_service.telemetry.tracing import OFF, Tracing
+from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.scheduling.batcher import EncodeJob, PendingRequest
+from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics, Stage
+from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 
 
-class Observer:
+class RequestObserver:
     """Thread-safe; never raises into who tells it, never blocks."""
 
-    def __init__(self, meters: Meters, tracing: Tracing = OFF) -> None:
+    def __init__(self, meters: ServiceMetrics, tracing: RequestTracing = OFF) -> None:
         self.meters = meters
         self.tracing = tracing
 
-    def received(self, wait: Wait, model: Loaded | None) -> None:
+    def received(self, wait: PendingRequest, model: LoadedModel | None) -> None:
         """A request has come: its span begins."""
         request = wait.request
         wait.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
@@ -44,7 +44,7 @@ class Observer:
         """Around what HTTP does to a medium before there is a request: part of the current span."""
         return self._stage("preprocess", get_current_span())
 
-    def stage(self, stage: Stage, wait: Wait) -> AbstractContextManager[None]:
+    def stage(self, stage: Stage, wait: PendingRequest) -> AbstractContextManager[None]:
         """Around one stage of a request."""
         return self._stage(stage, wait.span)
 
@@ -57,13 +57,13 @@ class Observer:
             finally:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
-    def queued(self, wait: Wait, tokens: int) -> None:
+    def queued(self, wait: PendingRequest, tokens: int) -> None:
         """From now on it waits for a batch."""
         wait.queued_s = time.monotonic()
         wait.span.set_attribute("cornplug.tokens", tokens)
 
     @contextmanager
-    def computing(self, flights: Sequence[Flight[Any]], tokens: Sequence[int]) -> Iterator[None]:
+    def computing(self, flights: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
         """Around a batch: its requests' waiting is over. `tokens` of each medium that the tower runs for."""
         waits = [wait for flight in flights for wait in tuple(flight.waits)]
         for wait in waits:
@@ -86,26 +86,26 @@ class Observer:
         if tokens:
             self.meters.passed(len(tokens), sum(tokens), seconds)
 
-    def answered(self, wait: Wait, tower: str, *, stored: bool, seconds: float) -> None:
+    def answered(self, wait: PendingRequest, tower: str, *, stored: bool, seconds: float) -> None:
         """Its embedding is about to be handed over."""
         self.meters.answered(wait.request.app, wait.qos.name, tower, seconds)
         wait.span.set_attributes({"cornplug.tower": tower, "cornplug.stored": stored})
         wait.span.end()
 
-    def refused(self, wait: Wait, reason: str) -> None:
+    def refused(self, wait: PendingRequest, reason: str) -> None:
         """It is about to be refused."""
         self.meters.refused(reason, wait.qos.name)
         wait.span.set_attribute("cornplug.reason", reason)
         wait.span.set_status(StatusCode.ERROR, reason)
         wait.span.end()
 
-    def gone(self, wait: Wait) -> None:
+    def gone(self, wait: PendingRequest) -> None:
         """Nobody waits for it any more: it was answered, or its client has gone."""
         if wait.span.is_recording():
             wait.span.set_attribute("cornplug.cancelled", True)
             wait.span.end()
 
-    def _waited(self, wait: Wait) -> None:
+    def _waited(self, wait: PendingRequest) -> None:
         # None: an earlier batch had it, which failed.
         queued_s, wait.queued_s = wait.queued_s, None
         if queued_s is None:
@@ -116,7 +116,7 @@ class Observer:
         self.tracing.past(wait.span, "cornplug.queue", began_ns=now_ns - int(seconds * 1e9), ended_ns=now_ns)
 
 
-def _modality(model: Loaded, wait: Wait) -> str:
+def _modality(model: LoadedModel, wait: PendingRequest) -> str:
     for modality, names in model.checkpoint.family.inputs.items():
         if set(names) <= wait.request.inputs.keys():
             return modality

@@ -29,7 +29,7 @@ Queue = Mapping[str, tuple[int, int]]
 """By class: (requests waiting for a batch, tokens that they ask the tower for)."""
 
 
-class Bounded:
+class BoundedLabels:
     """Label values that clients choose: the first `limit` and those `known` as they are, the rest "other"."""
 
     def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
@@ -48,7 +48,7 @@ class Bounded:
             return value
 
 
-class Meters:
+class ServiceMetrics:
     """Counters of one service, in a registry of its own. Thread-safe.
 
     `waiting`, `queue`, `predicted`, `models` and `executors` are asked at each scrape; they must not block.
@@ -79,7 +79,7 @@ class Meters:
         self.executors: Final = executors
         self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
         """Receipt to answer of the latest answers, for who drains it (the status page)."""
-        self._apps = Bounded(APPS_MAX, known_apps)
+        self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
             "cornplug_encoder_batch_items", "Media in one tower pass.", buckets=_ITEMS, registry=registry
@@ -171,7 +171,7 @@ class Meters:
 class _Live:
     """What is read off the service at each scrape: series of a model that has gone, go."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: ServiceMetrics) -> None:
         self._meters = meters
 
     def collect(self) -> Iterator[Metric]:

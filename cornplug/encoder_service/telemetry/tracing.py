@@ -44,7 +44,7 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 log = logging.getLogger(__name__)
 
 
-class Tracing:
+class RequestTracing:
     """Begins spans with one tracer. Thread-safe."""
 
     def __init__(self, tracer: Tracer) -> None:
@@ -74,10 +74,10 @@ class Tracing:
         """Send what is left, for five seconds at most."""
 
 
-OFF: Final = Tracing(NoOpTracer())
+OFF: Final = RequestTracing(NoOpTracer())
 
 
-class _Exported(Tracing):
+class _Exported(RequestTracing):
     """Spans go to the collector that the standard OTEL_* variables name."""
 
     def __init__(self, exporter: str) -> None:
@@ -99,7 +99,7 @@ class _Exported(Tracing):
         ending.join(_FLUSH_S)
 
 
-def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
+def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
     """Tracing as the OTEL_* variables want it: OFF without them; OFF, and said so, without an SDK.
 
     Under `opentelemetry-instrument` its provider is used.
@@ -107,7 +107,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return OFF
     if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return Tracing(trace.get_tracer("cornplug", __version__))
+        return RequestTracing(trace.get_tracer("cornplug", __version__))
     name = environ.get("OTEL_TRACES_EXPORTER", "otlp").partition(",")[0].strip()
     if name == "none" or not any(environ.get(switch) for switch in _SWITCHES):
         return OFF
@@ -130,7 +130,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
 class TraceRequests:
     """ASGI middleware: a server span, joining the caller's trace, around each encode request."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: RequestTracing) -> None:
         self._app = app
         self._tracing = tracing
 

@@ -1,4 +1,4 @@
-"""Finds the class that runs a family: `Family.network`, imported when it is asked for."""
+"""Finds the class that runs a family: `ModelFamily.network`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, cast
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.checkpoints.families import Family
-from cornplug.encoder_service.towers.base import Architecture
+from cornplug.checkpoints.families import ModelFamily
+from cornplug.encoder_service.towers.base import TowerArchitecture
 from cornplug.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.towers.log_mel import Mels
+    from cornplug.encoder_service.towers.log_mel import LogMelFeatures
 
 
-def architecture(family: Family) -> Architecture:
+def architecture(family: ModelFamily) -> TowerArchitecture:
     """The class that loads this family's halves."""
     module, _, name = family.network.partition(":")
-    return cast(Architecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
+    return cast(TowerArchitecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
 
 
-def listener(checkpoint: Checkpoint) -> Mels:
+def listener(checkpoint: Checkpoint) -> LogMelFeatures:
     """What turns samples into this checkpoint's tower inputs.
 
     Raises CheckpointError("bad_config") for a family that hears nothing, or a feature extractor
@@ -29,4 +29,4 @@ def listener(checkpoint: Checkpoint) -> Mels:
     found = getattr(architecture(checkpoint.family), "listener", None)
     if found is None:
         raise CheckpointError(f"{checkpoint.family.name} has no listener", reason="bad_config")
-    return cast("Mels", found(checkpoint.preprocessors["audio"]))
+    return cast("LogMelFeatures", found(checkpoint.preprocessors["audio"]))

@@ -4,7 +4,7 @@
                               (CPU)            (rows, width)         (rows, hidden)
                                   └─ shared by models ─┘  └─ per model ─┘
 
-A family names its `Architecture` in `Family.network`; several may share one.
+A family names its `TowerArchitecture` in `Family.network`; several may share one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class TowerItem:
     """One medium, checked, in the tower's dtype, on the CPU."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -29,7 +29,7 @@ class Item:
     tokens: int
     """Rows that attention sees: what a batch's budget counts."""
     geometry: tuple[int, ...] = ()
-    """What the projector needs to know of the medium besides its features (tiles, picture size)."""
+    """What the projector needs to know of the medium besides its features (tiles, image size)."""
 
 
 class Tower(Protocol):
@@ -38,14 +38,14 @@ class Tower(Protocol):
     A replica, which is a process of its own, loads its own from the checkpoint (`replica.py`).
     """
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         """Check one medium's inputs. Thread-safe.
 
         Raises EncoderRefused("bad_input") that names the field: missing, unknown, of a
         wrong dtype or shape, or not finite.
         """
 
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         """Features of each item, shape (rows, width). The same as one by one."""
 
 
@@ -56,11 +56,11 @@ class Projector(Protocol):
     def hidden_size(self) -> int:
         """Width of an embedding row."""
 
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         """Embeddings, shape (rows, hidden_size) each, contiguous. `items`: whose features they are."""
 
 
-class Architecture(Protocol):
+class TowerArchitecture(Protocol):
     """Loads the two halves of one family. Both raise CheckpointError that names tensors."""
 
     @staticmethod

@@ -11,12 +11,12 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import vit, weight_loader
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
 class Gemma3:
-    """Loads both halves of a Gemma 3 checkpoint. A picture is one tile, or with pan and scan several."""
+    """Loads both halves of a Gemma 3 checkpoint. An image is one tile, or with pan and scan several."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -46,7 +46,7 @@ class Gemma3Projector:
         return self._projection.mm_input_projection_weight.shape[1]
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         device = self._projection.mm_input_projection_weight.device
         out: torch.Tensor = self._projection(torch.cat([f.to(device) for f in features]))
         return list(out.split([len(f) for f in features]))

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.identity import array_digest
@@ -36,7 +36,7 @@ def bad_input(field: str, problem: str) -> EncoderRefused:
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
-def check_names(inputs: Mapping[str, Tensor], wanted: Iterable[str]) -> None:
+def check_names(inputs: Mapping[str, WireTensor], wanted: Iterable[str]) -> None:
     """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there."""
     wanted = tuple(wanted)
     for name in wanted:
@@ -47,7 +47,7 @@ def check_names(inputs: Mapping[str, Tensor], wanted: Iterable[str]) -> None:
             raise bad_input(name, f"unknown; this tower takes {', '.join(wanted)}")
 
 
-def from_wire(field: str, tensor: Tensor, accepted: tuple[str, ...]) -> torch.Tensor:
+def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
     """A torch tensor of its own memory.
 
     Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions,

@@ -12,7 +12,7 @@ from transformers.models.internvl.modeling_internvl import InternVLVisionEmbeddi
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
@@ -55,7 +55,7 @@ class InternVlProjector:
         return self._linears.linear_2.out_features
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
         inner = self._linears.linear_1(self._linears.layer_norm(rows))
         return list(self._linears.linear_2(self._activation(inner)).split([len(f) for f in features]))

@@ -1,6 +1,6 @@
 """The LLaVA families: hidden states of CLIP or SigLIP, then linear, activation, linear.
 
-LLaVA-NeXT and -OneVision put a picture's projected tiles together again, drop the rows of
+LLaVA-NeXT and -OneVision put an image's projected tiles together again, drop the rows of
 its padding and end each line with a learned newline: all behind the projector.
 """
 
@@ -19,8 +19,8 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import vit, weight_loader
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.tiles import AnyTiles, Pinpoints, TileTower, Tiling
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
 L = TypeVar("L", bound="_Linears")
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ class LlavaTiles:
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
         config = _config(checkpoint)
         resolutions = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
-        tiling = Pinpoints(resolutions, config.vision_config.image_size)
+        tiling = PinpointTiling(resolutions, config.vision_config.image_size)
         return _tower(checkpoint, tiling, dtype, device)
 
     @staticmethod
@@ -59,7 +59,7 @@ class LlavaTiles:
         vision = _config(checkpoint).vision_config
         most = checkpoint.family.projector_spec(checkpoint.config).get("most_tiles")
         linears, activation = _linears(checkpoint, _LinearsAndNewline, dtype, device)
-        packing = Packing(patches_a_side=vision.image_size // vision.patch_size, most_tiles=most)
+        packing = RowPacking(patches_a_side=vision.image_size // vision.patch_size, most_tiles=most)
         return TileProjector(linears, packing, activation=activation)
 
 
@@ -75,22 +75,22 @@ class LlavaProjector:
         return self._linears.linear_2.out_features
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
         out = self._linears.linear_2(self._activation(self._linears.linear_1(rows)))
         return list(out.split([len(f) for f in features]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """A picture's projected tiles -> its LLM's rows: the whole picture's, then line by line."""
+class RowPacking:
+    """An image's projected tiles -> its LLM's rows: the whole image's, then line by line."""
 
     patches_a_side: int
     most_tiles: int | None
     """Lines of more patches than so many tiles hold are shrunk to that."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
-        """`rows` (tiles * side², hidden); `geometry` as `Pinpoints` gives it; `newline` (hidden,)."""
+        """`rows` (tiles * side², hidden); `geometry` as `PinpointTiling` gives it; `newline` (hidden,)."""
         tiles, down, across, height, width = geometry
         side = self.patches_a_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
@@ -114,9 +114,9 @@ class Packing:
 
 
 class TileProjector:
-    """(tiles * side², width) -> (rows of the picture, hidden_size)."""
+    """(tiles * side², width) -> (rows of the image, hidden_size)."""
 
-    def __init__(self, linears: _LinearsAndNewline, packing: Packing, *, activation: Activation) -> None:
+    def __init__(self, linears: _LinearsAndNewline, packing: RowPacking, *, activation: Activation) -> None:
         self._rows = LlavaProjector(linears, activation=activation)
         self._newline = linears.newline
         self._packing = packing
@@ -126,7 +126,7 @@ class TileProjector:
         return self._rows.hidden_size
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         made = self._rows.project(features, items)
         return [
             self._packing(rows, item.geometry, self._newline) for rows, item in zip(made, items, strict=True)
@@ -150,7 +150,7 @@ def _config(checkpoint: Checkpoint) -> Any:
     return _CONFIGS[checkpoint.family.name].from_dict(checkpoint.config)
 
 
-def _tower(checkpoint: Checkpoint, tiling: Tiling, dtype: torch.dtype, device: torch.device) -> TileTower:
+def _tower(checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, device: torch.device) -> TileTower:
     cut = checkpoint.family.tower_spec(checkpoint.config)
     vision = _config(checkpoint).vision_config
     vision._attn_implementation = "sdpa"

@@ -16,7 +16,7 @@ from cornplug.errors import CheckpointError, MediaError
 Samples = npt.NDArray[np.float32]
 
 
-class Mels(Protocol):
+class LogMelFeatures(Protocol):
     """Thread-safe."""
 
     @property

@@ -22,11 +22,11 @@ from transformers.vision_utils import get_vision_position_ids, get_vision_window
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
 from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
-from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
+from cornplug.encoder_service.wire.messages import WireTensor
 
 
 class Qwen25Vl:
@@ -36,7 +36,7 @@ class Qwen25Vl:
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen25VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
-            blocks = _Blocks(config)
+            blocks = _Qwen25Blocks(config)
         weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
         return Qwen25VlTower(blocks, rotary, config, dtype=dtype, device=device)
@@ -54,11 +54,11 @@ class Qwen25Vl:
 
 
 class Qwen25VlTower:
-    """Patches of a picture or a video (`patches.PatchInputs`) -> (patches, hidden_size)."""
+    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, hidden_size)."""
 
     def __init__(
         self,
-        blocks: _Blocks,
+        blocks: _Qwen25Blocks,
         rotary: nn.Module,
         config: Qwen2_5_VLVisionConfig,
         *,
@@ -73,15 +73,15 @@ class Qwen25VlTower:
         self._whole_frames = frozenset(config.fullatt_block_indexes)
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         return self._inputs.item(inputs)
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = packed(items, self._device)
         order, lengths = self._windows(grids)
-        windows = Segments(lengths, self._device)
-        whole = Segments(frames(grids), self._device)
+        windows = SegmentOffsets(lengths, self._device)
+        whole = SegmentOffsets(frames(grids), self._device)
         # The patches of a window lie together from here on; each frame stays in its place.
         hidden = embedded(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
@@ -110,7 +110,7 @@ class Qwen25VlTower:
         return torch.cat([windows[rank] for rank in ranks.tolist()]), lengths[ranks].tolist()
 
 
-class _Blocks(nn.Module):
+class _Qwen25Blocks(nn.Module):
     """Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen2_5_VLVisionConfig) -> None:

@@ -1,6 +1,6 @@
 """Qwen2-VL: native-resolution blocks (the tower), then the 2x2 merger (the projector).
 
-Pictures and videos of any size lie one behind another in a batch, without padding. Blocks are
+Images and videos of any size lie one behind another in a batch, without padding. Blocks are
 transformers' own, but for their attention (`varlen`).
 """
 
@@ -22,10 +22,10 @@ from transformers.vision_utils import get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
-from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
+from cornplug.encoder_service.wire.messages import WireTensor
 
 
 class Qwen2Vl:
@@ -35,7 +35,7 @@ class Qwen2Vl:
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
-            blocks = _Blocks(config)
+            blocks = _Qwen2Blocks(config)
         weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2VLVisionRotaryEmbedding(config).to(device)
         return Qwen2VlTower(blocks, rotary, config, dtype=dtype, device=device)
@@ -54,11 +54,11 @@ class Qwen2Vl:
 
 
 class Qwen2VlTower:
-    """Patches of a picture or a video (`patches.PatchInputs`) -> (patches, embed_dim)."""
+    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, embed_dim)."""
 
     def __init__(
         self,
-        blocks: _Blocks,
+        blocks: _Qwen2Blocks,
         rotary: nn.Module,
         config: Qwen2VLVisionConfig,
         *,
@@ -70,15 +70,15 @@ class Qwen2VlTower:
         self._inputs = PatchInputs.of(config, dtype)
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         return self._inputs.item(inputs)
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = packed(items, self._device)
         hidden = embedded(pixels, self._blocks.patch_embed.proj)
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
-        segments = Segments(frames(grids), self._device)
+        segments = SegmentOffsets(frames(grids), self._device)
         for block in self._blocks.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
         return list(hidden.split([item.tokens for item in items]))
@@ -98,13 +98,13 @@ class Qwen2VlMerger:
         return self._hidden_size
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._device) for f in features])
         out: torch.Tensor = self._merger(rows)
         return list(out.split([len(f) // self._patches_a_row for f in features]))
 
 
-class _Blocks(nn.Module):
+class _Qwen2Blocks(nn.Module):
     """Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen2VLVisionConfig) -> None:

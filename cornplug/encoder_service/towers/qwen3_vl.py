@@ -25,10 +25,10 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
-from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
+from cornplug.encoder_service.wire.messages import WireTensor
 
 
 class Qwen3Vl:
@@ -38,7 +38,7 @@ class Qwen3Vl:
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
-            blocks = _Blocks(config)
+            blocks = _Qwen3Blocks(config)
         weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen3VLVisionRotaryEmbedding(config).to(device)
         return Qwen3VlTower(blocks, rotary, config, dtype=dtype, device=device)
@@ -54,11 +54,11 @@ class Qwen3Vl:
 
 
 class Qwen3VlTower:
-    """Patches of a picture or a video (`patches.PatchInputs`) -> (patches, width * (1 + levels))."""
+    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, width * (1 + levels))."""
 
     def __init__(
         self,
-        blocks: _Blocks,
+        blocks: _Qwen3Blocks,
         rotary: nn.Module,
         config: Qwen3VLVisionConfig,
         *,
@@ -71,16 +71,16 @@ class Qwen3VlTower:
         self._levels = frozenset(config.deepstack_visual_indexes)
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         return self._inputs.item(inputs)
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = packed(items, self._device)
         hidden = embedded(pixels, self._blocks.patch_embed.proj)
         hidden = hidden + self._blocks.positions(grids, self._inputs.merge).to(hidden.dtype)
         turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
-        segments = Segments(frames(grids), self._device)
+        segments = SegmentOffsets(frames(grids), self._device)
         levels = []
         for number, block in enumerate(self._blocks.blocks):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
@@ -103,7 +103,7 @@ class Qwen3VlMergers:
         return self._hidden_size
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._device) for f in features])
         mergers = [self._mergers.last, *self._mergers.deepstack]
         layers = rows.chunk(len(mergers), dim=-1)
@@ -111,7 +111,7 @@ class Qwen3VlMergers:
         return list(torch.cat(merged, dim=-1).split([len(f) // self._patches_a_row for f in features]))
 
 
-class _Blocks(nn.Module):
+class _Qwen3Blocks(nn.Module):
     """Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen3VLVisionConfig) -> None:

@@ -1,7 +1,7 @@
-"""What Qwen's towers take: a picture or a video as rows of patches, with its grid of (frames, height, width).
+"""What Qwen's towers take: an image or a video as rows of patches, with its grid of (frames, height, width).
 
 Patches lie frame by frame; inside a frame, 2x2 of them that one row of the LLM covers lie together.
-A frame here is `temporal_patch_size` frames of the video; a picture is one frame.
+A frame here is `temporal_patch_size` frames of the video; an image is one frame.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from cornplug.encoder_service.towers import input_checks
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 
 _PICTURE: Final = ("pixel_values", "image_grid_thw")
 _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -38,7 +38,7 @@ class PatchInputs:
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
-    def item(self, inputs: Mapping[str, Tensor]) -> Item:
+    def item(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         """`pixel_values` (patches, values) and `image_grid_thw` (3,), or the same of a video.
 
         Raises EncoderRefused("bad_input").
@@ -59,14 +59,14 @@ class PatchInputs:
                 names[0], f"shape {tuple(pixels.shape)}, want {(t * h * w, self.values)} for grid {t, h, w}"
             )
         pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
-        return Item(
+        return TowerItem(
             tensors=(pixels, grid),
             digests=(input_checks.digest_of(pixels), input_checks.digest_of(grid)),
             tokens=t * h * w,
         )
 
 
-def packed(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def packed(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
     pixels = input_checks.together([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])

@@ -1,4 +1,4 @@
-"""Towers over square tiles: a picture is one tile or several, which lie one behind another in a batch.
+"""Towers over square tiles: an image is one tile or several, which lie one behind another in a batch.
 
 pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) an item
 """
@@ -13,8 +13,8 @@ import torch
 from transformers.image_processing_utils import select_best_resolution
 
 from cornplug.encoder_service.towers import input_checks
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 
 _LONGEST_SIDE: Final = 1 << 24
 
@@ -33,14 +33,14 @@ class TileLayers(Protocol):
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
 
 
-class Tiling(Protocol):
-    """How many tiles a picture has, and what its projector is to know."""
+class TilingRule(Protocol):
+    """How many tiles an image has, and what its projector is to know."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The inputs that it wants."""
 
-    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
         """The number of tiles that count, of the `tiles` that were sent, then what else there is.
 
         Raises EncoderRefused("bad_input").
@@ -54,15 +54,15 @@ class AnyTiles:
     most: int | None = None
     names: tuple[str, ...] = ("pixel_values",)
 
-    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
         if self.most is not None and tiles > self.most:
             raise input_checks.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
         return (tiles,)
 
 
 @dataclass(frozen=True, slots=True)
-class Pinpoints:
-    """The whole picture, then tiles of the best of some resolutions. (tiles, down, across, height, width)
+class PinpointTiling:
+    """The whole image, then tiles of the best of some resolutions. (tiles, down, across, height, width)
 
     What was sent may have empty tiles behind: processors fill up to the longest of a batch.
     """
@@ -72,7 +72,7 @@ class Pinpoints:
     side: int
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
-    def geometry(self, inputs: Mapping[str, Tensor], tiles: int) -> tuple[int, ...]:
+    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
         size = input_checks.from_wire("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
             raise input_checks.bad_input(
@@ -95,14 +95,14 @@ class TileTower:
     """`pixel_values` (tiles, 3, side, side), or (3, side, side), and what the tiling wants."""
 
     def __init__(
-        self, layers: TileLayers, tiling: Tiling, *, dtype: torch.dtype, device: torch.device
+        self, layers: TileLayers, tiling: TilingRule, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._layers = layers
         self._tiling = tiling
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         input_checks.check_names(inputs, self._tiling.names)
         pixels = input_checks.from_wire("pixel_values", inputs["pixel_values"], input_checks.FLOATS)
         wanted = self._layers.tile_shape
@@ -116,7 +116,7 @@ class TileTower:
             )
         geometry = self._tiling.geometry(inputs, len(pixels))
         pixels = pixels[: geometry[0]].to(self._dtype).contiguous()
-        return Item(
+        return TowerItem(
             tensors=(pixels,),
             digests=(input_checks.digest_of(pixels),),
             tokens=len(pixels) * self._layers.positions,
@@ -124,7 +124,7 @@ class TileTower:
         )
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels = input_checks.together([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
         # A copy: one kept item is not to hold its whole batch.

@@ -20,10 +20,10 @@ from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, weight_loader
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.log_mel import ChunkedMels, Mels
-from cornplug.encoder_service.towers.whisper import Encoder, Shape
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.log_mel import ChunkedMels, LogMelFeatures
+from cornplug.encoder_service.towers.whisper import WhisperEncoder, WhisperShape
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 
 _RMS_EPS: Final = 1e-6
@@ -34,8 +34,8 @@ class Ultravox:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
-        encoder = Encoder.load(checkpoint, dtype, device)
-        return UltravoxTower(encoder, Shape.of(checkpoint), dtype=dtype, device=device)
+        encoder = WhisperEncoder.load(checkpoint, dtype, device)
+        return UltravoxTower(encoder, WhisperShape.of(checkpoint), dtype=dtype, device=device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
@@ -48,20 +48,22 @@ class Ultravox:
         return StackingProjector(module, int(spec["stack_factor"]))
 
     @staticmethod
-    def listener(preprocessor: Mapping[str, Any]) -> Mels:
+    def listener(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
         return ChunkedMels(preprocessor)
 
 
 class UltravoxTower:
     """`audio_features` (chunks, bins, frames) and `audio_lens` (chunks,) -> (chunks x rows, width)."""
 
-    def __init__(self, encoder: Encoder, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._encoder = encoder
         self._shape = shape
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         input_checks.check_names(inputs, ("audio_features", "audio_lens"))
         mels = input_checks.from_wire("audio_features", inputs["audio_features"], input_checks.FLOATS)
         lens = input_checks.from_wire("audio_lens", inputs["audio_lens"], input_checks.INTEGERS).reshape(-1)
@@ -80,7 +82,7 @@ class UltravoxTower:
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
         lens = lens.to(torch.int64)
         rows = _rows(frames)
-        return Item(
+        return TowerItem(
             tensors=(mels, lens),
             digests=(input_checks.digest_of(mels), input_checks.digest_of(lens)),
             tokens=chunks * rows,
@@ -88,7 +90,7 @@ class UltravoxTower:
         )
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         begun: list[torch.Tensor] = []
         lengths: list[int] = []
         for item in items:
@@ -112,13 +114,13 @@ class StackingProjector:
         return int(self._module.linear_2.out_features)
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         device = self._module.ln_pre.weight.device
         stacks = [self._stacked(f.to(device), item) for f, item in zip(features, items, strict=True)]
         out: torch.Tensor = self._module(torch.cat(stacks))
         return list(out.split([len(stack) for stack in stacks]))
 
-    def _stacked(self, features: torch.Tensor, item: Item) -> torch.Tensor:
+    def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
         """(tokens, width x stack) of one sound: the stacks that its own rows reach into."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))

@@ -26,7 +26,7 @@ _AMPERE: Final = (8, 0)
 Kernel = Callable[..., torch.Tensor]
 
 
-class Segments:
+class SegmentOffsets:
     """Where each segment of a packed batch lies. Made once a batch, used by every layer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Segments:
 
 
 @torch.compiler.disable  # or each batch's segments are another program
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets) -> torch.Tensor:
     """Full attention inside each segment. All (rows, heads, head_dim); scale head_dim ** -0.5."""
     if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
         kernel = kernel_attention()
@@ -64,7 +64,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segme
     return batched_attention(q, k, v, segments)
 
 
-def batched_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+def batched_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets
+) -> torch.Tensor:
     """`attention` by one batched SDPA for each run."""
     made = []
     for length, rows in segments.runs:
@@ -89,7 +91,7 @@ def kernel_attention() -> Kernel | None:
         return None
     call: Kernel = varlen
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets) -> torch.Tensor:
         offsets, longest = segments.offsets, segments.longest
         return call(q, k, v, offsets, offsets, longest, longest)
 
@@ -106,7 +108,7 @@ def _function(module: str, name: str) -> Any:
 class PackedAttention(nn.Module):
     """Stands in for `attn` in transformers' vision blocks: the same weights, without its loop.
 
-    A block hands on what it is given as `cu_seqlens` and `position_embeddings`: here `Segments`,
+    A block hands on what it is given as `cu_seqlens` and `position_embeddings`: here `SegmentOffsets`,
     and cosines and sines of (rows, head_dim / 2) in float32.
     """
 
@@ -119,7 +121,7 @@ class PackedAttention(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        cu_seqlens: Segments,
+        cu_seqlens: SegmentOffsets,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # (rows, 3, heads, head_dim)

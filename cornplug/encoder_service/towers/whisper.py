@@ -19,14 +19,14 @@ from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.towers.log_mel import Mels, WholeMels
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.log_mel import LogMelFeatures, WholeMels
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class WhisperShape:
     """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that the network has."""
 
     num_mel_bins: int
@@ -38,7 +38,7 @@ class Shape:
     max_source_positions: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Shape:
+    def of(cls, checkpoint: Checkpoint) -> WhisperShape:
         spec = checkpoint.family.tower_spec(checkpoint.config)
         shape = cls(**{name: spec[name] for name in cls.__slots__})
         if shape.d_model % shape.encoder_attention_heads or shape.activation_function not in ACT2FN:
@@ -54,10 +54,10 @@ class Shape:
         return 2 * self.max_source_positions
 
 
-class Encoder(nn.Module):
+class WhisperEncoder(nn.Module):
     """Attribute names are the checkpoint's tensor names."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         width = shape.d_model
         self.conv1 = nn.Conv1d(shape.num_mel_bins, width, kernel_size=3, padding=1)
@@ -67,9 +67,9 @@ class Encoder(nn.Module):
         self.layer_norm = nn.LayerNorm(width)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Encoder:
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> WhisperEncoder:
         with torch.device("meta"):
-            encoder = cls(Shape.of(checkpoint))
+            encoder = cls(WhisperShape.of(checkpoint))
         weight_loader.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
         return encoder
 
@@ -81,24 +81,24 @@ class Encoder(nn.Module):
 
     def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """The layers, without the final norm. Attention stays inside each of `lengths` rows."""
-        segments = varlen_attention.Segments(lengths, hidden.device)
+        segments = varlen_attention.SegmentOffsets(lengths, hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, segments)
         return hidden
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         width = shape.d_model
-        self.self_attn = _Attention(width, shape.encoder_attention_heads)
+        self.self_attn = _WhisperAttention(width, shape.encoder_attention_heads)
         self.self_attn_layer_norm = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, shape.encoder_ffn_dim)
         self.fc2 = nn.Linear(shape.encoder_ffn_dim, width)
         self.final_layer_norm = nn.LayerNorm(width)
         self._activation = ACT2FN[shape.activation_function]
 
-    def forward(self, hidden: torch.Tensor, segments: varlen_attention.Segments) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, segments: varlen_attention.SegmentOffsets) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
         hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
         if hidden.dtype == torch.float16:  # as transformers does: its layers overflow there
@@ -107,7 +107,7 @@ class _Layer(nn.Module):
         return hidden
 
 
-class _Attention(nn.Module):
+class _WhisperAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self._heads = heads
@@ -116,7 +116,7 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, hidden: torch.Tensor, segments: varlen_attention.Segments) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, segments: varlen_attention.SegmentOffsets) -> torch.Tensor:
         q, k, v = (p(hidden).unflatten(1, (self._heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
         out: torch.Tensor = self.out_proj(varlen_attention.attention(q, k, v, segments).flatten(1))
         return out
@@ -127,32 +127,34 @@ class Qwen2Audio:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
-        encoder = Encoder.load(checkpoint, dtype, device)
-        return Qwen2AudioTower(encoder, Shape.of(checkpoint), dtype=dtype, device=device)
+        encoder = WhisperEncoder.load(checkpoint, dtype, device)
+        return Qwen2AudioTower(encoder, WhisperShape.of(checkpoint), dtype=dtype, device=device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LinearProjector:
         hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
         with torch.device("meta"):
-            module = nn.ModuleDict({"linear": nn.Linear(Shape.of(checkpoint).d_model, hidden)})
+            module = nn.ModuleDict({"linear": nn.Linear(WhisperShape.of(checkpoint).d_model, hidden)})
         weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return LinearProjector(module)
 
     @staticmethod
-    def listener(preprocessor: Mapping[str, Any]) -> Mels:
+    def listener(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
         return WholeMels(preprocessor)
 
 
 class Qwen2AudioTower:
     """`input_features` (bins, frames) and `feature_attention_mask` (frames,) -> (rows / 2, width)."""
 
-    def __init__(self, encoder: Encoder, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._encoder = encoder
         self._shape = shape
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, Tensor]) -> Item:
+    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         input_checks.check_names(inputs, ("input_features", "feature_attention_mask"))
         mel = input_checks.from_wire("input_features", inputs["input_features"], input_checks.FLOATS)
         mask = input_checks.from_wire(
@@ -170,14 +172,14 @@ class Qwen2AudioTower:
         # The last row's convolutions see one frame beyond its own two.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])
-        return Item(
+        return TowerItem(
             tensors=(mel, length),
             digests=(input_checks.digest_of(mel), input_checks.digest_of(length)),
             tokens=rows,
         )
 
     @torch.inference_mode()
-    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         lengths = [item.tokens for item in items]
         begun = [self._encoder.rows(item.tensors[0].to(self._device), item.tokens) for item in items]
         hidden = self._encoder.run(torch.cat(begun), lengths)
@@ -198,7 +200,7 @@ class LinearProjector:
         return int(self._linear.out_features)
 
     @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[Item]) -> list[torch.Tensor]:
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._linear.weight.device) for f in features])
         out: torch.Tensor = self._linear(rows)
         return list(out.split([len(f) for f in features]))

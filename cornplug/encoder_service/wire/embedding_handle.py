@@ -1,4 +1,4 @@
-"""What an app may hand to an engine instead of a picture: a claim that the service has signed.
+"""What an app may hand to an engine instead of an image: a claim that the service has signed.
 
     service ──signs──> voucher ──in the answer──> app ──in its request──> engine with the same secret
 
@@ -26,7 +26,7 @@ _DOMAIN: Final = "cornplug-voucher-v1"
 _MAX_CHARS: Final = 4096
 
 
-class Voucher(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     """One embedding, and what it was computed from."""
 
     family: str

@@ -14,11 +14,11 @@ LENGTH: Final = struct.Struct("<I")
 _CHUNK_BYTES: Final = 1 << 20
 
 
-class Garbage(ValueError):
+class ProtocolError(ValueError):
     """The other side does not send frames of ours."""
 
 
-class Frames:
+class FrameBuffer:
     """What is to be sent, and what has come so far. Not thread-safe: its owner locks."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Frames:
         while len(self._in) - at >= LENGTH.size:
             (size,) = LENGTH.unpack_from(self._in, at)
             if not 0 < size <= MAX_FRAME_BYTES:
-                raise Garbage(f"a frame of {size} bytes")
+                raise ProtocolError(f"a frame of {size} bytes")
             end = at + LENGTH.size + size
             if len(self._in) < end:
                 break

@@ -34,14 +34,14 @@ _DOMAIN: Final = b"cornplug/encoder-socket/1/"
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of an engine."""
 
     version: int
     nonce: bytes
 
 
-class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
     """The service's answer: its proof, and what the engine's is to be made of."""
 
     version: int
@@ -49,23 +49,23 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
     proof: bytes
 
 
-class Proof(msgspec.Struct, frozen=True, tag="proof"):
+class EngineProof(msgspec.Struct, frozen=True, tag="proof"):
     """The engine's proof; requests may follow at once."""
 
     proof: bytes
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_hello = msgspec.msgpack.Decoder(Hello).decode
-_challenge = msgspec.msgpack.Decoder(Challenge).decode
-_proof = msgspec.msgpack.Decoder(Proof).decode
+_hello = msgspec.msgpack.Decoder(EngineHello).decode
+_challenge = msgspec.msgpack.Decoder(ServiceChallenge).decode
+_proof = msgspec.msgpack.Decoder(EngineProof).decode
 
 
-class Untrusted(ValueError):
+class UntrustedPeer(ValueError):
     """The other side has not proved that it is one of ours."""
 
 
-class Asking:
+class EngineHandshake:
     """An engine's side of one handshake."""
 
     def __init__(self, secret: bytes) -> None:
@@ -74,7 +74,7 @@ class Asking:
 
     def hello(self) -> bytes:
         """The first frame's bytes."""
-        return _encode(Hello(version=PROTOCOL_VERSION, nonce=self._nonce))
+        return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
         """What to send to a service whose challenge is `frame`, once that is proved.
@@ -89,10 +89,10 @@ class Asking:
                 reason="encoder_version",
             )
         _check(challenge.proof, self._secret, b"service", self._nonce, challenge.nonce)
-        return _encode(Proof(proof=_mac(self._secret, b"engine", self._nonce, challenge.nonce)))
+        return _encode(EngineProof(proof=_mac(self._secret, b"engine", self._nonce, challenge.nonce)))
 
 
-class Answering:
+class ServiceHandshake:
     """The service's side of one handshake."""
 
     def __init__(self, secret: bytes) -> None:
@@ -104,17 +104,17 @@ class Answering:
         """What to answer to a hello. Raises msgspec's errors for another message, Untrusted."""
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
-            raise Untrusted(f"a nonce of {len(hello.nonce)} bytes")
+            raise UntrustedPeer(f"a nonce of {len(hello.nonce)} bytes")
         self._theirs = hello.nonce
         proof = _mac(self._secret, b"service", hello.nonce, self._nonce)
-        return _encode(Challenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
+        return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
 
     def check(self, frame: bytes) -> None:
         """Return when the engine's proof holds. Raises Untrusted, msgspec's errors."""
         if not hmac.compare_digest(
             _proof(frame).proof, _mac(self._secret, b"engine", self._theirs, self._nonce)
         ):
-            raise Untrusted("a proof made with another secret")
+            raise UntrustedPeer("a proof made with another secret")
 
 
 def peer_uid(sock: socket.socket) -> int:

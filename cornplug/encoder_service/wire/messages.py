@@ -19,7 +19,7 @@ MAX_FRAME_BYTES: Final = 256 << 20
 _TRACE_MAX: Final = 512
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class WireTensor(msgspec.Struct, frozen=True, array_like=True):
     """A C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
 
     dtype: str
@@ -27,7 +27,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class Describe(msgspec.Struct, frozen=True, tag="describe"):
+class DescribeRequest(msgspec.Struct, frozen=True, tag="describe"):
     """Ask what the service serves."""
 
     version: int = PROTOCOL_VERSION
@@ -65,14 +65,14 @@ class ServedModel(msgspec.Struct, frozen=True):
         return next((m.identity for m in self.modalities if m.name == modality), None)
 
 
-class Described(msgspec.Struct, frozen=True, tag="described"):
-    """The answer to `Describe`."""
+class DescribeReply(msgspec.Struct, frozen=True, tag="described"):
+    """The answer to `DescribeRequest`."""
 
     version: int
     models: tuple[ServedModel, ...]
 
 
-class Encode(msgspec.Struct, frozen=True, tag="encode"):
+class EncodeRequest(msgspec.Struct, frozen=True, tag="encode"):
     """Encode one medium from the inputs that the engine's own processor made."""
 
     id: int
@@ -80,7 +80,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     key: bytes
     """The embedding key under which the result is published."""
     salt: str | None
-    inputs: dict[str, Tensor]
+    inputs: dict[str, WireTensor]
     """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
     app: str
     deadline_s: float
@@ -89,7 +89,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """W3C `traceparent` and `tracestate` of who asks. An older peer leaves it out, or ignores it."""
 
 
-class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     """An embedding, shape (rows, hidden_size)."""
 
     id: int
@@ -98,12 +98,12 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """Who ran the tower: this request, another one in flight, or nobody (features were kept)."""
     stored: bool
     """True: in the store under `key`. False: no store took it, and `tensor` carries it."""
-    tensor: Tensor | None
+    tensor: WireTensor | None
     seconds: float
     """From receipt to answer."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
     """The service will not encode this. `reason` is a metric label (see EncoderRefused)."""
 
     id: int
@@ -112,8 +112,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float | None = None
 
 
-Request = Describe | Encode
-Reply = Described | Encoded | Refused
+Request = DescribeRequest | EncodeRequest
+Reply = DescribeReply | EncodeReply | EncodeRefusal
 
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:

@@ -1,6 +1,6 @@
 """What an encoder says of an embedding that it sends to a socket which takes bytes from anybody.
 
-Which model made it, of which media, on which grids: these say where a picture's tokens stand, so
+Which model made it, of which media, on which grids: these say where an image's tokens stand, so
 its KV depends on them. Signed with the store's secret over the very bytes, so that a receiver who
 has the secret may name what it computes from them, and share that under the name.
 Without a statement that holds, an embedding is used as SGLang uses it, and shared with nobody.
@@ -23,17 +23,17 @@ _MEDIA: Final = "cornplug_media"
 _PROOF: Final = "cornplug_proof"
 
 Grid = Sequence[Sequence[int]]
-"""A picture's (frames, height, width) in patches, a row a picture; counts of 64 bits."""
+"""An image's (frames, height, width) in patches, a row an image; counts of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
+class SignedClaim:
     """Signed: this model made these rows of these media, in this order."""
 
     identity: bytes
     """`identity.model_identity` of the encoder's model."""
     media: tuple[bytes, ...]
-    """Media digests, one a picture."""
+    """Media digests, one an image."""
     proof: bytes
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -18,6 +18,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(host.view(-1).view(torch.uint8).numpy())
 
 
-def to_wire(tensor: torch.Tensor) -> Tensor:
+def to_wire(tensor: torch.Tensor) -> WireTensor:
     """A tensor as it crosses a socket."""
-    return Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())
+    return WireTensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())

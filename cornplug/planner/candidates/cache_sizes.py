@@ -14,8 +14,8 @@ from typing import Final, Literal
 from cornplug.planner.candidates.services import towers
 from cornplug.planner.inputs import component_shapes, length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.request_sampling import Hits
-from cornplug.planner.inputs.schema import Component, LLMShape, Media, PlanInput
+from cornplug.planner.inputs.request_sampling import HitShares
+from cornplug.planner.inputs.schema import Component, LLMShape, PlanInput, RequestMedia
 from cornplug.planner.optimizer.optimization_problem import CacheLevel
 from cornplug.planner.perf_model import hit_rates
 
@@ -24,7 +24,7 @@ ELEMENT_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
-class Level:
+class CacheSizeOption:
     kind: Literal["embedding", "prefix"]
     component: str
     gib: float
@@ -45,20 +45,20 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Assumed:
+class CacheScenario:
     """Cache levels that a variant counts on, and the hits that they give one request class."""
 
-    levels: tuple[Level, ...] = ()
-    hits: Hits = field(default_factory=lambda: Hits({}, 0.0))
+    levels: tuple[CacheSizeOption, ...] = ()
+    hits: HitShares = field(default_factory=lambda: HitShares({}, 0.0))
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(level.name for level in self.levels)
 
 
-def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple[Level, ...]:
+def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple[CacheSizeOption, ...]:
     """Every size of every cache whose size makes a difference to some class."""
-    found: list[Level] = []
+    found: list[CacheSizeOption] = []
     shared = towers(given)
     for encoder in {c.name: c for c in shared.values()}:
         users = {
@@ -69,26 +69,28 @@ def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple
         if any(m.hit_rate is None and m.catalogue for c in users.values() for m in c.request.media):
             for gib in given.caches.embedding_gib:
                 rates = {n: _embedding_hits(given, c, encoder, gib, users) for n, c in users.items()}
-                found.append(Level("embedding", encoder, gib, rates))
+                found.append(CacheSizeOption("embedding", encoder, gib, rates))
     for llm in {c.app.llm for c in classes.values()}:
         users = {n: c for n, c in classes.items() if c.app.llm == llm and c.request.prefix}
         if any(c.request.prefix and c.request.prefix.hit_rate is None for c in users.values()):
             for gib in given.caches.prefix_gib:
                 rates = {n: _prefix_hits(given, c, gib, users) for n, c in users.items()}
-                found.append(Level("prefix", llm, gib, rates))
+                found.append(CacheSizeOption("prefix", llm, gib, rates))
     return tuple(found)
 
 
-def assumptions(given: PlanInput, of: RequestClass, known: tuple[Level, ...]) -> list[Assumed]:
+def assumptions(
+    given: PlanInput, of: RequestClass, known: tuple[CacheSizeOption, ...]
+) -> list[CacheScenario]:
     """All combinations of the levels that matter to a class; the smallest caches first."""
     mine = [level for level in known if of.name in level.hit_rate]
-    by_cache: dict[str, list[Level]] = {}
+    by_cache: dict[str, list[CacheSizeOption]] = {}
     for level in sorted(mine, key=lambda level: level.gib):
         by_cache.setdefault(level.cache, []).append(level)
-    return [Assumed(levels, _hits(given, of, levels)) for levels in product(*by_cache.values())]
+    return [CacheScenario(levels, _hits(given, of, levels)) for levels in product(*by_cache.values())]
 
 
-def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits:
+def _hits(given: PlanInput, of: RequestClass, levels: tuple[CacheSizeOption, ...]) -> HitShares:
     shared = towers(given)
     by_cache = {level.cache: level.hit_rate[of.name] for level in levels}
     embedding = {
@@ -99,12 +101,12 @@ def _hits(given: PlanInput, of: RequestClass, levels: tuple[Level, ...]) -> Hits
     }
     prefix = of.request.prefix
     if prefix is None:
-        return Hits(embedding, 0.0)
+        return HitShares(embedding, 0.0)
     known = prefix.hit_rate
-    return Hits(embedding, by_cache.get(f"prefix:{of.app.llm}", 0.0) if known is None else known)
+    return HitShares(embedding, by_cache.get(f"prefix:{of.app.llm}", 0.0) if known is None else known)
 
 
-def embedding_bytes(given: PlanInput, of: RequestClass, media: Media) -> float:
+def embedding_bytes(given: PlanInput, of: RequestClass, media: RequestMedia) -> float:
     """Of one item, as the language model takes it: tokens x hidden size, in 16 bits; 0: shape not known."""
     llm = given.component[of.app.llm]
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0

@@ -11,24 +11,31 @@ from typing import Final
 
 from cornplug.planner.candidates import service_demand as work
 from cornplug.planner.candidates import throughput_profiles
-from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.cells import CellSpec, make_cell
 from cornplug.planner.candidates.engine_settings import engine_settings
-from cornplug.planner.candidates.latency_tiers import MOST, Chain, Tier
-from cornplug.planner.candidates.replica_configs import MAX_BATCH, Footprint, footprints
+from cornplug.planner.candidates.latency_tiers import MOST, Chain, LatencyTier
+from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig, footprints
 from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.service_times import service_times
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.candidates.timed_configs import (
     FAVOURED,
-    Equipped,
+    TimedConfig,
     undominated,
     without_needless_estimates,
 )
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import Gpu, LLMShape, NodeClass, PlanInput, Throughput, Workload
-from cornplug.planner.perf_model.capacity import Bound, capacity
-from cornplug.planner.simulator.step_times import Hardware
+from cornplug.planner.inputs.schema import (
+    GpuSpec,
+    LLMShape,
+    NodeClass,
+    PlanInput,
+    ThroughputProfile,
+    Workload,
+)
+from cornplug.planner.perf_model.capacity import LatencyBound, capacity
+from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
@@ -45,21 +52,21 @@ Users = Mapping[str, RequestClass]
 
 
 @dataclass
-class Equipment:
+class CellBuilder:
     given: PlanInput
     nodes: tuple[NodeClass, ...]
-    gpus: Mapping[str, Gpu]
-    bases: Mapping[str, Assumed]
+    gpus: Mapping[str, GpuSpec]
+    bases: Mapping[str, CacheScenario]
     """Request class -> the smallest caches, whose hits its capacities hold for."""
     samples: Samples
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> cells that were left out for it."""
-    equipped: dict[str, list[Equipped]] = field(default_factory=dict)
+    equipped: dict[str, list[TimedConfig]] = field(default_factory=dict)
     """Service -> what could run it, fast enough or not."""
-    _reference: dict[str, Hardware] = field(default_factory=dict)
+    _reference: dict[str, CellHardware] = field(default_factory=dict)
 
     def cells(
-        self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+        self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
         """All cells of a service that carry something, and that no quicker hardware makes needless.
 
@@ -67,7 +74,7 @@ class Equipment:
         """
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
         rules = self.given.rules
-        timed: list[Equipped] = []
+        timed: list[TimedConfig] = []
         context_tokens = self._context_tokens(users)
         for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
             profiles = self._throughputs(service, footprint)
@@ -85,14 +92,14 @@ class Equipment:
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
         """The cell with capacities that the simulator finds for so many replicas together."""
         assert spec.hardware is not None
-        equipped = Equipped(spec.service, spec.footprint, spec.hardware)
+        equipped = TimedConfig(spec.service, spec.footprint, spec.hardware)
         found = {
             name: self._rate(equipped, spec.tier, users[name], replicas, confirm=True)
             for name in spec.cell.capacity
         }
         return spec.with_capacity(found, confirmed=replicas)
 
-    def work(self, service: Service, of: RequestClass, assumed: Assumed) -> float:
+    def work(self, service: Service, of: RequestClass, assumed: CacheScenario) -> float:
         """Visits of a service for one request, in requests as they are with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
@@ -103,13 +110,13 @@ class Equipment:
         now, before = (self.samples.at(service, of, a) for a in (assumed, base))
         return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
 
-    def _equipped(self, service: Service, footprint: Footprint, context_tokens: int) -> list[Equipped]:
+    def _equipped(self, service: Service, footprint: ReplicaConfig, context_tokens: int) -> list[TimedConfig]:
         hardware = service_times(service, footprint, self.given.rules, context_tokens)
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
             return []
         self._reference.setdefault(service.name, hardware)
-        return [Equipped(service, footprint, hardware)]
+        return [TimedConfig(service, footprint, hardware)]
 
     def _enough_kv(self, users: Users) -> int:
         """Tokens of KV beyond which more is of no use to a replica: all that it may decode together."""
@@ -121,7 +128,7 @@ class Equipment:
         return longest * max(MAX_BATCH.values())
 
     def _timed(
-        self, equipped: Equipped, users: Users, tiers: Chain, loosest: Mapping[str, Tier]
+        self, equipped: TimedConfig, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
         service, gpu = equipped.service, equipped.footprint.gpu.name
         together = self._together(equipped, users)
@@ -138,8 +145,8 @@ class Equipment:
 
     def _timed_cell(
         self,
-        equipped: Equipped,
-        tier: Tier,
+        equipped: TimedConfig,
+        tier: LatencyTier,
         rates: Mapping[str, float],
         users: Users,
     ) -> CellSpec:
@@ -159,22 +166,22 @@ class Equipment:
 
     def _rate(
         self,
-        equipped: Equipped,
-        tier: Tier,
+        equipped: TimedConfig,
+        tier: LatencyTier,
         of: RequestClass,
         replicas: int,
         *,
         confirm: bool,
     ) -> float:
         """Of one class alone, one replica among so many."""
-        bound = Bound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
+        bound = LatencyBound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
         draws = self.samples.at(equipped.service, of, self.bases[of.name])
         place = equipped.station(self.given.rules.router, replicas)
         seed = self.given.rules.seed
         found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
         return found / replicas * self._pairing(equipped)
 
-    def _pairing(self, equipped: Equipped) -> float:
+    def _pairing(self, equipped: TimedConfig) -> float:
         """What a prefill-decode pair loses by never being matched to the moment's mix."""
         tasks = equipped.service.tasks.strip("EG")
         if equipped.hardware.measured or tasks not in ("P", "D"):
@@ -182,7 +189,7 @@ class Equipment:
         rules = self.given.rules
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
-    def _together(self, equipped: Equipped, users: Users) -> int:
+    def _together(self, equipped: TimedConfig, users: Users) -> int:
         """Replicas that would serve all users of a service, without any bound."""
         busy = sum(
             of.rate
@@ -204,7 +211,7 @@ class Equipment:
         )
         return max(round(mean), 1)
 
-    def _throughputs(self, service: Service, footprint: Footprint) -> dict[str, Throughput]:
+    def _throughputs(self, service: Service, footprint: ReplicaConfig) -> dict[str, ThroughputProfile]:
         """Component -> its throughput, of those that have one there."""
         found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
@@ -212,8 +219,8 @@ class Equipment:
     def _untimed(
         self,
         service: Service,
-        footprint: Footprint,
-        profiles: Mapping[str, Throughput],
+        footprint: ReplicaConfig,
+        profiles: Mapping[str, ThroughputProfile],
         users: Users,
         tiers: Chain,
     ) -> Iterator[CellSpec]:
@@ -235,7 +242,7 @@ class Equipment:
     def _items(self, of: RequestClass) -> dict[str, float]:
         return work.items_to_encode(self.given, of, self.bases[of.name])
 
-    def _prior(self, footprint: Footprint, users: Users) -> float:
+    def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
         return PRIOR * against / sum(u.rate for u in users.values())
 

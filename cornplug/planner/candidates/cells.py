@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cornplug.planner.candidates.latency_tiers import Tier
-from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.latency_tiers import LatencyTier
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.timed_configs import Equipped
+from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs.schema import RouterPolicy
 from cornplug.planner.optimizer.optimization_problem import Cell
 from cornplug.planner.plan import EngineSettings
 from cornplug.planner.simulator.simulator import Station
-from cornplug.planner.simulator.step_times import Hardware
+from cornplug.planner.simulator.step_times import CellHardware
 
 MOST_RATE: Final = 1e9
 """Of a class whose requests bring a service no work at all."""
@@ -26,11 +26,11 @@ class CellSpec:
 
     cell: Cell
     service: Service
-    footprint: Footprint
-    tier: Tier
+    footprint: ReplicaConfig
+    tier: LatencyTier
     source: str
     """Of its times."""
-    hardware: Hardware | None = None
+    hardware: CellHardware | None = None
     """None: only a throughput is known."""
     settings: EngineSettings | None = None
     router: RouterPolicy = "least_work"
@@ -47,7 +47,7 @@ class CellSpec:
         """ValueError: only its throughput is known, not its times."""
         if self.hardware is None:
             raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
-        equipped = Equipped(self.service, self.footprint, self.hardware)
+        equipped = TimedConfig(self.service, self.footprint, self.hardware)
         return equipped.station(self.router, replicas, name=self.cell.name)
 
     def with_capacity(self, capacity: Mapping[str, float], *, confirmed: int) -> CellSpec:
@@ -63,8 +63,8 @@ class CellSpec:
 
 def make_cell(
     service: Service,
-    footprint: Footprint,
-    tier: Tier,
+    footprint: ReplicaConfig,
+    tier: LatencyTier,
     capacity: Mapping[str, float],
     preference: float,
     *,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.optimizer.optimization_problem import Variant
+from cornplug.planner.optimizer.optimization_problem import PathVariant
 
 TIGHTNESS: Final = 0.005
 """Of preferences: what tiers make of it, which is a tie-break among cells that are all needed."""
@@ -44,16 +44,16 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
     )
 
 
-def loosest(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
     """Of variants that differ in their tiers only, those that no other is looser than throughout."""
-    groups: defaultdict[tuple[object, ...], list[Variant]] = defaultdict(list)
+    groups: defaultdict[tuple[object, ...], list[PathVariant]] = defaultdict(list)
     for v in variants:
         services = tuple((n.service, n.work) for n in v.needs)
         groups[v.demand, v.structure, services, v.levels].append(v)
     return tuple(v for same in groups.values() for i, v in enumerate(same) if not _tighter(v, i, same))
 
 
-def _tighter(variant: Variant, place: int, same: list[Variant]) -> bool:
+def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
     """Than another; of two equals the later one is."""
     tiers = [n.tier for n in variant.needs]
     for i, other in enumerate(same):

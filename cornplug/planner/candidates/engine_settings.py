@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import component_shapes
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.schema import LLMShape, Workload
 from cornplug.planner.perf_model import kv_memory, roofline
 from cornplug.planner.plan import EngineSettings, KVGeometry
-from cornplug.planner.simulator.step_times import Hardware
+from cornplug.planner.simulator.step_times import CellHardware
 
 PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
 ELEMENT_BYTES: Final = 2
 
 
 def engine_settings(
-    service: Service, footprint: Footprint, shape: LLMShape, hardware: Hardware
+    service: Service, footprint: ReplicaConfig, shape: LLMShape, hardware: CellHardware
 ) -> EngineSettings:
     llm = service.llm
     assert llm is not None, "settings are of an engine"
@@ -52,13 +52,13 @@ def engine_settings(
     )
 
 
-def _prefill_tokens_s(service: Service, footprint: Footprint, hardware: Hardware) -> float | None:
+def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: CellHardware) -> float | None:
     if hardware.steps is None or "P" not in service.tasks:
         return None
     return footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens)
 
 
-def kv_geometry(shape: LLMShape, draws: Sequence[Draw]) -> KVGeometry:
+def kv_geometry(shape: LLMShape, draws: Sequence[SampledRequest]) -> KVGeometry:
     """For prompts as long as the longest of `draws`."""
     latent = shape.mla_rank is not None
     return KVGeometry(

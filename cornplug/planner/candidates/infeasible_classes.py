@@ -8,17 +8,17 @@ from math import inf
 
 import numpy as np
 
-from cornplug.planner.candidates.request_paths import Promise, Way
-from cornplug.planner.candidates.timed_configs import Equipped
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.candidates.request_paths import Promise, RequestPath
+from cornplug.planner.candidates.timed_configs import TimedConfig
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.optimizer.optimization_problem import Pool
-from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
+from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.replicas import decode_alone_s, prefill_alone_s
 from cornplug.planner.simulator.simulator import Station
 
 
-def unserved(pool: Pool) -> list[str]:
+def unserved(pool: OptimizationProblem) -> list[str]:
     """Demands none of whose variants has a cell for each of its needs."""
     capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
     for c in pool.cells:
@@ -39,10 +39,10 @@ def unserved(pool: Pool) -> list[str]:
 
 def note(
     of: RequestClass,
-    ways: Iterable[Way],
-    equipped: Mapping[str, list[Equipped]],
+    ways: Iterable[RequestPath],
+    equipped: Mapping[str, list[TimedConfig]],
     dropped: Mapping[str, int],
-    draws: Mapping[str, list[Draw]],
+    draws: Mapping[str, list[SampledRequest]],
 ) -> str:
     """The failing stage of the way that is nearest to being possible.
 
@@ -65,7 +65,7 @@ class Fit:
     """How near the best replica comes to a promise, with a request alone on it."""
 
     promise: Promise
-    best: Equipped | None
+    best: TimedConfig | None
     first_s: float
     tpot_s: float
 
@@ -88,18 +88,20 @@ class Fit:
 
 def _worst_stage(
     of: RequestClass,
-    way: Way,
-    equipped: Mapping[str, list[Equipped]],
-    draws: Mapping[str, list[Draw]],
+    way: RequestPath,
+    equipped: Mapping[str, list[TimedConfig]],
+    draws: Mapping[str, list[SampledRequest]],
 ) -> Fit:
-    bound = Bound(of.slo.percentile)
+    bound = LatencyBound(of.slo.percentile)
     fits = [
         _best_fit(p, equipped.get(p.service.name, []), draws[p.service.name], bound) for p in way.promises
     ]
     return max(fits, key=lambda fit: fit.excess)
 
 
-def _best_fit(promise: Promise, equipped: list[Equipped], draws: list[Draw], bound: Bound) -> Fit:
+def _best_fit(
+    promise: Promise, equipped: list[TimedConfig], draws: list[SampledRequest], bound: LatencyBound
+) -> Fit:
     fits = [Fit(promise, e, *_alone(e.station("least_work", 1), draws, bound)) for e in equipped]
     return min(fits, key=lambda fit: fit.excess, default=Fit(promise, None, inf, inf))
 
@@ -109,7 +111,7 @@ def _without_room(service: str, dropped: Mapping[str, int]) -> str:
     return f"{service} has no cell ({'; '.join(reasons) or 'no footprint'}). Add a larger GPU or a profile"
 
 
-def _without_kv(service: str, best: Equipped, draws: Mapping[str, list[Draw]]) -> str:
+def _without_kv(service: str, best: TimedConfig, draws: Mapping[str, list[SampledRequest]]) -> str:
     """Times would do, so room does not: each request must fit the KV cache by itself."""
     longest = max(d.prompt_tokens + d.output_tokens for d in draws[service])
     return (
@@ -123,7 +125,7 @@ def _times(value: float, allowed: float) -> float:
     return inf if value == inf else value / allowed
 
 
-def _alone(station: Station, draws: list[Draw], bound: Bound) -> tuple[float, float]:
+def _alone(station: Station, draws: list[SampledRequest], bound: LatencyBound) -> tuple[float, float]:
     """Of lone requests, at the bound's percentile: seconds to the first token, seconds a token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
     first = [prefill_alone_s(station, d) + overhead for d in draws]

@@ -20,7 +20,7 @@ APART: Final = 1e-5
 
 
 @dataclass(frozen=True, order=True)
-class Tier:
+class LatencyTier:
     seconds: float
     """The stage's percentile stays under it; inf: no bound."""
     tpot_s: float
@@ -32,9 +32,9 @@ class Tier:
 
 @dataclass(frozen=True)
 class Chain:
-    tiers: tuple[Tier, ...]
+    tiers: tuple[LatencyTier, ...]
 
-    def at_most(self, seconds: float, tpot_s: float) -> Tier:
+    def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
         """The loosest tier that keeps both promises. KeyError cannot be: the chain is made of them all."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
@@ -63,7 +63,7 @@ def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
     for rank, group in enumerate(groups):
         seconds, tpot_s = group[0][0], min(tpot for g in groups[rank:] for _, tpot in g)
         ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED)
-        tiers.append(Tier(seconds, tpot_s, rank, ordered_by * (1 + APART * rank)))
+        tiers.append(LatencyTier(seconds, tpot_s, rank, ordered_by * (1 + APART * rank)))
     return Chain(tuple(tiers))
 
 

@@ -13,7 +13,15 @@ from itertools import product
 from typing import Final
 
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.inputs.schema import Component, Gpu, LLMShape, NodeClass, Quantisation, Rules, Workload
+from cornplug.planner.inputs.schema import (
+    Component,
+    GpuSpec,
+    LLMShape,
+    NodeClass,
+    PlanRules,
+    Quantisation,
+    Workload,
+)
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
 """Prompt tokens of one iteration: small ones keep TPOT short, large ones carry more."""
@@ -22,13 +30,13 @@ TP_WITHOUT_NVLINK: Final = 2
 
 
 @dataclass(frozen=True)
-class Footprint:
+class ReplicaConfig:
     """One replica's place and settings."""
 
     engine: str
     """vllm, sglang; cornplug: the encoder service; external: a generator's own server."""
     nodes: NodeClass
-    gpu: Gpu
+    gpu: GpuSpec
     tp: int
     pp: int
     share: float
@@ -67,11 +75,11 @@ def engines(service: Service) -> tuple[str, ...]:
 def footprints(
     service: Service,
     nodes: tuple[NodeClass, ...],
-    gpus: Mapping[str, Gpu],
-    rules: Rules,
+    gpus: Mapping[str, GpuSpec],
+    rules: PlanRules,
     workloads: tuple[Workload, ...],
     dropped: Counter[str],
-) -> Iterator[Footprint]:
+) -> Iterator[ReplicaConfig]:
     """All that could run `service` for these workloads; reasons against others go to `dropped`."""
     main = service.components[0]
     settings = workloads if service.llm else workloads[:1]
@@ -79,7 +87,7 @@ def footprints(
         engines(service), nodes, _tensor_parallel(service), main.pp, main.shares, main.quantisations, settings
     )
     for engine, node, tp, pp, share, quantisation, workload in choices:
-        footprint = Footprint(engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload)
+        footprint = ReplicaConfig(engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload)
         reason = _reason_against(footprint, rules)
         if reason:
             dropped[f"{service.name}: {reason}"] += 1
@@ -96,7 +104,7 @@ def _tensor_parallel(service: Service) -> list[int]:
     return [tp for tp in main.tp if heads % tp == 0]
 
 
-def _reason_against(f: Footprint, rules: Rules) -> str | None:
+def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
     if f.share < 1 and (f.tp > 1 or f.pp > 1):
         return "a part of a GPU has no parallel ranks"
     if f.share < 1 and not rules.colocate:

@@ -13,11 +13,11 @@ from math import inf
 from typing import Final
 
 from cornplug.planner.candidates import cache_sizes
-from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.samples import Samples, output_tokens, prompt_tokens
-from cornplug.planner.candidates.services import Path, Service
+from cornplug.planner.candidates.services import PathTemplate, Service
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import PlanInput
 
@@ -40,11 +40,11 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Way:
+class RequestPath:
     of: RequestClass
-    path: Path
+    path: PathTemplate
     promises: tuple[Promise, ...]
-    assumed: Assumed
+    assumed: CacheScenario
     network: float
     """Bytes between nodes, one request."""
     name: str
@@ -58,8 +58,13 @@ class Budget:
 
 
 def ways(
-    given: PlanInput, of: RequestClass, path: Path, assumed: Assumed, samples: Samples, nic_bytes_s: float
-) -> Iterator[Way]:
+    given: PlanInput,
+    of: RequestClass,
+    path: PathTemplate,
+    assumed: CacheScenario,
+    samples: Samples,
+    nic_bytes_s: float,
+) -> Iterator[RequestPath]:
     """All divisions of the class's SLO on one path with these cache sizes."""
     embeddings, kv = _moved_bytes(given, of, path, samples, assumed)
     edge_s = EMBEDDING_EDGE_S + embeddings / nic_bytes_s if path.stages[0].tasks == "E" else 0.0
@@ -72,10 +77,10 @@ def ways(
             seen.add(promises)
             name = f"{of.name}:{'>'.join(s.name for s in path.stages)}"
             name += "".join(f"+{n}" for n in sorted(assumed.names)) + f"#{len(seen)}"
-            yield Way(of, path, promises, assumed, embeddings + kv, name)
+            yield RequestPath(of, path, promises, assumed, embeddings + kv, name)
 
 
-def _promise(service: Service, path: Path, budget: Budget, part: float, edge_s: float) -> Promise:
+def _promise(service: Service, path: PathTemplate, budget: Budget, part: float, edge_s: float) -> Promise:
     encoders = sum(s.tasks == "E" for s in path.stages)
     if service.tasks == "E":
         return Promise(service, part * budget.first_s / encoders, inf)
@@ -89,13 +94,15 @@ def _promise(service: Service, path: Path, budget: Budget, part: float, edge_s: 
     return Promise(service, first_s, budget.tpot_s if "D" in service.tasks else inf)
 
 
-def _encoder_parts(path: Path, budget: Budget) -> tuple[float, ...]:
+def _encoder_parts(path: PathTemplate, budget: Budget) -> tuple[float, ...]:
     if path.stages[0].tasks != "E":
         return (0.0,)
     return ENCODER_PARTS if budget.first_s < inf else ENCODER_PARTS[:1]
 
 
-def _budgets(of: RequestClass, path: Path, drawn: list[Draw], kv_edge_s: float) -> Iterator[Budget]:
+def _budgets(
+    of: RequestClass, path: PathTemplate, drawn: list[SampledRequest], kv_edge_s: float
+) -> Iterator[Budget]:
     slo = of.slo
     first = slo.ttft_s or inf
     tpot = slo.tpot_s or inf
@@ -115,7 +122,7 @@ def _budgets(of: RequestClass, path: Path, drawn: list[Draw], kv_edge_s: float) 
 
 
 def _moved_bytes(
-    given: PlanInput, of: RequestClass, path: Path, samples: Samples, assumed: Assumed
+    given: PlanInput, of: RequestClass, path: PathTemplate, samples: Samples, assumed: CacheScenario
 ) -> tuple[float, float]:
     """Of embeddings and of KV, one request at the SLO's percentile of lengths."""
     tasks = {s.tasks for s in path.stages}

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.services import Service, towers
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import PlanInput, Slo, TowerShape
 
@@ -25,22 +25,28 @@ class Samples:
     """Draws of every class; the same seed gives a class the same requests at every cache size."""
 
     given: PlanInput
-    _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[Draw]] = field(default_factory=dict)
+    _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
+        default_factory=dict
+    )
 
     def of(
-        self, request_class: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None = None
-    ) -> list[Draw]:
+        self, request_class: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...] | None = None
+    ) -> list[SampledRequest]:
         """With `encoders` given, only these encoders' items have patches."""
         key = (request_class.name, encoders or ("*",), assumed.names)
         if key not in self._drawn:
             self._drawn[key] = self._draw(request_class, assumed, encoders)
         return self._drawn[key]
 
-    def at(self, service: Service, request_class: RequestClass, assumed: Assumed) -> list[Draw]:
+    def at(
+        self, service: Service, request_class: RequestClass, assumed: CacheScenario
+    ) -> list[SampledRequest]:
         """As a service's replica sees them: patches of its own towers only."""
         return self.of(request_class, assumed, tuple(t.name for t in service.towers) or ("",))
 
-    def _draw(self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...] | None) -> list[Draw]:
+    def _draw(
+        self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...] | None
+    ) -> list[SampledRequest]:
         rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode())])
         drawn = request_sampling.draw(
             of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
@@ -58,7 +64,7 @@ class Samples:
         ]
 
     def _patches(
-        self, of: RequestClass, assumed: Assumed, encoders: tuple[str, ...]
+        self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...]
     ) -> list[tuple[int, ...]]:
         shared = towers(self.given)
         mine = [m for m in of.request.media if shared[m.encoder].name in encoders]
@@ -77,12 +83,12 @@ class Samples:
         }
 
 
-def output_tokens(drawn: list[Draw], slo: Slo) -> float:
+def output_tokens(drawn: list[SampledRequest], slo: Slo) -> float:
     """At the SLO's percentile."""
     return _percentile([d.output_tokens for d in drawn], slo)
 
 
-def prompt_tokens(drawn: list[Draw], slo: Slo) -> float:
+def prompt_tokens(drawn: list[SampledRequest], slo: Slo) -> float:
     return _percentile([d.prompt_tokens for d in drawn], slo)
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.planner.candidates.cache_sizes import Assumed
+from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.services import Service, towers
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.simulator.step_times import Hardware
+from cornplug.planner.simulator.step_times import CellHardware
 
 TOGETHER: Final = 32
 """Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
 
 
-def items_to_encode(given: PlanInput, of: RequestClass, assumed: Assumed) -> dict[str, float]:
+def items_to_encode(given: PlanInput, of: RequestClass, assumed: CacheScenario) -> dict[str, float]:
     """Encoder -> mean items of one request whose embeddings are not cached."""
     shared = towers(given)
     found: dict[str, float] = {}
@@ -33,7 +33,7 @@ def items_to_encode(given: PlanInput, of: RequestClass, assumed: Assumed) -> dic
 
 
 def encoding_left(
-    given: PlanInput, service: Service, of: RequestClass, assumed: Assumed, base: Assumed
+    given: PlanInput, service: Service, of: RequestClass, assumed: CacheScenario, base: CacheScenario
 ) -> float:
     """Items to encode at a service of towers only, in requests with the smallest caches; 0: none."""
     with_it, without = items_to_encode(given, of, assumed), items_to_encode(given, of, base)
@@ -42,7 +42,7 @@ def encoding_left(
     return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0
 
 
-def seconds(hardware: Hardware, tasks: str, draws: Sequence[Draw]) -> float:
+def seconds(hardware: CellHardware, tasks: str, draws: Sequence[SampledRequest]) -> float:
     """Of a replica's time for one request: the mean of its stages, decoding shared with others."""
     total = 0.0
     for d in draws:

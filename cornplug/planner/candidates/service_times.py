@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.inputs.schema import Component, GeneratorShape, Rules, TowerShape
+from cornplug.planner.inputs.schema import Component, GeneratorShape, PlanRules, TowerShape
 from cornplug.planner.perf_model import profile_lookup
-from cornplug.planner.simulator.step_times import Hardware
+from cornplug.planner.simulator.step_times import CellHardware
 
 
 def service_times(
     service: Service,
-    footprint: Footprint,
-    rules: Rules,
+    footprint: ReplicaConfig,
+    rules: PlanRules,
     context_tokens: int,
-) -> Hardware | None:
+) -> CellHardware | None:
     """What one replica does; None: a profile is missing there, or it has no room for the model.
 
     A part of a GPU is slower by what its neighbours cost, `rules.interference`. Of several towers in
@@ -45,7 +45,7 @@ def service_times(
     return _scaled(found, slower)
 
 
-def _scaled(hardware: Hardware, factor: float) -> Hardware:
+def _scaled(hardware: CellHardware, factor: float) -> CellHardware:
     return replace(
         hardware,
         steps=hardware.steps and hardware.steps.scaled(factor),

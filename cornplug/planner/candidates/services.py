@@ -48,7 +48,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Path:
+class PathTemplate:
     """One way of a request class: services in the order in which it visits them."""
 
     structure: str
@@ -62,7 +62,7 @@ def towers(given: PlanInput) -> dict[str, Component]:
     return {c.name: first.setdefault(c.fingerprint or f"name:{c.name}", c) for c in encoders}
 
 
-def paths(given: PlanInput) -> dict[str, tuple[Path, ...]]:
+def paths(given: PlanInput) -> dict[str, tuple[PathTemplate, ...]]:
     """Request class -> its paths: its own, and those through engines that others' media need."""
     shared = towers(given)
     own = {name: tuple(_own_paths(c, given.component, shared)) for name, c in request_classes(given).items()}
@@ -73,24 +73,24 @@ def paths(given: PlanInput) -> dict[str, tuple[Path, ...]]:
     }
 
 
-def services(ways: Iterable[Path]) -> tuple[Service, ...]:
+def services(ways: Iterable[PathTemplate]) -> tuple[Service, ...]:
     return tuple(dict.fromkeys(s for way in ways for s in way.stages))
 
 
 def _own_paths(
     of: RequestClass, components: dict[str, Component], shared: dict[str, Component]
-) -> list[Path]:
+) -> list[PathTemplate]:
     listed = of.app.structures or EVERY
     bases = [s for s in listed if s != "+G"] or ["monolith"]
     llm = components[of.app.llm]
     media = tuple({shared[m.encoder].name: shared[m.encoder] for m in of.request.media}.values())
     generator = components[of.request.generates.generator] if of.request.generates else None
-    found: dict[tuple[Service, ...], Path] = {}
+    found: dict[tuple[Service, ...], PathTemplate] = {}
     for base in bases:
         for apart in _generator_apart(base, generator, listed):
             stages = _stages(base, llm, media, generator, apart=apart)
             name = _structure(base, media=bool(media), apart=apart)
-            found.setdefault(stages, Path(name, stages))
+            found.setdefault(stages, PathTemplate(name, stages))
     return list(found.values())
 
 
@@ -133,7 +133,7 @@ def _stages(
     return encoders + engines + last
 
 
-def _with_replacements(way: Path, known: tuple[Service, ...]) -> list[Path]:
+def _with_replacements(way: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:
     """The path, and it again through each engine with more towers (which text may use, too)."""
     found = [way]
     if any(s.tasks == "E" for s in way.stages):
@@ -144,5 +144,5 @@ def _with_replacements(way: Path, known: tuple[Service, ...]) -> list[Path]:
         others = [s for s in known if s != stage and s.can_replace(stage)]
         if way.stages[-1].tasks == "G":
             others = [s for s in others if s.generator is None]
-        found += [Path(way.structure, (*way.stages[:i], s, *way.stages[i + 1 :])) for s in others]
+        found += [PathTemplate(way.structure, (*way.stages[:i], s, *way.stages[i + 1 :])) for s in others]
     return found

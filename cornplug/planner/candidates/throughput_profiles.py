@@ -1,6 +1,6 @@
 """Capacity where only throughputs are known: requests a second, no times.
 
-An encoder's throughput is of items (pictures), a language model's and a generator's of requests.
+An encoder's throughput is of items (images), a language model's and a generator's of requests.
 What one replica does of several components it does one after the other, so its rate is the
 harmonic sum: 1 / (sum of 1 / rate).
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import Component, Measured, Profile, Rules, Throughput
+from cornplug.planner.inputs.schema import Component, MeasuredProfile, PlanRules, Profile, ThroughputProfile
 from cornplug.planner.perf_model import profile_lookup as measured
 
 
-def given(service: Service, component: Component, footprint: Footprint) -> Throughput | None:
+def given(service: Service, component: Component, footprint: ReplicaConfig) -> ThroughputProfile | None:
     """The component's throughput there, if that is what its first fitting profile holds."""
     for profile in component.profiles:
         if _fits(profile, service, component, footprint):
-            return profile if isinstance(profile, Throughput) else None
+            return profile if isinstance(profile, ThroughputProfile) else None
     return None
 
 
@@ -33,11 +33,11 @@ def role(service: Service, component: Component) -> str:
 
 def rate(
     service: Service,
-    profiles: Mapping[str, Throughput],
-    footprint: Footprint,
+    profiles: Mapping[str, ThroughputProfile],
+    footprint: ReplicaConfig,
     of: RequestClass,
     items: Mapping[str, float],
-    rules: Rules,
+    rules: PlanRules,
 ) -> float:
     """Requests a second of a class that one replica carries; 0: not under its SLO, or not known.
 
@@ -56,7 +56,7 @@ def rate(
     return scale * _efficiency(service, profiles, rules) / seconds if seconds else float("inf")
 
 
-def _requests_per_s(profile: Throughput, of: RequestClass) -> float:
+def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
     bound = of.slo.tpot_s
     if bound is not None and profile.tpot_s.get(of.name, 0.0) > bound:
         return 0.0
@@ -74,7 +74,7 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
     return 1.0
 
 
-def _efficiency(service: Service, profiles: Mapping[str, Throughput], rules: Rules) -> float:
+def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
     """Of a prefill-decode pair, unless the rate was measured in that role."""
     tasks = service.tasks.strip("EG")
     if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
@@ -82,15 +82,15 @@ def _efficiency(service: Service, profiles: Mapping[str, Throughput], rules: Rul
     return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
 
-def _fits(profile: Profile, service: Service, component: Component, f: Footprint) -> bool:
-    if not isinstance(profile, Throughput | Measured):
+def _fits(profile: Profile, service: Service, component: Component, f: ReplicaConfig) -> bool:
+    if not isinstance(profile, ThroughputProfile | MeasuredProfile):
         return True
     fits = measured.is_for(profile, f.gpu, f.engine, f.tp, f.pp, _quantisation(component, f))
-    if isinstance(profile, Throughput):
+    if isinstance(profile, ThroughputProfile):
         fits = fits and profile.role in (None, role(service, component), service.tasks)
     return fits
 
 
-def _quantisation(component: Component, f: Footprint) -> str:
+def _quantisation(component: Component, f: ReplicaConfig) -> str:
     """A tower or generator beside an LLM keeps its own precision."""
     return f.quantisation if f.quantisation in component.quantisations else "none"

@@ -7,21 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.candidates.replica_configs import Footprint
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs.schema import RouterPolicy
 from cornplug.planner.simulator.simulator import Station
-from cornplug.planner.simulator.step_times import Curve, Hardware
+from cornplug.planner.simulator.step_times import CellHardware, PiecewiseCurve
 
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 """Workload -> the engine that it goes to where nothing was measured on either."""
 
 
 @dataclass(frozen=True)
-class Equipped:
+class TimedConfig:
     service: Service
-    footprint: Footprint
-    hardware: Hardware
+    footprint: ReplicaConfig
+    hardware: CellHardware
 
     @property
     def favoured(self) -> bool:
@@ -44,32 +44,32 @@ class Equipped:
         )
 
 
-def without_needless_estimates(found: Iterable[Equipped]) -> list[Equipped]:
+def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig]:
     """Without estimates of an engine beside a measurement or a favoured engine at the same place.
 
     An estimate knows nothing of engines, so it must not choose between them.
     """
-    places: defaultdict[tuple[object, ...], list[Equipped]] = defaultdict(list)
+    places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
         f = one.footprint
         places[f.nodes.name, f.tp, f.pp, f.share, f.quantisation, f.workload].append(one)
-    kept: list[Equipped] = []
+    kept: list[TimedConfig] = []
     for same in places.values():
         better = any(one.hardware.measured or one.favoured for one in same)
         kept += [one for one in same if one.hardware.measured or one.favoured or not better]
     return kept
 
 
-def undominated(found: Iterable[Equipped], enough_kv_tokens: int) -> list[Equipped]:
+def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
     """Without those that another on the same GPUs, with the same settings, outdoes in every time.
 
     `enough_kv_tokens`: more KV than this is no advantage.
     """
-    rivals: defaultdict[tuple[object, ...], list[Equipped]] = defaultdict(list)
+    rivals: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
         f = one.footprint
         rivals[f.nodes.name, f.gpus, f.workload].append(one)
-    kept: list[Equipped] = []
+    kept: list[TimedConfig] = []
     for same in rivals.values():
         for i, one in enumerate(same):
             others = ((k, other) for k, other in enumerate(same) if k != i)
@@ -78,7 +78,7 @@ def undominated(found: Iterable[Equipped], enough_kv_tokens: int) -> list[Equipp
     return kept
 
 
-def _outdoes(one: Equipped, other: Equipped, enough: int, *, first: bool) -> bool:
+def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) -> bool:
     """Never slower and never with less room; of two equals the first does."""
     a, b = one.hardware, other.hardware
     if one.favoured < other.favoured or a.measured != b.measured:
@@ -99,7 +99,7 @@ def _outdoes(one: Equipped, other: Equipped, enough: int, *, first: bool) -> boo
     return steps and rest and (first or a != b)
 
 
-def _quicker(one: Curve | None, other: Curve | None) -> bool:
+def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
     """At every corner of either curve, and so between them."""
     if one is None or other is None:
         return one is other

@@ -11,6 +11,7 @@ from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
     InputPath,
+    InputTable,
     Kind,
     Model,
     Name,
@@ -18,12 +19,11 @@ from cornplug.planner.inputs.field_types import (
     Positive,
     Quantisation,
     Share,
-    Table,
     wrong,
 )
 
 
-class LLMShape(Table):
+class LLMShape(InputTable):
     """A language model's size. `from_config` in `shapes.py` reads it from a checkpoint."""
 
     kind: Literal["llm"] = "llm"
@@ -53,7 +53,7 @@ class LLMShape(Table):
         return self
 
 
-class TowerShape(Table):
+class TowerShape(InputTable):
     kind: Literal["tower"] = "tower"
     layers: Count
     hidden: Count
@@ -63,14 +63,14 @@ class TowerShape(Table):
     """Patches that the tower computes for one token that the LLM sees (Qwen2-VL: 4)."""
 
 
-class GeneratorShape(Table):
+class GeneratorShape(InputTable):
     kind: Literal["generator"] = "generator"
     parameters: Positive
     flops_per_unit: Positive
     """Floating-point operations for one unit (an image, a second of speech)."""
 
 
-class Throughput(Table):
+class ThroughputProfile(InputTable):
     """Requests a second that one replica carries, as measured elsewhere; no times are known."""
 
     kind: Literal["throughput"] = "throughput"
@@ -88,7 +88,7 @@ class Throughput(Table):
     source: str = "given"
 
 
-class Measured(Table):
+class MeasuredProfile(InputTable):
     """Times measured on a device: inline points, or a CSV file of `cornplug profile`."""
 
     kind: Literal["table"] = "table"
@@ -120,7 +120,7 @@ class Measured(Table):
     """Where, when and with what it was measured."""
 
 
-class Roofline(Table):
+class RooflineProfile(InputTable):
     """Times from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
 
     kind: Literal["roofline"] = "roofline"
@@ -130,7 +130,7 @@ class Roofline(Table):
     request_overhead_s: NonNegative = 0.005
 
 
-Profile = Annotated[Throughput | Measured | Roofline, Field(discriminator="kind")]
+Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field(discriminator="kind")]
 
 
 _SHAPE_KINDS: Final = {"encoder": "tower", "llm": "llm", "generator": "generator"}
@@ -139,7 +139,7 @@ _CHAIN: Final = (
 )
 
 
-class Component(Table):
+class Component(InputTable):
     name: Name
     kind: Kind
     model: Model | None = None
@@ -162,7 +162,7 @@ class Component(Table):
     acceptance: Share = 0.0
     """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
     max_model_len: Count | None = None
-    profiles: list[Profile] = Field(default=[Roofline()], min_length=1)
+    profiles: list[Profile] = Field(default=[RooflineProfile()], min_length=1)
     """The first that fits a cell is taken."""
 
     @model_validator(mode="before")

@@ -13,12 +13,12 @@ from cornplug.planner.inputs.schema import (
     Application,
     Component,
     Kind,
-    Measured,
+    MeasuredProfile,
     PlanInput,
     Profile,
-    Request,
+    RequestSpec,
     Slo,
-    Throughput,
+    ThroughputProfile,
 )
 
 _CURVES: Final = (
@@ -113,9 +113,9 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
 
 def _says_all(profile: Profile, kind: Kind) -> bool:
     """Whether nothing else is asked of the model: of an LLM's times, how much KV cache there is."""
-    if isinstance(profile, Measured) and kind == "llm":
+    if isinstance(profile, MeasuredProfile) and kind == "llm":
         return profile.kv_tokens is not None or profile.file is not None
-    return isinstance(profile, (Throughput, Measured))
+    return isinstance(profile, (ThroughputProfile, MeasuredProfile))
 
 
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
@@ -130,14 +130,14 @@ def _quantised(place: Place, component: Component, config: dict[str, Any]) -> It
 
 
 def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[InputError]:
-    if isinstance(profile, (Throughput, Measured)):
+    if isinstance(profile, (ThroughputProfile, MeasuredProfile)):
         known = list(gpu_catalog.gpu_table(given))
         if profile.gpu not in known:
             remedy = f"{nearest(profile.gpu, known)} Or describe it in a [[gpus]] table."
             yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
-    if isinstance(profile, Measured):
+    if isinstance(profile, MeasuredProfile):
         yield from _curves(place, profile)
-    if isinstance(profile, Throughput):
+    if isinstance(profile, ThroughputProfile):
         demands = [f"{a.name}/{r.name}" for a in given.applications for r in a.requests]
         rates = profile.requests_per_s if isinstance(profile.requests_per_s, dict) else {}
         for key, table in (("requests_per_s", rates), ("tpot_s", profile.tpot_s)):
@@ -147,7 +147,7 @@ def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[Input
                     yield InputError((*place, key, name), problem, nearest(name, demands))
 
 
-def _curves(place: Place, profile: Measured) -> Iterator[InputError]:
+def _curves(place: Place, profile: MeasuredProfile) -> Iterator[InputError]:
     given = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
     if profile.file is not None:
         try:
@@ -195,7 +195,7 @@ def _structures(place: Place, application: Application) -> Iterator[InputError]:
         yield InputError(place, "only with an encoder apart, and no request has media", remedy)
 
 
-def _request(place: Place, request: Request, given: PlanInput) -> Iterator[InputError]:
+def _request(place: Place, request: RequestSpec, given: PlanInput) -> Iterator[InputError]:
     for i, media in enumerate(request.media):
         yield from _reference((*place, "media", i, "encoder"), media.encoder, "encoder", given)
     if request.generates is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledRequest:
     """Sizes of one request, drawn from its class's distributions."""
 
     prompt_tokens: int

@@ -52,11 +52,11 @@ Model = Annotated[str, AfterValidator(_model_from_its_file)]
 """A hub id, or a folder: ./NAME is beside the file that says it."""
 
 
-class Table(BaseModel):
+class InputTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LogNormal(Table):
+class LogNormal(InputTable):
     """A log-normal length, cut off at `max` (drawn again beyond it)."""
 
     mean: Positive
@@ -71,7 +71,7 @@ class LogNormal(Table):
         return self
 
 
-class Histogram(Table):
+class Histogram(InputTable):
     values: list[Count] = Field(min_length=1)
     weights: list[NonNegative] = Field(min_length=1)
 

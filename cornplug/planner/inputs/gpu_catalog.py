@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.input_error import InputError, nearest
-from cornplug.planner.inputs.schema import Gpu, NodeClass, PlanInput, Positive, Table
+from cornplug.planner.inputs.schema import GpuSpec, InputTable, NodeClass, PlanInput, Positive
 
 _PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
 
 
-class Price(Table):
+class GpuPrice(InputTable):
     """A row of a price table."""
 
     shape: str
@@ -30,12 +30,12 @@ class Price(Table):
     date: str
 
 
-def gpu_table(given: PlanInput) -> dict[str, Gpu]:
+def gpu_table(given: PlanInput) -> dict[str, GpuSpec]:
     """All devices by name: cornplug's, and the plan's own in their place or beside them."""
     return {**_known_gpus(), **{gpu.name: gpu for gpu in given.gpus}}
 
 
-def price_table(given: PlanInput) -> tuple[Price, ...]:
+def price_table(given: PlanInput) -> tuple[GpuPrice, ...]:
     """The plan's price table, or cornplug's. Raises ConfigError for a file that is none."""
     if given.prices is None:
         return _known_prices()
@@ -58,7 +58,7 @@ def node_classes(given: PlanInput) -> tuple[NodeClass, ...]:
     return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
 
 
-def priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Price]) -> NodeClass:
+def priced(i: int, nodes: NodeClass, gpus: dict[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
     """The `i`-th class of the pool. Raises InputError as `node_classes`."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
@@ -78,7 +78,7 @@ def priced(i: int, nodes: NodeClass, gpus: dict[str, Gpu], prices: Sequence[Pric
     return _of_shape(i, nodes, prices)
 
 
-def _of_shape(i: int, nodes: NodeClass, prices: Sequence[Price]) -> NodeClass:
+def _of_shape(i: int, nodes: NodeClass, prices: Sequence[GpuPrice]) -> NodeClass:
     found = next((p for p in prices if p.shape == nodes.shape), None)
     if found is None:
         if nodes.price_per_hour is not None:
@@ -98,27 +98,27 @@ def _of_shape(i: int, nodes: NodeClass, prices: Sequence[Price]) -> NodeClass:
 
 
 @cache
-def _known_gpus() -> dict[str, Gpu]:
+def _known_gpus() -> dict[str, GpuSpec]:
     rows = tomllib.loads(_data("gpus.toml").decode())["gpus"]
     return {row["name"]: _gpu(row) for row in rows}
 
 
-def _gpu(row: dict[str, Any]) -> Gpu:
+def _gpu(row: dict[str, Any]) -> GpuSpec:
     date = row.pop("date")
-    return Gpu.model_validate({**row, "source": f"{row['source']}, {date}"})
+    return GpuSpec.model_validate({**row, "source": f"{row['source']}, {date}"})
 
 
 @cache
-def _known_prices() -> tuple[Price, ...]:
+def _known_prices() -> tuple[GpuPrice, ...]:
     return _prices(_data("prices.toml"), "prices.toml")
 
 
-def _prices(content: bytes, name: str) -> tuple[Price, ...]:
+def _prices(content: bytes, name: str) -> tuple[GpuPrice, ...]:
     try:
         rows = tomllib.loads(content.decode()).get("prices")
         if not isinstance(rows, list):
             raise ConfigError(name, "no [[prices]] in it", _PRICE_TABLES)
-        return tuple(Price.model_validate(row) for row in rows)
+        return tuple(GpuPrice.model_validate(row) for row in rows)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(name, f"no TOML: {e}", _PRICE_TABLES) from e
     except ValidationError as e:

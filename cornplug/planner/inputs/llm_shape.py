@@ -86,7 +86,7 @@ def from_config(config: Json, counted: int | None = None) -> LLMShape:
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _AttentionShape:
     parameters: int
     """Of one layer."""
     kv_heads: int
@@ -94,7 +94,7 @@ class _Attention:
     mla_rank: int | None = None
 
 
-def _attention(text: Json) -> _Attention:
+def _attention(text: Json) -> _AttentionShape:
     hidden, heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
     if text.get("kv_lora_rank"):
         return _latent_attention(text, hidden, heads)
@@ -108,10 +108,10 @@ def _attention(text: Json) -> _Attention:
         parameters += q + 2 * kv
     if _is(text, _HEAD_NORMS):
         parameters += 2 * head_dim
-    return _Attention(parameters, kv_heads, head_dim)
+    return _AttentionShape(parameters, kv_heads, head_dim)
 
 
-def _latent_attention(text: Json, hidden: int, heads: int) -> _Attention:
+def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
     """MLA (DeepSeek-V2, -V3): queries and keys-values through low ranks; `mla_rank` is what is cached."""
     rank, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
     nope, value = _number(text, "qk_nope_head_dim"), _number(text, "v_head_dim")
@@ -119,7 +119,7 @@ def _latent_attention(text: Json, hidden: int, heads: int) -> _Attention:
     q_width = heads * (nope + rope)
     queries = hidden * q_rank + q_rank + q_rank * q_width if q_rank else hidden * q_width
     keys_values = hidden * (rank + rope) + rank + rank * heads * (nope + value)
-    return _Attention(queries + keys_values + heads * value * hidden, heads, nope + rope, rank + rope)
+    return _AttentionShape(queries + keys_values + heads * value * hidden, heads, nope + rope, rank + rope)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.schema import Measured
+from cornplug.planner.inputs.schema import MeasuredProfile
 
 COLUMNS: Final = ("kind", "gpu", "tp", "pp", "engine", "quantisation", "quantity", "x", "seconds")
 QUANTITIES: Final = {
@@ -59,7 +59,7 @@ _CURVES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProfileRow:
     """One measured point."""
 
     kind: str
@@ -75,8 +75,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
-    rows: tuple[Row, ...]
+class ProfileTable:
+    rows: tuple[ProfileRow, ...]
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def profiles(self) -> list[tuple[str, int, int, str | None, str]]:
@@ -84,7 +84,7 @@ class Table:
         return list(dict.fromkeys((r.gpu, r.tp, r.pp, r.engine, r.quantisation) for r in self.rows))
 
 
-def write(path: Path, table: Table) -> None:
+def write(path: Path, table: ProfileTable) -> None:
     """Write a table that `read` gives back equal, but for line breaks in provenance (blanks)."""
     with path.open("w", encoding="utf-8", newline="") as file:
         for key, value in table.provenance.items():
@@ -109,7 +109,7 @@ def write(path: Path, table: Table) -> None:
             )
 
 
-def read(path: Path) -> Table:
+def read(path: Path) -> ProfileTable:
     """Read a table. Raises ConfigError with file, line and column for what is not one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -118,7 +118,7 @@ def read(path: Path) -> Table:
             str(path), f"cannot be read: {error}", "Give a CSV of `cornplug profile`"
         ) from error
     provenance: dict[str, str] = {}
-    rows: list[Row] = []
+    rows: list[ProfileRow] = []
     header = False
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -134,7 +134,7 @@ def read(path: Path) -> Table:
     if not rows:
         raise ConfigError(str(path), "has no rows", "Write it with `cornplug profile`")
     _refuse_doubles(path, rows)
-    return Table(tuple(rows), provenance)
+    return ProfileTable(tuple(rows), provenance)
 
 
 def _check_header(place: str, line: str) -> None:
@@ -143,7 +143,7 @@ def _check_header(place: str, line: str) -> None:
         raise ConfigError(place, f"header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
 
 
-def _row(place: str, cells: list[str]) -> Row:
+def _row(place: str, cells: list[str]) -> ProfileRow:
     if len(cells) != len(COLUMNS):
         raise ConfigError(place, f"{len(cells)} columns", f"Write {len(COLUMNS)}: {','.join(COLUMNS)}")
     given = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
@@ -160,7 +160,7 @@ def _row(place: str, cells: list[str]) -> Row:
         raise ConfigError(
             f"{place} gpu", "is empty", "Name the device, as the input file does: H100, cpu-core"
         )
-    return Row(
+    return ProfileRow(
         kind=kind,
         gpu=given["gpu"],
         x=_number(place, "x", given["x"]),
@@ -188,7 +188,7 @@ def _count(place: str, column: str, text: str) -> int:
     return int(text)
 
 
-def _refuse_doubles(path: Path, rows: Iterable[Row]) -> None:
+def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
     seen: set[tuple[object, ...]] = set()
     for r in rows:
         # Of these a profile has one figure, whatever x it was measured at.
@@ -201,7 +201,7 @@ def _refuse_doubles(path: Path, rows: Iterable[Row]) -> None:
         seen.add(key)
 
 
-def loaded(profile: Measured, engine: str) -> Measured:
+def loaded(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
     """The profile with the points of its file; points given inline stay where the file has none.
 
     Rows of the profile's GPU, TP, PP and quantisation count, of this engine or of neither.
@@ -222,7 +222,7 @@ def loaded(profile: Measured, engine: str) -> Measured:
     return profile.model_copy(update={**_points(rows), "source": source})
 
 
-def _fits(row: Row, profile: Measured, engine: str) -> bool:
+def _fits(row: ProfileRow, profile: MeasuredProfile, engine: str) -> bool:
     same = (row.gpu, row.tp, row.pp, row.quantisation)
     return same == (profile.gpu, profile.tp, profile.pp, profile.quantisation) and row.engine in (
         None,
@@ -230,9 +230,9 @@ def _fits(row: Row, profile: Measured, engine: str) -> bool:
     )
 
 
-def _points(rows: Iterable[Row]) -> dict[str, Any]:
-    """Fields of `Measured` that these rows fill. An engine's own row goes before one of both."""
-    of: dict[str, dict[float, Row]] = {}
+def _points(rows: Iterable[ProfileRow]) -> dict[str, Any]:
+    """Fields of `MeasuredProfile` that these rows fill. An engine's own row goes before one of both."""
+    of: dict[str, dict[float, ProfileRow]] = {}
     for r in sorted(rows, key=lambda r: (r.kind, r.engine is not None, r.x)):
         of.setdefault(r.kind, {})[r.x] = r
     fields: dict[str, Any] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cornplug.planner.inputs.schema import Application, PlanInput, Request, Slo
+from cornplug.planner.inputs.schema import Application, PlanInput, RequestSpec, Slo
 
 
 @dataclass(frozen=True)
 class RequestClass:
     app: Application
-    request: Request
+    request: RequestSpec
 
     @property
     def name(self) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs import length_distributions, traces
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.inputs.schema import Media, Request
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.schema import RequestMedia, RequestSpec
 
 
 @dataclass(frozen=True)
-class Hits:
+class HitShares:
     """Shares of look-ups that caches answer."""
 
     embedding: Mapping[str, float]
@@ -24,13 +24,13 @@ class Hits:
 
 
 def draw(
-    request: Request,
+    request: RequestSpec,
     rng: np.random.Generator,
     n: int,
     *,
     patches_per_token: Mapping[str, int],
-    hits: Hits,
-) -> list[Draw]:
+    hits: HitShares,
+) -> list[SampledRequest]:
     """`n` requests. Items add their tokens to the prompt, whether their embeddings are cached or not.
 
     `patches_per_token` is by encoder; one that is not named computes a patch a token. The shared
@@ -50,7 +50,7 @@ def draw(
     cached = _cached(request, rng, text, hits.prefix)
     units = length_distributions.sample(request.generates.units, rng, n) if request.generates else np.zeros(n)
     return [
-        Draw(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
+        SampledRequest(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
         for prompt_tokens, cached_tokens, items, output_tokens, work in zip(
             tokens.tolist(), cached.tolist(), patches, output.tolist(), units.tolist(), strict=True
         )
@@ -58,7 +58,7 @@ def draw(
 
 
 def _text_and_output(
-    request: Request, rng: np.random.Generator, n: int
+    request: RequestSpec, rng: np.random.Generator, n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if request.trace is None:
         return (
@@ -71,14 +71,16 @@ def _text_and_output(
     return trace.prompt_tokens[rows], trace.output_tokens[rows]
 
 
-def _items(media: Media, rng: np.random.Generator, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _items(
+    media: RequestMedia, rng: np.random.Generator, n: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each item of all requests: whose it is, and its tokens."""
     owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
     return owner, length_distributions.sample(media.tokens, rng, len(owner))
 
 
 def _cached(
-    request: Request, rng: np.random.Generator, text: NDArray[np.int64], hit_rate: float
+    request: RequestSpec, rng: np.random.Generator, text: NDArray[np.int64], hit_rate: float
 ) -> NDArray[np.int64]:
     if request.prefix is None:
         return np.zeros_like(text)

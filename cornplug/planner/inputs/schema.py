@@ -16,10 +16,10 @@ from cornplug.planner.inputs.components import (
     Component,
     GeneratorShape,
     LLMShape,
-    Measured,
+    MeasuredProfile,
     Profile,
-    Roofline,
-    Throughput,
+    RooflineProfile,
+    ThroughputProfile,
     TowerShape,
 )
 from cornplug.planner.inputs.field_types import (
@@ -27,6 +27,7 @@ from cornplug.planner.inputs.field_types import (
     Engine,
     Histogram,
     InputPath,
+    InputTable,
     Kind,
     Length,
     LogNormal,
@@ -36,7 +37,6 @@ from cornplug.planner.inputs.field_types import (
     Quantisation,
     RouterPolicy,
     Share,
-    Table,
     Workload,
     wrong,
 )
@@ -45,39 +45,39 @@ Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
 __all__ = [
     "Application",
-    "Caches",
-    "Change",
+    "CacheOptions",
+    "ChangeRules",
     "Component",
     "Count",
     "Engine",
-    "Generation",
     "GeneratorShape",
-    "Gpu",
+    "GpuSpec",
     "Histogram",
+    "InputTable",
     "Kind",
     "LLMShape",
     "Length",
     "LogNormal",
-    "Measured",
-    "Media",
+    "MeasuredProfile",
     "Name",
     "NodeClass",
     "NonNegative",
     "PlanInput",
+    "PlanRules",
     "Positive",
     "Profile",
     "Quantisation",
-    "Request",
-    "Roofline",
+    "RampGeneration",
+    "RequestMedia",
+    "RequestSpec",
+    "RooflineProfile",
     "RouterPolicy",
-    "Rules",
     "Share",
     "SharedPrefix",
     "Slo",
-    "Solver",
+    "SolverOptions",
     "Structure",
-    "Table",
-    "Throughput",
+    "ThroughputProfile",
     "TowerShape",
     "Workload",
 ]
@@ -85,7 +85,7 @@ __all__ = [
 # Applications -------------------------------------------------------------------------------
 
 
-class Slo(Table):
+class Slo(InputTable):
     """Bounds on one percentile of the requests' times. What is None is not bounded."""
 
     percentile: Literal["mean", "p50", "p95", "p99"] = "p95"
@@ -94,7 +94,7 @@ class Slo(Table):
     e2e_s: Positive | None = None
 
 
-class Media(Table):
+class RequestMedia(InputTable):
     """Items that an encoder turns into tokens of the prompt."""
 
     encoder: Name
@@ -108,7 +108,7 @@ class Media(Table):
     zipf: Positive = 0.8
 
 
-class SharedPrefix(Table):
+class SharedPrefix(InputTable):
     """Tokens at the head of a prompt that other requests begin with, too."""
 
     tokens: Count
@@ -117,12 +117,12 @@ class SharedPrefix(Table):
     zipf: Positive = 0.8
 
 
-class Generation(Table):
+class RampGeneration(InputTable):
     generator: Name
     units: Length = 1
 
 
-class Request(Table):
+class RequestSpec(InputTable):
     name: Name
     rate: Positive
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
@@ -135,9 +135,9 @@ class Request(Table):
     trace: InputPath | None = None
     trace_format: Literal["azure", "mooncake", "csv"] = "csv"
     """`trace` gives prompt and output lengths together, in place of `prompt` and `output`."""
-    media: list[Media] = Field(default_factory=list)
+    media: list[RequestMedia] = Field(default_factory=list)
     prefix: SharedPrefix | None = None
-    generates: Generation | None = None
+    generates: RampGeneration | None = None
     slo: Slo | None = None
     """None: the application's."""
     weight: Positive = 1.0
@@ -153,7 +153,7 @@ class Request(Table):
         return self
 
 
-class Application(Table):
+class Application(InputTable):
     name: Name
     llm: Name
     workload: Workload = "online"
@@ -162,13 +162,13 @@ class Application(Table):
     slo: Slo = Slo()
     structures: list[Structure] | None = None
     """What may be planned for it; None: all. "+G": generator apart from the LLM."""
-    requests: list[Request] = Field(min_length=1)
+    requests: list[RequestSpec] = Field(min_length=1)
 
 
 # Pool ---------------------------------------------------------------------------------------
 
 
-class Gpu(Table):
+class GpuSpec(InputTable):
     """One device type; overrides or adds to the table that comes with cornplug."""
 
     name: Name
@@ -186,7 +186,7 @@ class Gpu(Table):
     source: str = "given"
 
 
-class NodeClass(Table):
+class NodeClass(InputTable):
     """Machines of one shape that can be had."""
 
     name: Name
@@ -206,14 +206,14 @@ class NodeClass(Table):
 # The rest -----------------------------------------------------------------------------------
 
 
-class Caches(Table):
+class CacheOptions(InputTable):
     """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
 
     embedding_gib: list[NonNegative] = Field(default=[0.0])
     prefix_gib: list[NonNegative] = Field(default=[0.0])
 
 
-class Rules(Table):
+class PlanRules(InputTable):
     objective: Literal["cost", "goodput", "max-min"] = "cost"
     max_utilisation: Share = 0.95
     online_share: Share = 0.8
@@ -236,13 +236,13 @@ class Rules(Table):
     seed: int = 0
 
 
-class Solver(Table):
+class SolverOptions(InputTable):
     gap: NonNegative = 0.01
     time_limit_s: Positive = 20.0
     threads: Count = 1
 
 
-class Change(Table):
+class ChangeRules(InputTable):
     """What runs now, and what a change of it may cost."""
 
     plan: InputPath
@@ -259,18 +259,18 @@ class Change(Table):
     """A new plan is worth it when it saves this times its switching cost."""
 
 
-class PlanInput(Table):
+class PlanInput(InputTable):
     name: Name = "plan"
     components: list[Component] = Field(min_length=1)
     applications: list[Application] = Field(min_length=1)
     pool: list[NodeClass] = Field(min_length=1)
-    gpus: list[Gpu] = Field(default_factory=list)
+    gpus: list[GpuSpec] = Field(default_factory=list)
     prices: InputPath | None = None
     """A price table in place of cornplug's own, in the same format."""
-    caches: Caches = Caches()
-    rules: Rules = Rules()
-    solver: Solver = Solver()
-    change: Change | None = None
+    caches: CacheOptions = CacheOptions()
+    rules: PlanRules = PlanRules()
+    solver: SolverOptions = SolverOptions()
+    change: ChangeRules | None = None
 
     @property
     def component(self) -> dict[str, Component]:

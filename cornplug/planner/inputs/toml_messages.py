@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
-from cornplug.planner.inputs.schema import Histogram, LogNormal, PlanInput, Table
+from cornplug.planner.inputs.schema import Histogram, InputTable, LogNormal, PlanInput
 
 _LENGTH: Final = (
     "{0} = 600, {0} = {{ mean = 600, cv = 1.0 }} or {0} = {{ values = [100, 900], weights = [3, 1] }}"
@@ -53,7 +53,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "bool": "true or false",
 }
 _PROFILE_KINDS: Final = '"roofline", "table" or "throughput"'
-_LENGTH_TAGS: Final[Mapping[str, type[Table]]] = {"log-normal": LogNormal, "histogram": Histogram}
+_LENGTH_TAGS: Final[Mapping[str, type[InputTable]]] = {"log-normal": LogNormal, "histogram": Histogram}
 
 
 def problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputError]:
@@ -177,7 +177,7 @@ def _shown(value: object) -> str:
 
 def _keys_at(place: Place, loc: Place) -> set[str]:
     """The keys of the table at a place, by the models; `loc` names the union's member, where one is."""
-    tables: list[type[Table]] = [PlanInput]
+    tables: list[type[InputTable]] = [PlanInput]
     for key in place:
         if isinstance(key, str):
             fields = [table.model_fields[key] for table in tables if key in table.model_fields]
@@ -186,14 +186,14 @@ def _keys_at(place: Place, loc: Place) -> set[str]:
     return {key for table in meant or tables for key in table.model_fields}
 
 
-def _tag(table: type[Table]) -> str | None:
+def _tag(table: type[InputTable]) -> str | None:
     named = next((tag for tag, model in _LENGTH_TAGS.items() if model is table), None)
     kind = table.model_fields.get("kind")
     return named or (str(kind.default) if kind is not None else None)
 
 
-def _tables(annotation: Any) -> Iterator[type[Table]]:
-    if isinstance(annotation, type) and issubclass(annotation, Table):
+def _tables(annotation: Any) -> Iterator[type[InputTable]]:
+    if isinstance(annotation, type) and issubclass(annotation, InputTable):
         yield annotation
     for inner in get_args(annotation):
         yield from _tables(inner)

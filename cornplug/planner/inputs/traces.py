@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class RequestTrace:
     """One entry a request, in the order of arrival."""
 
     at_s: NDArray[np.float64]
@@ -54,7 +54,7 @@ _LAYOUTS: Final[Mapping[Format, _Layout]] = {
 _OBJECTS: Final = "Mooncake traces hold one object a line."
 
 
-def read(path: Path, format: Format) -> Trace:
+def read(path: Path, format: Format) -> RequestTrace:
     """The trace in a file. Read again only when the file has changed.
 
     Raises ConfigError, which names file, line and column.
@@ -67,7 +67,7 @@ def read(path: Path, format: Format) -> Trace:
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, format: Format, _changed_ns: int, _size: int) -> Trace:
+def _read(path: Path, format: Format, _changed_ns: int, _size: int) -> RequestTrace:
     layout = _LAYOUTS[format]
     try:
         with path.open(encoding="utf-8-sig", newline="") as f:
@@ -79,7 +79,7 @@ def _read(path: Path, format: Format, _changed_ns: int, _size: int) -> Trace:
     at, prompt, output = zip(*(_numbers(path, line, row, layout) for line, row in rows), strict=True)
     at_s = np.asarray(at)
     order = np.argsort(at_s, kind="stable")
-    return Trace(
+    return RequestTrace(
         at_s[order] - at_s.min(), np.asarray(prompt, np.int64)[order], np.asarray(output, np.int64)[order]
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.plan import Group, Plan
+from cornplug.planner.plan import Plan, ReplicaGroup
 
 ENGINE_PORT: Final = 8000
 ENCODER_PORT: Final = 8750
@@ -24,10 +24,10 @@ ROUTER_METRICS_PORT: Final = 29000
 
 
 @dataclass(frozen=True)
-class Site:
+class ReplicaAddress:
     """One process of a replica; a replica on several nodes has several, of which rank 0 serves."""
 
-    group: Group
+    group: ReplicaGroup
     replica: int
     rank: int
     ranks: int
@@ -55,7 +55,7 @@ def hosts(plan: Plan) -> dict[tuple[str, int], str]:
     return names
 
 
-def sites(plan: Plan) -> list[Site]:
+def sites(plan: Plan) -> list[ReplicaAddress]:
     """Every process of every group, in the plan's order.
 
     Raises ConfigError for a plan whose replicas are not placed, or placed where there is no node.
@@ -63,7 +63,7 @@ def sites(plan: Plan) -> list[Site]:
     where = hosts(plan)
     sizes = {nodes.name: nodes.gpus for nodes in plan.nodes}
     taken: Counter[tuple[str, int]] = Counter()
-    found: list[Site] = []
+    found: list[ReplicaAddress] = []
     for group in plan.groups:
         _check_placed(group, sizes)
         base = ENCODER_PORT if group.engine == "cornplug" else ENGINE_PORT
@@ -74,7 +74,7 @@ def sites(plan: Plan) -> list[Site]:
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1
                 found.append(
-                    Site(
+                    ReplicaAddress(
                         group=group,
                         replica=replica,
                         rank=rank,
@@ -90,7 +90,7 @@ def sites(plan: Plan) -> list[Site]:
     return found
 
 
-def _check_placed(group: Group, sizes: dict[str, int]) -> None:
+def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
     if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
         raise ConfigError(
             f"groups[{group.name!r}].placement",
@@ -105,7 +105,7 @@ def _check_placed(group: Group, sizes: dict[str, int]) -> None:
         )
 
 
-def _spans(group: Group, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
+def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
     """(node's number, its GPUs) of each process of a replica: whole nodes where one is not enough."""
     needed = group.tp * group.pp
     if needed <= gpus:
@@ -115,7 +115,7 @@ def _spans(group: Group, node: int, first: int, gpus: int) -> Iterator[tuple[int
         yield node + number, range(gpus)
 
 
-def _host(where: dict[tuple[str, int], str], group: Group, number: int) -> str:
+def _host(where: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -> str:
     if (group.nodes, number) not in where:
         raise ConfigError(
             f"groups[{group.name!r}].placement",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from cornplug.planner.plan import Group
+from cornplug.planner.plan import ReplicaGroup
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "cpu"]
 
@@ -37,7 +37,7 @@ def generation_of(gpu: str) -> Generation | None:
     return None
 
 
-def backend_of(group: Group, pair_gpus: Iterable[str] = ()) -> str | None:
+def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
     """The engine's name of its attention backend; None: the engine chooses.
 
     Args:

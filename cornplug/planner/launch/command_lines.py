@@ -15,11 +15,11 @@ from typing import Literal, assert_never
 
 from cornplug.planner.launch import kv_transfer as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
-from cornplug.planner.launch.addresses import Site, sites
+from cornplug.planner.launch.addresses import ReplicaAddress, sites
 from cornplug.planner.launch.group_context import (
     LEAST_STORE_GIB,
     STORE_SOCKET,
-    Surroundings,
+    GroupContext,
     around,
     bind,
     encoder_socket,
@@ -28,14 +28,14 @@ from cornplug.planner.launch.group_context import (
     store_gib,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.routers import Router, entries, routers
+from cornplug.planner.launch.routers import RouterCommand, entries, routers
 from cornplug.planner.plan import Plan
 
 Kind = Literal["store", "encoder", "engine", "router", "external"]
 
 
 @dataclass(frozen=True)
-class Command:
+class LaunchCommand:
     """One process."""
 
     group: str
@@ -64,7 +64,7 @@ class Command:
     def url(self) -> str | None:
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
-    def resolved(self, values: Mapping[str, str]) -> Command:
+    def resolved(self, values: Mapping[str, str]) -> LaunchCommand:
         """With `values` in place of its variables ("HOST_1" -> "10.0.0.1"); others stay."""
 
         def fill(text: str) -> str:
@@ -80,7 +80,7 @@ class Command:
         )
 
 
-def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[Command]:
+def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
     """Every process of a plan, in the order in which they are started.
 
     Raises ConfigError for a plan that is not placed, or lacks an engine's settings.
@@ -128,11 +128,13 @@ def _down(share: float) -> float:
     return math.floor(share * 1e4) / 1e4
 
 
-def _stores(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundings]) -> list[Command]:
+def _stores(
+    plan: Plan, placed: Sequence[ReplicaAddress], surroundings: Sequence[GroupContext]
+) -> list[LaunchCommand]:
     wanting = [s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything]
     size = max(store_gib(plan), LEAST_STORE_GIB)
     return [
-        Command(
+        LaunchCommand(
             "store",
             number,
             host,
@@ -145,7 +147,7 @@ def _stores(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundi
     ]
 
 
-def _kv_servers(placed: Sequence[Site], transfer: Transfer) -> list[Command]:
+def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[LaunchCommand]:
     """LMCache's server on each host of a vLLM pair that hands over through it."""
     if transfer != "lmcache":
         return []
@@ -157,17 +159,19 @@ def _kv_servers(placed: Sequence[Site], transfer: Transfer) -> list[Command]:
         size = sum(transfers.buffer_bytes(group.kv) for group in here if group.kv) / 2**30
         argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
         found.append(
-            Command(
+            LaunchCommand(
                 "kv-server", number, host, argv, env, "store", health=_health(transfers.LMCACHE_HTTP_PORT)
             )
         )
     return found
 
 
-def _encoders(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroundings]) -> list[Command]:
+def _encoders(
+    plan: Plan, placed: Sequence[ReplicaAddress], surroundings: Sequence[GroupContext]
+) -> list[LaunchCommand]:
     """A group's replicas on one host are one service of several processes, behind one socket."""
     stored = {s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything}
-    together: dict[tuple[str, str], list[Site]] = {}
+    together: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
         if site.group.engine == "cornplug":
             together.setdefault((site.group.name, site.host), []).append(site)
@@ -185,7 +189,9 @@ def _encoders(plan: Plan, placed: Sequence[Site], surroundings: Sequence[Surroun
     ]
 
 
-def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool, sglang: bool) -> Command:
+def _encoder(
+    plan: Plan, here: Sequence[ReplicaAddress], *, number: int, store: bool, sglang: bool
+) -> LaunchCommand:
     site = here[0]
     devices = sorted({device for one in here for device in one.devices})
     cpu = is_cpu(site.group)
@@ -205,7 +211,7 @@ def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool, sgla
         env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
     shared = len(here) - len(devices)
     remark = f"{shared} of its {len(here)} replicas share a device with another: one process"
-    return Command(
+    return LaunchCommand(
         site.group.name,
         number,
         site.host,
@@ -220,7 +226,7 @@ def _encoder(plan: Plan, here: Sequence[Site], *, number: int, store: bool, sgla
     )
 
 
-def _engine(site: Site, its: Surroundings) -> Command:
+def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
     group = site.group
     argv: list[str] = []
     env: dict[str, str] = {}
@@ -236,7 +242,7 @@ def _engine(site: Site, its: Surroundings) -> Command:
             raise ValueError("encoders have commands of their own")
         case _:
             assert_never(group.engine)
-    return Command(
+    return LaunchCommand(
         group.name,
         site.replica,
         site.host,
@@ -252,7 +258,7 @@ def _engine(site: Site, its: Surroundings) -> Command:
     )
 
 
-def _remarks(site: Site, its: Surroundings) -> tuple[str, ...]:
+def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     group = site.group
     found = []
     if group.engine == "external":
@@ -269,8 +275,8 @@ def _remarks(site: Site, its: Surroundings) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _router(router: Router) -> Command:
-    return Command(
+def _router(router: RouterCommand) -> LaunchCommand:
+    return LaunchCommand(
         router.name,
         0,
         router.host,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from cornplug.encoder_service.client.endpoints import url_name
-from cornplug.planner.launch.addresses import Site, sites
+from cornplug.planner.launch.addresses import ReplicaAddress, sites
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import CacheSize, Group, Outlook, Plan
+from cornplug.planner.plan import CacheSize, LatencyForecast, Plan, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 LEAST_STORE_GIB: Final = 1.0
@@ -22,7 +22,7 @@ Role = Literal["P", "D", "PD"]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class StoreSharing:
     """An engine's part in its host's store."""
 
     app: str
@@ -46,12 +46,12 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class GroupContext:
     bind: str
     """Address that servers listen at."""
     role: Role
     transfer: Transfer
-    sharing: Sharing
+    sharing: StoreSharing
     encoder_urls: tuple[str, ...]
     """Of the services that encode for this engine, on whatever host; none: it does so itself."""
     by_value: bool
@@ -72,12 +72,12 @@ class Surroundings:
     """Embeddings or KV pass between it and others: all are bfloat16."""
 
 
-def role_of(group: Group) -> Role:
+def role_of(group: ReplicaGroup) -> Role:
     has = {task for task in group.tasks if task in "PD"}
     return "PD" if has == {"P", "D"} or not has else ("P" if "P" in has else "D")
 
 
-def is_cpu(group: Group) -> bool:
+def is_cpu(group: ReplicaGroup) -> bool:
     """Whether its devices are cores: the device types of the table that begin with "cpu"."""
     return group.gpu.startswith("cpu")
 
@@ -87,17 +87,17 @@ def bind(plan: Plan, host: str) -> str:
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
 
-def encoder_socket(site: Site) -> str:
+def encoder_socket(site: ReplicaAddress) -> str:
     """Short whatever the group's name: a unix socket's path has at most 107 bytes."""
     return f"${{RUN_DIR}}/encoder-{site.port}.sock"
 
 
-def encoder_url(site: Site, model: str) -> str:
+def encoder_url(site: ReplicaAddress, model: str) -> str:
     """Where SGLang finds the encoder of `model`: a service of several models wants its name."""
     return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
 
 
-def classes_of(plan: Plan, group: Group) -> list[Outlook]:
+def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
     """The request classes that visit it."""
     visitors = {
         (route.app, route.request)
@@ -107,7 +107,7 @@ def classes_of(plan: Plan, group: Group) -> list[Outlook]:
     return [one for one in plan.outlook if (one.app, one.request) in visitors]
 
 
-def encoders_of(plan: Plan, group: Group) -> list[str]:
+def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
     """Names of the groups that encode for it, on some route."""
     found: dict[str, None] = {}
     for route in plan.routes:
@@ -120,7 +120,7 @@ def encoders_of(plan: Plan, group: Group) -> list[str]:
     return list(found)
 
 
-def pairs_of(plan: Plan, group: Group) -> set[str]:
+def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
     """Names of the groups on the other side of a transfer."""
     return {
         name
@@ -141,7 +141,9 @@ def store_gib(plan: Plan) -> float:
     return sum(cache.gib for cache in plan.caches)
 
 
-def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer: Transfer) -> Surroundings:
+def around(
+    plan: Plan, site: ReplicaAddress, placed: list[ReplicaAddress] | None = None, *, transfer: Transfer
+) -> GroupContext:
     """Surroundings of one engine's process."""
     placed = sites(plan) if placed is None else placed
     group = site.group
@@ -150,7 +152,7 @@ def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer
     visiting = classes_of(plan, group)
     bounds = [one.slo_ttft_s for one in visiting if one.slo_ttft_s is not None]
     role = role_of(group)
-    return Surroundings(
+    return GroupContext(
         bind=bind(plan, site.host),
         role=role,
         transfer=transfer,
@@ -167,21 +169,21 @@ def around(plan: Plan, site: Site, placed: list[Site] | None = None, *, transfer
     )
 
 
-def one_a_host(encoders: list[Site]) -> list[Site]:
+def one_a_host(encoders: list[ReplicaAddress]) -> list[ReplicaAddress]:
     """A group's replicas on one host are one service."""
-    first: dict[tuple[str, str], Site] = {}
+    first: dict[tuple[str, str], ReplicaAddress] = {}
     for site in encoders:
         first.setdefault((site.group.name, site.host), site)
     return list(first.values())
 
 
-def _sharing(plan: Plan, site: Site, encoders: list[Site]) -> Sharing:
+def _sharing(plan: Plan, site: ReplicaAddress, encoders: list[ReplicaAddress]) -> StoreSharing:
     group = site.group
     beside = [e for e in one_a_host(encoders) if e.host == site.host]
     fitting = [e for e in beside if group.model in e.group.encoder_models] or beside
     role = role_of(group)
     encoded = {name for e in encoders for name in e.group.components}
-    return Sharing(
+    return StoreSharing(
         app=_app(plan, group),
         kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
@@ -190,14 +192,14 @@ def _sharing(plan: Plan, site: Site, encoders: list[Site]) -> Sharing:
     )
 
 
-def _app(plan: Plan, group: Group) -> str:
+def _app(plan: Plan, group: ReplicaGroup) -> str:
     """Whom an engine of several applications names: the one of the most urgent class of service."""
     urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
     reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
     return [*reserved, *group.apps, group.components[0]][0]
 
 
-def _by_value(plan: Plan, group: Group, placed: list[Site]) -> bool:
+def _by_value(plan: Plan, group: ReplicaGroup, placed: list[ReplicaAddress]) -> bool:
     """A router does not tell replicas apart, so it is one answer for all of a route."""
     for route in plan.routes:
         if not any(group.name in stage.groups for stage in route.stages):
@@ -210,12 +212,12 @@ def _by_value(plan: Plan, group: Group, placed: list[Site]) -> bool:
     return False
 
 
-def _admits(plan: Plan, group: Group) -> bool:
+def _admits(plan: Plan, group: ReplicaGroup) -> bool:
     """Whether a class of service of its applications has a deadline."""
     return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
 
 
-def _shares_kv(group: Group) -> bool:
+def _shares_kv(group: ReplicaGroup) -> bool:
     """README, Limits: what runs as stock."""
     if group.kv is not None and group.kv.element_bytes < 2:
         return False
@@ -225,7 +227,7 @@ def _shares_kv(group: Group) -> bool:
     return group.pp == 1 and not speculates and role_of(group) == "PD"
 
 
-def _drain_s(visiting: list[Outlook]) -> int:
+def _drain_s(visiting: list[LatencyForecast]) -> int:
     longest = [t for one in visiting for t in (one.e2e.p99, one.e2e.p95, one.slo_e2e_s) if t is not None]
     least, most = _DRAIN_S
     return min(max(math.ceil(max(longest, default=60.0)), least), most)

@@ -26,13 +26,13 @@ from rich.table import Table
 
 from cornplug.config import runtime_dir
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import Command, commands, files
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.process_runner import GRACE_S, Process, ProcessEnded
+from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
 from cornplug.planner.launch.scripts import READY_S
 from cornplug.planner.plan import Plan
 
-Event = Callable[[Process, str], None]
+Event = Callable[[RunningCommand, str], None]
 """Told of each process: "starting", "ready"."""
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
@@ -50,7 +50,7 @@ def running(
     ready_s: float = READY_S,
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
-) -> Iterator[list[Process]]:
+) -> Iterator[list[RunningCommand]]:
     """All processes of a one-host plan, serving; ended in order on leaving, whatever happens.
 
     Args:
@@ -65,7 +65,7 @@ def running(
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
-    started: list[Process] = []
+    started: list[RunningCommand] = []
     try:
         _start(to_start, started, run_dir, ready_s, event, stopping or threading.Event())
         yield started
@@ -75,7 +75,7 @@ def running(
 
 def here(
     plan: Plan, *, run_dir: Path, only: Sequence[str] = (), transfer: Transfer = "nixl"
-) -> list[Command]:
+) -> list[LaunchCommand]:
     """The commands of a one-host plan, with nothing left open. Raises ConfigError as `running`."""
     found = commands(plan, transfer=transfer)
     hosts = list(dict.fromkeys(command.host for command in found))
@@ -96,7 +96,7 @@ def here(
     return [command.resolved(values) for command in chosen]
 
 
-def end(processes: Sequence[Process]) -> None:
+def end(processes: Sequence[RunningCommand]) -> None:
     """End them, those of one kind together, routers first and stores last."""
     for kind in _ORDER:
         these = [p for p in processes if p.command.kind == kind]
@@ -148,21 +148,21 @@ def main(argv: list[str]) -> int:
 
 
 def _start(
-    to_start: Sequence[Command],
-    started: list[Process],
+    to_start: Sequence[LaunchCommand],
+    started: list[RunningCommand],
     run_dir: Path,
     ready_s: float,
     event: Event,
     stopping: threading.Event,
 ) -> None:
     """Stores, encoders, and what shares a GPU one after the other, engines together, routers last."""
-    loading: list[Process] = []
+    loading: list[RunningCommand] = []
     for command in to_start:
         if not command.argv or stopping.is_set():
             continue
         if command.kind == "router":
             _await(loading, ready_s, event, stopping)
-        process = Process(command, run_dir / "starting.log")
+        process = RunningCommand(command, run_dir / "starting.log")
         process.log = run_dir / f"{process.name}.log"
         started.append(process)
         process.start()
@@ -173,7 +173,7 @@ def _start(
     _await(loading, ready_s, event, stopping)
 
 
-def _await(loading: list[Process], ready_s: float, event: Event, stopping: threading.Event) -> None:
+def _await(loading: list[RunningCommand], ready_s: float, event: Event, stopping: threading.Event) -> None:
     """Until each of them serves; takes them out of the list."""
     while loading and not stopping.is_set():
         for process in [p for p in loading if p.ready()]:
@@ -185,13 +185,13 @@ def _await(loading: list[Process], ready_s: float, event: Event, stopping: threa
         stopping.wait(_POLL_S if loading else 0)
 
 
-def _watch(processes: Sequence[Process], stop: threading.Event) -> None:
+def _watch(processes: Sequence[RunningCommand], stop: threading.Event) -> None:
     while not stop.wait(_POLL_S):
         for process in processes:
             process.check()
 
 
-def _drain_s(command: Command) -> float:
+def _drain_s(command: LaunchCommand) -> float:
     flag = "--shutdown-timeout"
     return float(command.argv[command.argv.index(flag) + 1]) if flag in command.argv else 0.0
 
@@ -199,7 +199,7 @@ def _drain_s(command: Command) -> float:
 def _shown(progress: Progress) -> Event:
     tasks = {}
 
-    def event(process: Process, what: str) -> None:
+    def event(process: RunningCommand, what: str) -> None:
         if process.name not in tasks:
             tasks[process.name] = progress.add_task("", total=1)
         progress.update(
@@ -211,7 +211,7 @@ def _shown(progress: Progress) -> Event:
     return event
 
 
-def _addresses(processes: Sequence[Process]) -> Table:
+def _addresses(processes: Sequence[RunningCommand]) -> Table:
     table = Table("what", "address", "process", box=None)
     for process in processes:
         command = process.command
@@ -219,7 +219,7 @@ def _addresses(processes: Sequence[Process]) -> Table:
     return table
 
 
-def _dry(command: Command) -> str:
+def _dry(command: LaunchCommand) -> str:
     lines = [f"# {command.kind} {command.group}", *(f"# {remark}" for remark in command.remarks)]
     words = [f"{name}={value}" for name, value in sorted(command.env.items())]
     words = ["env", *words] if words else []

@@ -17,7 +17,7 @@ from typing import Final
 import httpx
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.launch.scripts import name_of
 
 GRACE_S: Final = 20.0
@@ -30,10 +30,10 @@ class ProcessEnded(CornplugError):
 
 
 @dataclass
-class Process:
+class RunningCommand:
     """One command, running. Leads a session of its own, so that Ctrl-C reaches only who started it."""
 
-    command: Command
+    command: LaunchCommand
     log: Path
     began_s: float = field(default_factory=time.monotonic)
     _popen: subprocess.Popen[bytes] | None = None

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, Site
+from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, ReplicaAddress
 from cornplug.planner.launch.group_context import around, caches_for, one_a_host
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import Group, Plan, Route, Stage
+from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup, RouteStage
 
 # Both routers know of the load what they sent and has not come back: the lesser of two drawn ones is
 # the nearest to "least work" that they have.
@@ -27,7 +27,7 @@ _POLICY: Final = {
 
 
 @dataclass(frozen=True)
-class Pool:
+class RouterPool:
     """Engines that one router stands before: mixed ones, or prefill and decode of one engine."""
 
     engine: str
@@ -42,11 +42,11 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterCommand:
     """A router's process, or none: a pool of one server is its own address."""
 
     name: str
-    pool: Pool
+    pool: RouterPool
     host: str
     port: int
     argv: tuple[str, ...]
@@ -58,7 +58,7 @@ class Router:
         return f"http://{self.host}:{self.port}"
 
 
-def pools_of(plan: Plan, route: Route) -> list[tuple[Pool, float]]:
+def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
     """Where a route's requests enter, with the share of them; empty for one without a language model."""
     engine = {group.name: group.engine for group in plan.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
@@ -66,39 +66,41 @@ def pools_of(plan: Plan, route: Route) -> list[tuple[Pool, float]]:
         kinds = {engine[name] for name in serving.groups}
         # Both routers take any OpenAI server; one that is neither's, or of both kinds, gets vLLM's.
         one = "sglang" if kinds == {"sglang"} else "vllm"
-        return [(Pool(one, tuple(sorted(serving.groups))), 1.0)]
+        return [(RouterPool(one, tuple(sorted(serving.groups))), 1.0)]
     if not prefill or not decode:
         return []
     return [
-        (Pool(kind, (), _of(prefill, kind, engine), _of(decode, kind, engine)), share)
+        (RouterPool(kind, (), _of(prefill, kind, engine), _of(decode, kind, engine)), share)
         for kind in sorted({engine[name] for name in prefill.groups})
         if (share := sum(w for name, w in prefill.groups.items() if engine[name] == kind)) > 0
     ]
 
 
-def routers(plan: Plan, placed: Sequence[Site], *, transfer: Transfer) -> list[Router]:
+def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer) -> list[RouterCommand]:
     """One for each pool, on the first host; those with a single server stand for it."""
-    pools: dict[Pool, list[tuple[Route, float]]] = defaultdict(list)
+    pools: dict[RouterPool, list[tuple[PlanRoute, float]]] = defaultdict(list)
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
             pools[pool].append((route, share))
-    found: list[Router] = []
+    found: list[RouterCommand] = []
     for pool, routes in pools.items():
         servers = [s for s in placed if s.group.name in pool.groups and s.rank == 0]
         host, number = placed[0].host, sum(bool(r.argv) for r in found)
         weights = _weights(plan, pool, [route for route, _ in routes])
         if len(servers) == 1:
             found.append(
-                Router(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
+                RouterCommand(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
             )
             continue
         port = ROUTER_PORT + number
         argv = _argv(plan, pool, servers, port, ROUTER_METRICS_PORT + number, transfer)
-        found.append(Router(f"router-{number + 1}", pool, host, port, tuple(argv), weights))
+        found.append(RouterCommand(f"router-{number + 1}", pool, host, port, tuple(argv), weights))
     return found
 
 
-def entries(plan: Plan, front: Sequence[Router], placed: Sequence[Site]) -> dict[str, dict[str, Any]]:
+def entries(
+    plan: Plan, front: Sequence[RouterCommand], placed: Sequence[ReplicaAddress]
+) -> dict[str, dict[str, Any]]:
     """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
     "to": [{"weight": part of the class, "url": ...}], heaviest first}.
 
@@ -114,7 +116,9 @@ def entries(plan: Plan, front: Sequence[Router], placed: Sequence[Site]) -> dict
     return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
 
 
-def _asked_by_clients(plan: Plan, route: Route, pool: Pool, placed: Sequence[Site]) -> list[str]:
+def _asked_by_clients(
+    plan: Plan, route: PlanRoute, pool: RouterPool, placed: Sequence[ReplicaAddress]
+) -> list[str]:
     encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
     reader = next(s for s in placed if s.group.name in (pool.serving or pool.prefill))
     if pool.engine != "vllm" or not encoders or not around(plan, reader, [*placed], transfer="nixl").by_value:
@@ -132,7 +136,12 @@ def _normalised(urls: Mapping[tuple[str, ...], float]) -> list[dict[str, Any]]:
 
 
 def _argv(
-    plan: Plan, pool: Pool, servers: Sequence[Site], port: int, metrics_port: int, transfer: Transfer
+    plan: Plan,
+    pool: RouterPool,
+    servers: Sequence[ReplicaAddress],
+    port: int,
+    metrics_port: int,
+    transfer: Transfer,
 ) -> list[str]:
     first = servers[0].group
     prefix_cached = bool(caches_for(plan, "prefix", {c for s in servers for c in s.group.components}))
@@ -155,7 +164,7 @@ def _argv(
     return [*command, *kind, *_queue(plan, servers, pool)]
 
 
-def _queue(plan: Plan, servers: Sequence[Site], pool: Pool) -> list[str]:
+def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Bounds before a pair: SGLang's servers have none of their own there."""
     bounds = [around(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
     ttft = min((b for b in bounds if b is not None), default=None)
@@ -174,11 +183,11 @@ def _queue(plan: Plan, servers: Sequence[Site], pool: Pool) -> list[str]:
     ]  # fmt: skip
 
 
-def _online(group: Group) -> bool:
+def _online(group: ReplicaGroup) -> bool:
     return group.workload == "online"
 
 
-def _stage(route: Route, tasks: str) -> Stage | None:
+def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
     """The stage that does exactly these of prefill and decode, whatever else it does."""
     for stage in route.stages:
         if {task for task in stage.tasks if task in "PD"} == set(tasks):
@@ -186,11 +195,11 @@ def _stage(route: Route, tasks: str) -> Stage | None:
     return None
 
 
-def _of(stage: Stage, kind: str, engine: Mapping[str, str]) -> tuple[str, ...]:
+def _of(stage: RouteStage, kind: str, engine: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in stage.groups if engine[name] == kind))
 
 
-def _weights(plan: Plan, pool: Pool, routes: Sequence[Route]) -> str:
+def _weights(plan: Plan, pool: RouterPool, routes: Sequence[PlanRoute]) -> str:
     rates: dict[str, float] = defaultdict(float)
     for route in routes:
         for stage in route.stages:

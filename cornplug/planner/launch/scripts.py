@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from cornplug.planner.launch.command_lines import Command, commands, files
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 
@@ -132,7 +132,7 @@ def scripts(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
     return found
 
 
-def name_of(command: Command) -> str:
+def name_of(command: LaunchCommand) -> str:
     """Of a command's log and messages: what it runs, without signs that a file's name cannot have."""
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", command.group).strip("-")
     if command.kind in ("store", "router"):
@@ -150,7 +150,7 @@ def quoted(word: str) -> str:
     return f'"{filled}"'
 
 
-def line(command: Command) -> str:
+def line(command: LaunchCommand) -> str:
     """One command, as `start` takes it."""
     words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
     words = [" \\\n    ".join(words), "\\\n   "] if command.env else []
@@ -165,7 +165,7 @@ def _wrapped(words: Sequence[str]) -> list[str]:
     return [f"\\\n    {quoted(word)}" if word.startswith("--") else quoted(word) for word in words]
 
 
-def _script(plan: Plan, what: str, here: Sequence[Command]) -> str:
+def _script(plan: Plan, what: str, here: Sequence[LaunchCommand]) -> str:
     used = [c for c in here if c.argv]
     if not used:
         remarks = [remark for command in here for remark in command.remarks]
@@ -183,7 +183,7 @@ def _script(plan: Plan, what: str, here: Sequence[Command]) -> str:
     return "\n".join([*parts, *later, "", _TAIL])
 
 
-def _variables(plan: Plan, used: Sequence[Command]) -> list[str]:
+def _variables(plan: Plan, used: Sequence[LaunchCommand]) -> list[str]:
     programs = {_PROGRAMS[c.argv[0]] for c in used}
     texts = [text for c in used for text in (*c.argv, *c.env.values(), c.health or "")]
     named = sorted({name for text in texts for name in _hosts_in(text)})
@@ -200,7 +200,7 @@ def _hosts_in(text: str) -> list[str]:
     return [found.strip("${}") for found in _VARIABLE.findall(text) if found.startswith("${HOST_")]
 
 
-def _wait(command: Command) -> list[str]:
+def _wait(command: LaunchCommand) -> list[str]:
     if command.health is not None:
         return [f"ready {name_of(command)} answers {quoted(command.health)}"]
     if command.socket is not None:

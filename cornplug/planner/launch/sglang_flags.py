@@ -6,13 +6,13 @@ import math
 from typing import Final
 
 from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import Site
+from cornplug.planner.launch.addresses import ReplicaAddress
 from cornplug.planner.launch.attention_backends import backend_of
-from cornplug.planner.launch.group_context import STORE_SOCKET, Surroundings, is_cpu
+from cornplug.planner.launch.group_context import STORE_SOCKET, GroupContext, is_cpu
 from cornplug.planner.launch.vllm_flags import settings_of
-from cornplug.planner.plan import EngineSettings, Group
+from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
-# The second: the first picture waits 16 s for the compiler without it.
+# The second: the first image waits 16 s for the compiler without it.
 _CPU_ENV: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -22,7 +22,7 @@ _MOST_GRAPHS: Final = 512
 _BESIDE_OTHERS: Final = "0.9"
 
 
-def argv(site: Site, around: Surroundings) -> list[str]:
+def argv(site: ReplicaAddress, around: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
     group, settings = site.group, settings_of(site.group)
     return [
@@ -41,7 +41,7 @@ def argv(site: Site, around: Surroundings) -> list[str]:
     ]  # fmt: skip
 
 
-def env(site: Site, around: Surroundings) -> dict[str, str]:
+def env(site: ReplicaAddress, around: GroupContext) -> dict[str, str]:
     """What has no flag."""
     group = site.group
     # Else each health check computes a token.
@@ -55,7 +55,7 @@ def env(site: Site, around: Surroundings) -> dict[str, str]:
     return found
 
 
-def _parallel(site: Site) -> list[str]:
+def _parallel(site: ReplicaAddress) -> list[str]:
     flags = []
     if site.group.tp > 1:
         flags += ["--tp-size", str(site.group.tp)]
@@ -67,7 +67,7 @@ def _parallel(site: Site) -> list[str]:
     return flags
 
 
-def _batches(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+def _batches(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
     # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
     page = kv_transfer.LEAST_PAGE_TOKENS
     chunk = max(settings.chunk_tokens // page, 1) * page
@@ -81,7 +81,7 @@ def _batches(group: Group, settings: EngineSettings, around: Surroundings) -> li
     return flags
 
 
-def _memory(group: Group, settings: EngineSettings) -> list[str]:
+def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     """SGLang's fraction is of what is free when it starts, so beside others tokens are counted."""
     tokens = ["--max-total-tokens", str(settings.kv_tokens)]
     if is_cpu(group):
@@ -91,7 +91,7 @@ def _memory(group: Group, settings: EngineSettings) -> list[str]:
     return ["--mem-fraction-static", f"{settings.memory_share:.4g}"]
 
 
-def _precision(group: Group, around: Surroundings) -> list[str]:
+def _precision(group: ReplicaGroup, around: GroupContext) -> list[str]:
     """AWQ and GPTQ stand in the checkpoint; naming them would keep SGLang from its faster kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
@@ -101,7 +101,7 @@ def _precision(group: Group, around: Surroundings) -> list[str]:
     return flags
 
 
-def _attention(group: Group, around: Surroundings) -> list[str]:
+def _attention(group: ReplicaGroup, around: GroupContext) -> list[str]:
     if is_cpu(group):
         flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
         return [*flags, "--mm-attention-backend", "sdpa"] if "E" in group.tasks else flags
@@ -126,7 +126,7 @@ def _speculation(settings: EngineSettings) -> list[str]:
     ]  # fmt: skip
 
 
-def _schedule(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+def _schedule(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
     """SGLang has priorities with the policies "fcfs" and "lof" only, and bounds no queue of a pair:
     there the router does."""
     flags: list[str] = []
@@ -149,7 +149,7 @@ def _schedule(group: Group, settings: EngineSettings, around: Surroundings) -> l
     return flags
 
 
-def _pair(site: Site, around: Surroundings) -> list[str]:
+def _pair(site: ReplicaAddress, around: GroupContext) -> list[str]:
     if around.role == "PD":
         return []
     backend = "mooncake" if around.transfer == "mooncake" else "nixl"
@@ -162,13 +162,13 @@ def _pair(site: Site, around: Surroundings) -> list[str]:
     return flags
 
 
-def _may_switch(group: Group, backend: str) -> bool:
+def _may_switch(group: ReplicaGroup, backend: str) -> bool:
     """Whether SGLang can change this server's role while it runs, for a later plan."""
     speculates = group.settings is not None and group.settings.speculative != "none"
     return backend == "mooncake" and group.pp == 1 and not speculates
 
 
-def _encoding(group: Group, around: Surroundings) -> list[str]:
+def _encoding(group: ReplicaGroup, around: GroupContext) -> list[str]:
     if around.encoder_urls:
         return [
             "--language-only", "--encoder-urls", *around.encoder_urls,
@@ -180,7 +180,7 @@ def _encoding(group: Group, around: Surroundings) -> list[str]:
     return ["--enable-multimodal", *data]
 
 
-def _sharing(around: Surroundings) -> list[str]:
+def _sharing(around: GroupContext) -> list[str]:
     sharing = around.sharing
     if not sharing.anything:
         return []

@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from cornplug.errors import ConfigError
 from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import Site
+from cornplug.planner.launch.addresses import ReplicaAddress
 from cornplug.planner.launch.attention_backends import backend_of
-from cornplug.planner.launch.group_context import STORE_SOCKET, Sharing, Surroundings, is_cpu
-from cornplug.planner.plan import EngineSettings, Group
+from cornplug.planner.launch.group_context import STORE_SOCKET, GroupContext, StoreSharing, is_cpu
+from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
 _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
-def argv(site: Site, around: Surroundings) -> list[str]:
+def argv(site: ReplicaAddress, around: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
     group, settings = site.group, settings_of(site.group)
     return [
@@ -34,7 +34,7 @@ def argv(site: Site, around: Surroundings) -> list[str]:
     ]  # fmt: skip
 
 
-def env(site: Site, around: Surroundings) -> dict[str, str]:
+def env(site: ReplicaAddress, around: GroupContext) -> dict[str, str]:
     """What has no flag."""
     found = dict(around.sharing.env)
     if is_cpu(site.group):
@@ -56,7 +56,7 @@ def env(site: Site, around: Surroundings) -> dict[str, str]:
     return found
 
 
-def settings_of(group: Group) -> EngineSettings:
+def settings_of(group: ReplicaGroup) -> EngineSettings:
     """What a language model's group decided about its engine.
 
     Raises ConfigError where it has no settings: planned from a throughput, or edited.
@@ -73,7 +73,7 @@ def settings_of(group: Group) -> EngineSettings:
     raise ConfigError(field, "an engine without settings", "Make the plan again with `cornplug plan`.")
 
 
-def _parallel(site: Site) -> list[str]:
+def _parallel(site: ReplicaAddress) -> list[str]:
     group = site.group
     flags = []
     if group.tp > 1:
@@ -88,7 +88,7 @@ def _parallel(site: Site) -> list[str]:
     return flags
 
 
-def _batches(group: Group, settings: EngineSettings) -> list[str]:
+def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     # vLLM refuses fewer tokens in an iteration than requests.
     tokens = max(settings.chunk_tokens, settings.max_batch)
     return [
@@ -99,7 +99,7 @@ def _batches(group: Group, settings: EngineSettings) -> list[str]:
     ]  # fmt: skip
 
 
-def _memory(group: Group, settings: EngineSettings) -> list[str]:
+def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     """Beside others on one GPU the cache's size is given exactly: what is free at the time of
     profiling depends on who started first. The share stays, for vLLM checks it at start."""
     exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
@@ -109,7 +109,7 @@ def _memory(group: Group, settings: EngineSettings) -> list[str]:
     return [*share, *exact] if group.share < 1 else share
 
 
-def _precision(group: Group, around: Surroundings) -> list[str]:
+def _precision(group: ReplicaGroup, around: GroupContext) -> list[str]:
     """AWQ and GPTQ stand in the checkpoint; naming them would keep vLLM from its faster kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
@@ -120,7 +120,7 @@ def _precision(group: Group, around: Surroundings) -> list[str]:
     return flags
 
 
-def _attention(group: Group, around: Surroundings) -> list[str]:
+def _attention(group: ReplicaGroup, around: GroupContext) -> list[str]:
     backend = backend_of(group, around.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and (group.kv.mla or around.role != "PD"):
@@ -140,14 +140,14 @@ def _speculation(settings: EngineSettings) -> list[str]:
     return []
 
 
-def _by_workload(group: Group) -> list[str]:
+def _by_workload(group: ReplicaGroup) -> list[str]:
     if group.workload == "offline":
         encoder = ["--mm-encoder-tp-mode", "data"] if "E" in group.tasks and group.tp > 1 else []
         return ["--performance-mode", "throughput", "--stream-interval", "10", *encoder]
     return ["--performance-mode", "interactivity"] if group.workload == "online" else []
 
 
-def _admission(group: Group, settings: EngineSettings, around: Surroundings) -> list[str]:
+def _admission(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
     """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
     flags = ["--scheduling-policy", "priority"] if around.ranks_requests else []
     rate = settings.prefill_tokens_s
@@ -161,7 +161,7 @@ def _admission(group: Group, settings: EngineSettings, around: Surroundings) -> 
     return flags
 
 
-def _connectors(group: Group, around: Surroundings) -> list[str]:
+def _connectors(group: ReplicaGroup, around: GroupContext) -> list[str]:
     sharing = around.sharing
     # Services on other hosts are asked by the clients, who then send the rows.
     remote = ["--enable-mm-embeds"] if around.by_value else []
@@ -176,14 +176,14 @@ def _connectors(group: Group, around: Surroundings) -> list[str]:
     return [*flags, *remote]
 
 
-def _short(sharing: Sharing) -> list[str]:
+def _short(sharing: StoreSharing) -> list[str]:
     if not sharing.anything:
         return []
     flags = ["--kv-connector", "cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
     return flags + (["--cornplug-encoder", sharing.encoder_socket] if sharing.encoder_socket else [])
 
 
-def _ours(sharing: Sharing, key: str, name: str) -> dict[str, Any]:
+def _ours(sharing: StoreSharing, key: str, name: str) -> dict[str, Any]:
     """Beside another connector `--kv-connector cornplug` has no room: the long form says the same."""
     kind = key.partition("_")[0]
     extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET}

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 from pulp import LpContinuous, lpSum
 
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.incumbent import Incumbent, Tell
-from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import Limits, Run, relax
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.optimizer.subproblems import alone, groups
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.variables import PoolModel
 
-Build = Callable[[Pool], Model]
+Build = Callable[[OptimizationProblem], PoolModel]
 
 QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.2, 0.15, 0.15, 0.05, 0.6
 """Shares of the time limit; the solver's last call gets what they leave."""
@@ -39,8 +39,8 @@ SPREAD = 0.03
 
 
 def least_cost(
-    model: Model, money: Any, settings: Solver, seconds: float, tell: Tell | None, build: Build
-) -> tuple[Run, Values | None]:
+    model: PoolModel, money: Any, settings: SolverOptions, seconds: float, tell: Tell | None, build: Build
+) -> tuple[SolverRun, Values | None]:
     """The cheapest plan found, and what was proven of it."""
     best = Incumbent(model, money, settings, seconds, tell)
     quick = best.improve(money, QUICK)
@@ -57,7 +57,7 @@ def least_cost(
     return best.run("infeasible" if last.status == "infeasible" else None), best.values
 
 
-def gpu_prices(model: Model, money: Any) -> dict[str, float]:
+def gpu_prices(model: PoolModel, money: Any) -> dict[str, float]:
     """Cell -> what the GPUs of one replica cost, in the money's unit."""
     return {
         c.name: money.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus
@@ -65,7 +65,7 @@ def gpu_prices(model: Model, money: Any) -> dict[str, float]:
     }
 
 
-def rounds(best: Incumbent, parts: list[Model], potential: Any) -> None:
+def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
     """Groups alone, then the whole over the cells that they chose, until the time is up."""
     model, chance = best.model, np.random.default_rng(0)
     worth, worthy = gpu_worth(best), set[str]()
@@ -83,7 +83,7 @@ def rounds(best: Incumbent, parts: list[Model], potential: Any) -> None:
             return
 
 
-def bound_groups(best: Incumbent, parts: list[Model], worth: Mapping[str, float]) -> set[str]:
+def bound_groups(best: Incumbent, parts: list[PoolModel], worth: Mapping[str, float]) -> set[str]:
     """Adds a row for each group: at these prices of GPUs its replicas cost at least this.
 
     The rows follow from the others: they are no reasons for a plan. Returns the cells that the
@@ -97,7 +97,7 @@ def bound_groups(best: Incumbent, parts: list[Model], worth: Mapping[str, float]
         for z in part.z.values():
             z.cat = LpContinuous  # GPUs are paid for one by one
         part.problem.setObjective(lpSum(worth[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
-        limits = Limits(best.settings.gap / 5, seconds, best.settings.threads)
+        limits = SolverLimits(best.settings.gap / 5, seconds, best.settings.threads)
         run = run_solver(part.problem, limits)
         if run.bound > 0:
             dollars = lpSum(worth[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
@@ -126,7 +126,7 @@ def gpu_worth(best: Incumbent) -> dict[str, float]:
 
 
 @contextmanager
-def without(model: Model, cells: Iterable[str]) -> Iterator[None]:
+def without(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
     """Meanwhile these cells have no replicas."""
     before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in cells}
     for name in before:

@@ -7,25 +7,27 @@ from collections.abc import Callable
 from math import inf, isfinite
 from typing import Any, Literal
 
-from cornplug.planner.inputs.schema import Solver
-from cornplug.planner.optimizer.optimization_problem import Progress
+from cornplug.planner.inputs.schema import SolverOptions
+from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import Limits, Run, reached
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, reached
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.variables import PoolModel
 
-Tell = Callable[[Progress], None]
+Tell = Callable[[SolveProgress], None]
 
 
 class Incumbent:
     """Of one model and its money; `tell` hears of every improvement."""
 
-    def __init__(self, model: Model, money: Any, settings: Solver, seconds: float, tell: Tell | None) -> None:
+    def __init__(
+        self, model: PoolModel, money: Any, settings: SolverOptions, seconds: float, tell: Tell | None
+    ) -> None:
         self.model, self.money, self.settings = model, money, settings
         self.began, self.seconds, self.tell = time.monotonic(), seconds, tell
         self.values: Values | None = None
         self.dollars, self.bound = inf, -inf
-        self.history: list[Progress] = []
+        self.history: list[SolveProgress] = []
 
     @property
     def proven(self) -> bool:
@@ -36,13 +38,13 @@ class Incumbent:
         left = self.seconds - (time.monotonic() - self.began)
         return max(min(share * self.seconds, left), 0.02 * self.seconds)
 
-    def improve(self, goal: Any, share: float, *, gap: float | None = None) -> Run:
+    def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
         """One call of the solver, from the best plan; what it finds is kept where it is cheaper."""
         model, is_money = self.model, goal is self.money
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
             variable.varValue = value
-        limits = Limits(
+        limits = SolverLimits(
             self.settings.gap if gap is None else gap, self.seconds_for(share), self.settings.threads
         )
         watch = self._watch() if is_money else None
@@ -70,7 +72,7 @@ class Incumbent:
     def _watch(self) -> Tell:
         """What the solver says while it works, as far as it is news."""
 
-        def heard(at: Progress) -> None:
+        def heard(at: SolveProgress) -> None:
             dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
             bound = self.bound if at.bound is None else max(at.bound, self.bound)
             last = self.history[-1] if self.history else None
@@ -80,22 +82,22 @@ class Incumbent:
         return heard
 
     def _note(self, dollars: float, bound: float) -> None:
-        at = Progress(time.monotonic() - self.began, _known(dollars), _known(bound))
+        at = SolveProgress(time.monotonic() - self.began, _known(dollars), _known(bound))
         self.history.append(at)
         if self.tell is not None:
             self.tell(at)
 
-    def run(self, status: Literal["infeasible"] | None = None) -> Run:
+    def run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
         """All calls as one."""
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
         if status is not None:
-            return Run(status, seconds, history=history)
+            return SolverRun(status, seconds, history=history)
         if self.values is None:
-            return Run("none", seconds, bound=self.bound, history=history)
+            return SolverRun("none", seconds, bound=self.bound, history=history)
         first = next((at.seconds for at in history if at.incumbent is not None), None)
         verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
-        return Run(verdict, seconds, self.dollars, self.bound, first, history)
+        return SolverRun(verdict, seconds, self.dollars, self.bound, first, history)
 
 
 def _known(value: float) -> float | None:

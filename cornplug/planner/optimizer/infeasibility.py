@@ -14,22 +14,22 @@ from typing import Any
 from pulp import lpSum
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.inputs.schema import Solver
-from cornplug.planner.optimizer.optimization_problem import Pool, Shortfall
-from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.inputs.schema import SolverOptions
+from cornplug.planner.optimizer.optimization_problem import CapacityShortfall, OptimizationProblem
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.optimizer.transition_costs import dear
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED = 10**6
 """Nodes of a class, where its stock is lifted."""
 SECONDS = 5.0
 """For each kind of limit: an explanation may be a little worse than the smallest."""
 
-Build = Callable[[Pool], Model]
+Build = Callable[[OptimizationProblem], PoolModel]
 
 
-def refuse_unserved(model: Model, notes: Mapping[str, str]) -> None:
+def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
     """Raises PlanInfeasible for demands that no cell can serve, whatever the stock."""
     served = {v.demand for v in model.variants}
     lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
@@ -41,7 +41,7 @@ def refuse_unserved(model: Model, notes: Mapping[str, str]) -> None:
         )
 
 
-def _missing(pool: Pool, demand: str) -> str:
+def _missing(pool: OptimizationProblem, demand: str) -> str:
     """The one need that its ways fail at, or the nearest to what it asks."""
     ways = [v for v in pool.variants if v.demand == demand]
     if not ways:
@@ -52,7 +52,7 @@ def _missing(pool: Pool, demand: str) -> str:
     return "; ".join(reasons)
 
 
-def _fails(pool: Pool, demand: str, service: str, tier: float) -> str:
+def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> str:
     cells = [c for c in pool.cells if c.service == service]
     if not cells:
         return f"{service} has no cell: it fits on no GPU of the pool. Add a larger GPU"
@@ -69,34 +69,34 @@ def _fails(pool: Pool, demand: str, service: str, tier: float) -> str:
 
 
 @dataclass(frozen=True)
-class Lift:
+class Relaxation:
     """A pool without one kind of limit, what to keep small instead, and how to tell of it."""
 
-    pool: Pool
-    excess: Callable[[Model], Any]
-    tell: Callable[[Model], Iterator[Shortfall]]
+    pool: OptimizationProblem
+    excess: Callable[[PoolModel], Any]
+    tell: Callable[[PoolModel], Iterator[CapacityShortfall]]
 
 
-def explain(pool: Pool, settings: Solver, build: Build) -> PlanInfeasible:
+def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) -> PlanInfeasible:
     """The error that tells how to make the pool feasible."""
     found = [list(shortfall) for lift in lifts(pool) if (shortfall := _try(lift, settings, build))]
     ways = " Or: ".join("; ".join(text(s) for s in way) for way in found)
     return PlanInfeasible("no plan: " + (ways or "several constraints together allow none."))
 
 
-def text(shortfall: Shortfall) -> str:
+def text(shortfall: CapacityShortfall) -> str:
     s = shortfall
     return f"{s.constraint}: {s.allowed:.4g} {s.unit}, {s.needed:.4g} needed. {s.remedy}"
 
 
-def _try(lift: Lift, settings: Solver, build: Build) -> list[Shortfall]:
+def _try(lift: Relaxation, settings: SolverOptions, build: Build) -> list[CapacityShortfall]:
     model = build(lift.pool)
     model.problem.setObjective(lift.excess(model))
-    run = run_solver(model.problem, Limits(0.02, SECONDS, settings.threads))
+    run = run_solver(model.problem, SolverLimits(0.02, SECONDS, settings.threads))
     return list(lift.tell(model)) if run.status in ("optimal", "feasible") else []
 
 
-def lifts(pool: Pool) -> Iterator[Lift]:
+def lifts(pool: OptimizationProblem) -> Iterator[Relaxation]:
     yield _stock(pool)
     if pool.running is not None and pool.running.max_changes is not None:
         yield _changes(pool)
@@ -109,94 +109,98 @@ def lifts(pool: Pool) -> Iterator[Lift]:
     yield _demand(pool)
 
 
-def _stock(pool: Pool) -> Lift:
+def _stock(pool: OptimizationProblem) -> Relaxation:
     limit = {n.name: n.stock for n in pool.nodes}
 
-    def excess(model: Model) -> Any:
+    def excess(model: PoolModel) -> Any:
         over = {name: model.count(f"over_{i}") for i, name in enumerate(limit)}
         for name, count in over.items():
             model.add(f"over[{name}]", model.z[name] - limit[name] <= count)
         return lpSum((model.nodes[name].price + 1) * count for name, count in over.items())
 
-    def tell(model: Model) -> Iterator[Shortfall]:
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         for name, z in model.z.items():
             if (needed := round(z.varValue or 0.0)) > limit[name]:
-                yield Shortfall(
+                yield CapacityShortfall(
                     f"stock[{name}]", limit[name], needed, "nodes", f"Raise the stock of {name} to {needed}."
                 )
 
     lifted = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
-    return Lift(replace(pool, nodes=lifted), excess, tell)
+    return Relaxation(replace(pool, nodes=lifted), excess, tell)
 
 
-def _changes(pool: Pool) -> Lift:
+def _changes(pool: OptimizationProblem) -> Relaxation:
     running = pool.running
     assert running is not None
     allowed = running.max_changes or 0
 
-    def excess(model: Model) -> Any:
+    def excess(model: PoolModel) -> Any:
         return lpSum(model.a.values()) + lpSum(dear(model, running))
 
-    def tell(model: Model) -> Iterator[Shortfall]:
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *dear(model, running)]))
-        yield Shortfall("change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}.")
+        yield CapacityShortfall(
+            "change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}."
+        )
 
-    return Lift(replace(pool, running=replace(running, max_changes=None)), excess, tell)
+    return Relaxation(replace(pool, running=replace(running, max_changes=None)), excess, tell)
 
 
-def _spare(pool: Pool) -> Lift:
+def _spare(pool: OptimizationProblem) -> Relaxation:
     names = ", ".join(sorted(pool.limits.spare))
 
-    def tell(model: Model) -> Iterator[Shortfall]:
-        yield Shortfall(
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
+        yield CapacityShortfall(
             f"spare[{names}]", 0, 1, "replicas that may be lost", "Or plan without: rules.n_plus_one = false."
         )
 
     lifted = replace(pool, limits=replace(pool.limits, spare=frozenset()))
-    return Lift(lifted, lambda model: lpSum(model.x.values()), tell)
+    return Relaxation(lifted, lambda model: lpSum(model.x.values()), tell)
 
 
-def _network(pool: Pool) -> Lift:
+def _network(pool: OptimizationProblem) -> Relaxation:
     share = pool.limits.network_utilisation
     size = {v.name: v.network for v in pool.variants}
 
-    def excess(model: Model) -> Any:
+    def excess(model: PoolModel) -> Any:
         over = model.real("over")
         room = lpSum(share * n.nic * model.z[n.name] for n in pool.nodes if n.nic < inf)
         model.add("over[network]", lpSum(size[v] * phi for v, phi in model.phi.items()) - room <= over)
         return over
 
-    def tell(model: Model) -> Iterator[Shortfall]:
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = sum(size[v] * (phi.varValue or 0.0) for v, phi in model.phi.items())
         room = sum(share * n.nic * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
-        yield Shortfall("network", room, needed, "bytes/s", "Faster network cards, or fewer stages apart.")
+        yield CapacityShortfall(
+            "network", room, needed, "bytes/s", "Faster network cards, or fewer stages apart."
+        )
 
-    return Lift(replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes)), excess, tell)
+    return Relaxation(replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes)), excess, tell)
 
 
-def _memory(pool: Pool) -> Lift:
+def _memory(pool: OptimizationProblem) -> Relaxation:
     size = {level.name: level.bytes for level in pool.levels}
 
-    def excess(model: Model) -> Any:
+    def excess(model: PoolModel) -> Any:
         return lpSum(size[name] * w for name, w in model.w.items())
 
-    def tell(model: Model) -> Iterator[Shortfall]:
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = sum(size[name] * (w.varValue or 0.0) for name, w in model.w.items())
         room = sum(n.dram * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
-        yield Shortfall("memory[caches]", room, needed, "bytes", "Give nodes more dram_gib.")
+        yield CapacityShortfall("memory[caches]", room, needed, "bytes", "Give nodes more dram_gib.")
 
-    return Lift(replace(pool, nodes=tuple(replace(n, dram=inf) for n in pool.nodes)), excess, tell)
+    return Relaxation(replace(pool, nodes=tuple(replace(n, dram=inf) for n in pool.nodes)), excess, tell)
 
 
-def _demand(pool: Pool) -> Lift:
-    def unserved(model: Model) -> Any:
+def _demand(pool: OptimizationProblem) -> Relaxation:
+    def unserved(model: PoolModel) -> Any:
         return lpSum(u.rate for u in pool.demands) - lpSum(model.phi.values())
 
-    def tell(model: Model) -> Iterator[Shortfall]:
+    def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         for u in pool.demands:
             served = sum(model.phi[v.name].varValue or 0.0 for v in model.variants if v.demand == u.name)
             if served < u.rate * (1 - 1e-6):
                 remedy = f'Lower its rate, or plan with objective = "goodput" for what {served:.4g} allows.'
-                yield Shortfall(f"demand[{u.name}]", served, u.rate, "requests/s served", remedy)
+                yield CapacityShortfall(f"demand[{u.name}]", served, u.rate, "requests/s served", remedy)
 
-    return Lift(replace(pool, objective="goodput"), unserved, tell)
+    return Relaxation(replace(pool, objective="goodput"), unserved, tell)

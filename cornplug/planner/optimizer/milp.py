@@ -25,19 +25,24 @@ from typing import Any
 from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import decomposition, infeasibility, problem_checks, transition_costs
-from cornplug.planner.optimizer.optimization_problem import Cell, Pool, Progress, Solution
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    OptimizationProblem,
+    PoolSolution,
+    SolveProgress,
+)
 from cornplug.planner.optimizer.solution import Values, read, signed
-from cornplug.planner.optimizer.solvers import Limits, Run
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.variables import PoolModel
 
 # Objectives -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Goal:
+class SolveGoal:
     """What one call of the solver minimises (sign 1) or maximises (-1)."""
 
     name: str
@@ -45,43 +50,43 @@ class Goal:
     sign: int = 1
 
 
-def goals(model: Model) -> list[Goal]:
+def goals(model: PoolModel) -> list[SolveGoal]:
     """In their order: a later one chooses among the plans that are best by the earlier ones."""
     first = {"cost": [], "goodput": [goodput(model)], "max-min": [least_share(model), goodput(model)]}
     return [*first[model.pool.objective], money(model), neatness(model)]
 
 
-def money(model: Model) -> Goal:
+def money(model: PoolModel) -> SolveGoal:
     """Dollars an hour; when re-planning, dollars over the horizon, changes included."""
     nodes = lpSum(node.price * model.z[name] for name, node in model.nodes.items())
     running = model.pool.running
     if running is None:
-        return Goal("money", nodes)
-    return Goal("money", running.horizon_hours * nodes + transition_costs.cost(model))
+        return SolveGoal("money", nodes)
+    return SolveGoal("money", running.horizon_hours * nodes + transition_costs.cost(model))
 
 
-def goodput(model: Model) -> Goal:
+def goodput(model: PoolModel) -> SolveGoal:
     """Weighted requests a second within their SLOs."""
-    return Goal(
+    return SolveGoal(
         "goodput", lpSum(model.demands[v.demand].weight * model.phi[v.name] for v in model.variants), -1
     )
 
 
-def least_share(model: Model) -> Goal:
-    return Goal("least_share", 1 * model.least, -1)
+def least_share(model: PoolModel) -> SolveGoal:
+    return SolveGoal("least_share", 1 * model.least, -1)
 
 
-def neatness(model: Model) -> Goal:
+def neatness(model: PoolModel) -> SolveGoal:
     """The tie-break: GPUs taken at their price, plus each cell's preference (3 % at most).
 
     It is a goal of its own, after the money and with the nodes held as they are, instead of a
     small term in the money: a term small enough never to outweigh a cent would drown in the
     solver's tolerances, and a larger one could.
     """
-    return Goal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
+    return SolveGoal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
 
 
-def _weight(model: Model, cell: Cell) -> float:
+def _weight(model: PoolModel, cell: Cell) -> float:
     node = model.nodes[cell.nodes]
     return max(node.price / node.gpus, 1e-3) * cell.gpus * (1 + cell.preference)
 
@@ -89,7 +94,7 @@ def _weight(model: Model, cell: Cell) -> float:
 # Constraints ----------------------------------------------------------------------------------
 
 
-def constrain(model: Model) -> None:
+def constrain(model: PoolModel) -> None:
     demand(model)
     flow(model)
     slices(model)
@@ -103,7 +108,7 @@ def constrain(model: Model) -> None:
         transition_costs.constrain(model, model.pool.running)
 
 
-def demand(model: Model) -> None:
+def demand(model: PoolModel) -> None:
     """All requests are served (cost), or at most all (goodput, max-min)."""
     for u in model.demands.values():
         served = lpSum(model.phi[v.name] for v in model.variants if v.demand == u.name)
@@ -113,7 +118,7 @@ def demand(model: Model) -> None:
             model.add(f"share[{u.name}]", served >= u.rate * model.least)
 
 
-def flow(model: Model) -> None:
+def flow(model: PoolModel) -> None:
     """What the variants ask of a service, its cells do, each within the tier asked for."""
     for (u, service), needs in model.needs.items():
         tiers = sorted({need.tier for _, need in needs})
@@ -128,7 +133,7 @@ def flow(model: Model) -> None:
             model.add(f"flow[{u},{service}{within}]", done == asked if tier == tiers[-1] else done >= asked)
 
 
-def slices(model: Model) -> None:
+def slices(model: PoolModel) -> None:
     """A demand that is cut into slices sends each slice one way, to one cell of each service."""
     for v in model.variants:
         u = model.demands[v.demand]
@@ -153,7 +158,7 @@ def slices(model: Model) -> None:
             model.add(f"slices[{name},{cell_name}]", amount == parts)
 
 
-def capacity(model: Model) -> None:
+def capacity(model: PoolModel) -> None:
     """Work fits the replicas; online work leaves the share that is kept free for its peaks."""
     limits = model.pool.limits
     for cell in model.pool.cells:
@@ -166,19 +171,19 @@ def capacity(model: Model) -> None:
             model.add(f"capacity[{cell.name}]", model.load(cell, everyone) <= room)
 
 
-def packing(model: Model) -> None:
+def packing(model: PoolModel) -> None:
     """GPUs. Exact although nodes are only counted: footprints divide one another."""
     for name, node in model.nodes.items():
         used = lpSum(c.gpus * model.x[c.name] for c in model.pool.cells if c.nodes == name)
         model.add(f"packing[{name}]", used <= node.gpus * model.z[name])
 
 
-def stock(model: Model) -> None:
+def stock(model: PoolModel) -> None:
     for name, node in model.nodes.items():
         model.add(f"stock[{name}]", model.z[name] <= node.stock)
 
 
-def network(model: Model) -> None:
+def network(model: PoolModel) -> None:
     """Bytes between nodes fit the nodes' network cards."""
     traffic = {v.name: v.network for v in model.variants if v.network > 0}
     if not traffic:
@@ -193,7 +198,7 @@ def network(model: Model) -> None:
     model.add("network", lpSum(size * model.phi[v] for v, size in traffic.items()) <= room)
 
 
-def cache(model: Model) -> None:
+def cache(model: PoolModel) -> None:
     """One level of each cache; who counts on a level needs it; the caches fit the nodes' memory."""
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
@@ -211,7 +216,7 @@ def cache(model: Model) -> None:
         model.add("memory[caches]", lpSum(level.bytes * model.w[level.name] for level in levels) <= room)
 
 
-def spare(model: Model) -> None:
+def spare(model: PoolModel) -> None:
     """A service survives the loss of one replica of any cell that it uses.
 
     What online work leaves free on the cells that may stand in, counted in lost replicas, is at
@@ -232,7 +237,7 @@ def spare(model: Model) -> None:
         model.add(f"spare[{name}]", lpSum(free) >= limit * used)
 
 
-def stands_in(model: Model, cell: Cell, lost: Cell) -> float:
+def stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
     """Replicas of `lost` that one of `cell` is worth; 0: it may not take all of its work."""
     if cell.tier > lost.tier:
         return 0.0
@@ -242,9 +247,9 @@ def stands_in(model: Model, cell: Cell, lost: Cell) -> float:
 # Solving --------------------------------------------------------------------------------------
 
 
-def build(pool: Pool) -> Model:
+def build(pool: OptimizationProblem) -> PoolModel:
     """Variables and all constraints, without an objective."""
-    model = Model(pool)
+    model = PoolModel(pool)
     if pool.running is not None:
         transition_costs.variables(model, pool.running)
     constrain(model)
@@ -252,12 +257,12 @@ def build(pool: Pool) -> Model:
 
 
 def solve(
-    pool: Pool,
-    settings: Solver,
-    progress: Callable[[Progress], None] | None = None,
+    pool: OptimizationProblem,
+    settings: SolverOptions,
+    progress: Callable[[SolveProgress], None] | None = None,
     *,
     notes: Mapping[str, str] | None = None,
-) -> Solution:
+) -> PoolSolution:
     """The best plan of a pool, by its objective; among equals the cheapest, then the neatest.
 
     `notes`: demand -> why nothing in the pool can serve it, for the message. Raises PlanInfeasible
@@ -290,18 +295,18 @@ def solve(
 
 
 def _minimise(
-    model: Model,
-    goal: Goal,
-    settings: Solver,
+    model: PoolModel,
+    goal: SolveGoal,
+    settings: SolverOptions,
     seconds: float,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[SolveProgress], None] | None,
     start: Values | None = None,
-) -> tuple[Run, Values | None]:
+) -> tuple[SolverRun, Values | None]:
     """One call of the solver, and the plan that it found."""
     model.problem.setObjective(goal.sign * goal.expression)
     for variable, value in (start or {}).items():
         variable.varValue = value
-    limits = Limits(settings.gap, seconds, settings.threads)
+    limits = SolverLimits(settings.gap, seconds, settings.threads)
     watch = None if progress is None else _with_sign(progress, goal.sign)
     run = run_solver(model.problem, limits, watch, start=start is not None)
     if run.status in ("infeasible", "none"):
@@ -309,21 +314,21 @@ def _minimise(
     return run, {v: v.varValue or 0.0 for v in model.problem.variables()}
 
 
-def _with_sign(progress: Callable[[Progress], None], sign: int) -> Callable[[Progress], None]:
-    def tell(at: Progress) -> None:
+def _with_sign(progress: Callable[[SolveProgress], None], sign: int) -> Callable[[SolveProgress], None]:
+    def tell(at: SolveProgress) -> None:
         progress(signed(at, sign))
 
     return tell
 
 
-def _seconds(wanted: list[Goal], i: int, settings: Solver, began: float) -> float:
+def _seconds(wanted: list[SolveGoal], i: int, settings: SolverOptions, began: float) -> float:
     """Most of what is left goes to this goal; a tie-break needs little, but never nothing."""
     left = settings.time_limit_s - (time.monotonic() - began)
     share = 0.6 if i < len(wanted) - 2 else 0.95
     return max(share * left, 0.02 * settings.time_limit_s)
 
 
-def _hold(model: Model, goal: Goal, values: Values, *, last: bool) -> None:
+def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
     """What an earlier goal reached stays. For the tie-break, so do the nodes: see `neatness`."""
     reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
     allowed = reached + 1e-7 * max(1.0, abs(reached))

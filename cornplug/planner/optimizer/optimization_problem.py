@@ -13,7 +13,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Nodes:
+class MachineClass:
     """A class of machines."""
 
     name: str
@@ -49,7 +49,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Need:
+class ServiceDemand:
     """Work of a variant at one service."""
 
     service: str
@@ -60,13 +60,13 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Variant:
+class PathVariant:
     """One way for one demand's requests through the services."""
 
     name: str
     demand: str
     structure: str
-    needs: tuple[Need, ...]
+    needs: tuple[ServiceDemand, ...]
     levels: frozenset[str] = frozenset()
     """Names of the cache levels that it counts on."""
     network: float = 0.0
@@ -74,7 +74,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Demand:
+class RateDemand:
     """A request class: "application/request"."""
 
     name: str
@@ -96,7 +96,7 @@ class CacheLevel:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PoolLimits:
     max_utilisation: float = 0.95
     online_share: float = 0.8
     network_utilisation: float = 0.7
@@ -105,7 +105,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Running:
+class CurrentState:
     """What runs now, and what it costs to change it (re-planning)."""
 
     replicas: Mapping[str, int]
@@ -123,19 +123,19 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Pool:
-    nodes: tuple[Nodes, ...]
+class OptimizationProblem:
+    nodes: tuple[MachineClass, ...]
     cells: tuple[Cell, ...]
-    demands: tuple[Demand, ...]
-    variants: tuple[Variant, ...]
+    demands: tuple[RateDemand, ...]
+    variants: tuple[PathVariant, ...]
     levels: tuple[CacheLevel, ...] = ()
-    limits: Limits = Limits()
+    limits: PoolLimits = PoolLimits()
     objective: Literal["cost", "goodput", "max-min"] = "cost"
-    running: Running | None = None
+    running: CurrentState | None = None
 
 
 @dataclass(frozen=True)
-class Flow:
+class CellFlow:
     """A demand's rate, at one service, on one cell, for one variant's tier."""
 
     demand: str
@@ -147,14 +147,14 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SolveProgress:
     seconds: float
     incumbent: float | None
     bound: float | None
 
 
 @dataclass(frozen=True)
-class Solution:
+class PoolSolution:
     status: Literal["optimal", "feasible"]
     """"optimal" only where the solver proved it to its gap."""
     seconds: float
@@ -165,13 +165,13 @@ class Solution:
     nodes: Mapping[str, int]
     served: Mapping[str, float]
     """Variant -> rate."""
-    flows: tuple[Flow, ...]
+    flows: tuple[CellFlow, ...]
     levels: frozenset[str]
     slack: Mapping[str, float]
     """Constraint -> what is left of it; near 0: it binds."""
     first_s: float | None = None
     """Seconds until the first incumbent, where the solver tells."""
-    history: tuple[Progress, ...] = ()
+    history: tuple[SolveProgress, ...] = ()
     started: Mapping[str, int] = field(default_factory=dict)
     switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
@@ -182,7 +182,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Shortfall:
+class CapacityShortfall:
     """Why nothing fits: one constraint, what it allows and what is needed."""
 
     constraint: str

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from math import isfinite, log2
 
 from cornplug.errors import ConfigError
-from cornplug.planner.optimizer.optimization_problem import Cell, Nodes, Pool
+from cornplug.planner.optimizer.optimization_problem import Cell, MachineClass, OptimizationProblem
 
 SMALLEST_SHARE = 0.125
 """Of a GPU. Footprints are halves of one another, or whole nodes: then counted nodes are exact."""
 
 
-def check(pool: Pool) -> None:
+def check(pool: OptimizationProblem) -> None:
     """Raises ConfigError that names the entry."""
     _once("nodes", (n.name for n in pool.nodes))
     _once("cells", (c.name for c in pool.cells))
@@ -38,7 +38,7 @@ def _once(what: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _nodes(pool: Pool) -> None:
+def _nodes(pool: OptimizationProblem) -> None:
     for node in pool.nodes:
         field = f"nodes[{node.name}]"
         _require(node.gpus >= 1, f"{field}.gpus", f"is {node.gpus}", "A node has at least one GPU.")
@@ -51,7 +51,7 @@ def _nodes(pool: Pool) -> None:
         _require(node.stock >= 0, f"{field}.stock", f"is {node.stock}", "Give how many there are.")
 
 
-def _cells(pool: Pool) -> None:
+def _cells(pool: OptimizationProblem) -> None:
     nodes = {n.name: n for n in pool.nodes}
     demands = {u.name for u in pool.demands}
     for cell in pool.cells:
@@ -74,7 +74,7 @@ def _cells(pool: Pool) -> None:
         )
 
 
-def packs(cell: Cell, node: Nodes) -> bool:
+def packs(cell: Cell, node: MachineClass) -> bool:
     if cell.gpus > node.gpus:
         return cell.gpus % node.gpus == 0
     return (
@@ -82,7 +82,7 @@ def packs(cell: Cell, node: Nodes) -> bool:
     )
 
 
-def _demands(pool: Pool) -> None:
+def _demands(pool: OptimizationProblem) -> None:
     for u in pool.demands:
         field = f"demands[{u.name}]"
         _require(u.rate >= 0 and isfinite(u.rate), f"{field}.rate", f"is {u.rate}", "Give requests a second.")
@@ -90,7 +90,7 @@ def _demands(pool: Pool) -> None:
         _require(u.slices is None or u.slices >= 1, f"{field}.slices", f"is {u.slices}", "Give 1 or more.")
 
 
-def _variants(pool: Pool) -> None:
+def _variants(pool: OptimizationProblem) -> None:
     demands = {u.name for u in pool.demands}
     levels = {level.name for level in pool.levels}
     for v in pool.variants:
@@ -108,7 +108,7 @@ def _variants(pool: Pool) -> None:
             )
 
 
-def _running(pool: Pool) -> None:
+def _running(pool: OptimizationProblem) -> None:
     if pool.running is None:
         return
     cells = {c.name for c in pool.cells}

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from pulp import LpConstraintEQ, LpConstraintLE
 
-from cornplug.planner.optimizer.optimization_problem import Flow, Progress, Solution
-from cornplug.planner.optimizer.solvers import Run
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.optimization_problem import CellFlow, PoolSolution, SolveProgress
+from cornplug.planner.optimizer.solvers import SolverRun
+from cornplug.planner.optimizer.variables import PoolModel
 
 Key = TypeVar("Key")
 Values = Mapping[Any, float]
@@ -20,10 +20,10 @@ NOTHING = 1e-7
 """Rates below are the solver's tolerance."""
 
 
-def read(model: Model, values: Values, run: Run, sign: int, seconds: float) -> Solution:
+def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
     """`run`: of the first goal; `sign` is -1 where that was maximised."""
     served = {name: values[phi] for name, phi in model.phi.items() if values[phi] > NOTHING}
-    return Solution(
+    return PoolSolution(
         status="optimal" if run.status == "optimal" else "feasible",
         seconds=seconds,
         objective=sign * run.objective,
@@ -55,7 +55,7 @@ def slack(row: Any, values: Values) -> float:
     return float(-value if row.sense == LpConstraintLE else value)
 
 
-def signed(at: Progress, sign: int) -> Progress:
+def signed(at: SolveProgress, sign: int) -> SolveProgress:
     if sign > 0:
         return at
     return replace(
@@ -65,7 +65,7 @@ def signed(at: Progress, sign: int) -> Progress:
     )
 
 
-def flows(model: Model, values: Values, served: Mapping[str, float]) -> Iterator[Flow]:
+def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iterator[CellFlow]:
     """Work by demand, service, tier asked for and cell: the tightest work on the tightest cells."""
     for (u, service), needs in model.needs.items():
         cells = [c for c in model.cells_of[service] if (u, c.name) in model.f]
@@ -76,6 +76,6 @@ def flows(model: Model, values: Values, served: Mapping[str, float]) -> Iterator
             for cell in cells:
                 rate = min(left[cell.name], asked)
                 if rate > NOTHING and cell.tier <= tier:
-                    yield Flow(u, service, cell.name, rate, tier)
+                    yield CellFlow(u, service, cell.name, rate, tier)
                     left[cell.name] -= rate
                     asked -= rate

@@ -15,14 +15,14 @@ from typing import Any, Final, Literal
 import pulp
 from highspy import HighsModelStatus, HighsSolution, cb
 
-from cornplug.planner.optimizer.optimization_problem import Progress
+from cornplug.planner.optimizer.optimization_problem import SolveProgress
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 
 
 @dataclass(frozen=True)
-class Run:
+class SolverRun:
     """What one call of a solver found. The variables hold its plan where there is one."""
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
@@ -31,24 +31,26 @@ class Run:
     objective: float = inf
     bound: float = -inf
     first_s: float | None = None
-    history: tuple[Progress, ...] = ()
+    history: tuple[SolveProgress, ...] = ()
 
 
 @dataclass(frozen=True)
-class Limits:
+class SolverLimits:
     gap: float
     seconds: float
     threads: int = 1
 
 
-def solve(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bool = False) -> Run:
+def solve(
+    problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
+) -> SolverRun:
     """What HiGHS found when it minimised; with `start`, from the values that the variables hold."""
-    began, history = time.monotonic(), list[Progress]()
+    began, history = time.monotonic(), list[SolveProgress]()
 
     def note(kind: Any, _message: str, out: Any, _in: Any, _data: Any) -> None:
         incumbent = out.mip_primal_bound if isfinite(out.mip_primal_bound) else None
         bound = out.mip_dual_bound if isfinite(out.mip_dual_bound) else None
-        progress = Progress(time.monotonic() - began, incumbent, bound)
+        progress = SolveProgress(time.monotonic() - began, incumbent, bound)
         if kind == cb.kCallbackMipImprovingSolution or not history or history[-1].bound != bound:
             history.append(progress)
             if watch is not None:
@@ -69,14 +71,14 @@ def solve(problem: Any, limits: Limits, watch: Watch | None = None, *, start: bo
     problem.solve(solver)
     seconds, model = time.monotonic() - began, problem.solverModel
     if model.getModelStatus() in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
-        return Run("infeasible", seconds, history=tuple(history))
+        return SolverRun("infeasible", seconds, history=tuple(history))
     info = model.getInfo()
     if info.primal_solution_status != 2:  # a feasible point
-        return Run("none", seconds, bound=info.mip_dual_bound, history=tuple(history))
+        return SolverRun("none", seconds, bound=info.mip_dual_bound, history=tuple(history))
     objective = model.getObjectiveValue()
     first = next((p.seconds for p in history if p.incumbent is not None), seconds)
     status = _status(objective, info.mip_dual_bound, limits.gap)
-    return Run(status, seconds, objective, info.mip_dual_bound, first, tuple(history))
+    return SolverRun(status, seconds, objective, info.mip_dual_bound, first, tuple(history))
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cornplug.planner.optimizer.optimization_problem import Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant
 
 
-def groups(pool: Pool) -> list[frozenset[str]]:
+def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
     """A partition of the services that variants need."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
@@ -30,9 +30,9 @@ def groups(pool: Pool) -> list[frozenset[str]]:
     return parts
 
 
-def alone(pool: Pool, services: frozenset[str]) -> Pool:
+def alone(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
     """The pool of one group: its cells, and what the demands ask of it."""
-    ways: dict[tuple[str, object], Variant] = {}
+    ways: dict[tuple[str, object], PathVariant] = {}
     for v in pool.variants:
         needs = tuple(need for need in v.needs if need.service in services)
         ways.setdefault((v.demand, needs), replace(v, needs=needs, levels=frozenset(), network=0.0))

@@ -10,11 +10,11 @@ from typing import Any
 
 from pulp import lpSum
 
-from cornplug.planner.optimizer.optimization_problem import Running
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.optimization_problem import CurrentState
+from cornplug.planner.optimizer.variables import PoolModel
 
 
-def cost(model: Model) -> Any:
+def cost(model: PoolModel) -> Any:
     """Dollars for all starts and switches."""
     running = model.pool.running
     if running is None:
@@ -23,13 +23,13 @@ def cost(model: Model) -> Any:
     return starts + running.switch_cost * lpSum(dear(model, running))
 
 
-def constrain(model: Model, running: Running) -> None:
+def constrain(model: PoolModel, running: CurrentState) -> None:
     balance(model, running)
     dwell(model, running)
     change_budget(model, running)
 
 
-def variables(model: Model, running: Running) -> None:
+def variables(model: PoolModel, running: CurrentState) -> None:
     for i, cell in enumerate(model.pool.cells):
         now = running.replicas.get(cell.name, 0)
         model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
@@ -38,7 +38,7 @@ def variables(model: Model, running: Running) -> None:
             model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
 
 
-def balance(model: Model, running: Running) -> None:
+def balance(model: PoolModel, running: CurrentState) -> None:
     for name, x in model.x.items():
         came = lpSum(m for (_, to), m in model.m.items() if to == name)
         went = lpSum(m for (source, _), m in model.m.items() if source == name)
@@ -46,7 +46,7 @@ def balance(model: Model, running: Running) -> None:
         model.add(f"balance[{name}]", x == now + model.a[name] - model.d[name] + came - went)
 
 
-def dwell(model: Model, running: Running) -> None:
+def dwell(model: PoolModel, running: CurrentState) -> None:
     """Replicas that have not run for the minimum dwell stay what they are."""
     for name, young in running.young.items():
         went = lpSum(
@@ -56,12 +56,12 @@ def dwell(model: Model, running: Running) -> None:
         model.add(f"dwell[{name}]", model.d[name] + went <= old)
 
 
-def change_budget(model: Model, running: Running) -> None:
+def change_budget(model: PoolModel, running: CurrentState) -> None:
     if running.max_changes is not None:
         changes = lpSum(model.a.values()) + lpSum(dear(model, running))
         model.add("change_budget", changes <= running.max_changes)
 
 
-def dear(model: Model, running: Running) -> list[Any]:
+def dear(model: PoolModel, running: CurrentState) -> list[Any]:
     """Role switches; a switch that changes no process counts for nothing."""
     return [m for pair, m in model.m.items() if pair not in running.free]

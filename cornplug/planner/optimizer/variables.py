@@ -11,13 +11,18 @@ from typing import Any
 
 import pulp
 
-from cornplug.planner.optimizer.optimization_problem import Cell, Need, Pool, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    OptimizationProblem,
+    PathVariant,
+    ServiceDemand,
+)
 
 
-class Model:
+class PoolModel:
     """One pool's sets and variables; `add` collects the constraints."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: OptimizationProblem) -> None:
         self.pool = pool
         self.problem: Any = pulp.LpProblem("plan", pulp.LpMinimize)
         self.rows: dict[str, Any] = {}
@@ -33,13 +38,13 @@ class Model:
         for cell in pool.cells:
             self.cells_of.setdefault(cell.service, []).append(cell)
         self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
-        self.needs: dict[tuple[str, str], list[tuple[Variant, Need]]] = {}
+        self.needs: dict[tuple[str, str], list[tuple[PathVariant, ServiceDemand]]] = {}
         """(demand, service) -> who needs it, and how."""
         for variant in self.variants:
             for need in variant.needs:
                 self.needs.setdefault((variant.demand, need.service), []).append((variant, need))
 
-    def fit(self, variant: Variant, need: Need) -> Iterator[Cell]:
+    def fit(self, variant: PathVariant, need: ServiceDemand) -> Iterator[Cell]:
         """Cells that may do this work."""
         for cell in self.cells_of.get(need.service, ()):
             if variant.demand in cell.capacity and cell.tier <= need.tier:

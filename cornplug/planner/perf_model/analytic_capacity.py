@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.perf_model.analytic_load import Replica
-from cornplug.planner.perf_model.analytic_state import State
-from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.perf_model.analytic_load import ReplicaLoad
+from cornplug.planner.perf_model.analytic_state import AnalyticState
+from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.perf_model.queueing import erlang_c
-from cornplug.planner.perf_model.request_costs import Sizes, sizes_of
+from cornplug.planner.perf_model.request_costs import RequestCosts, sizes_of
 from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
@@ -29,12 +29,14 @@ WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1
 short where requests are counted (simulated at 25 to 30 servers of Splitwise's prompts)."""
 
 
-def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float = 1.0) -> float:
+def screen(
+    station: Station, draws: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
+) -> float:
     """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
     sizes = sizes_of(tuple(draws))
     if not _fits(station, sizes):
         return 0.0
-    replica = Replica(station, sizes, _sigmas(bound))
+    replica = ReplicaLoad(station, sizes, _sigmas(bound))
 
     def meets(rate: float) -> bool:
         state = replica.at(rate / station.replicas)
@@ -45,7 +47,7 @@ def screen(station: Station, draws: Sequence[Draw], bound: Bound, burst: float =
     return _largest(meets, 0.02 / replica.alone_s * station.replicas)
 
 
-def _meets(station: Station, state: State, bound: Bound, rate: float, burst: float) -> bool:
+def _meets(station: Station, state: AnalyticState, bound: LatencyBound, rate: float, burst: float) -> bool:
     on_time = bound.seconds is None or _on_time(station, state, bound, bound.seconds, rate, burst)
     if not on_time or bound.tpot_s is None:
         return on_time
@@ -54,7 +56,9 @@ def _meets(station: Station, state: State, bound: Bound, rate: float, burst: flo
     return state.slower_than(bound.tpot_s) <= 1 - bound.share
 
 
-def _on_time(station: Station, state: State, bound: Bound, seconds: float, rate: float, burst: float) -> bool:
+def _on_time(
+    station: Station, state: AnalyticState, bound: LatencyBound, seconds: float, rate: float, burst: float
+) -> bool:
     """Whether the percentile of wait and own time is within `seconds`."""
     service_s = float(state.service.mean())
     if service_s == 0:
@@ -75,14 +79,14 @@ def _on_time(station: Station, state: State, bound: Bound, seconds: float, rate:
     return float(late.mean()) <= 1 - bound.share
 
 
-def _sigmas(bound: Bound) -> float:
+def _sigmas(bound: LatencyBound) -> float:
     """Standard deviations above the mean for which a bound needs room; without one the mean does."""
     if bound.seconds is None and bound.tpot_s is None:
         return 0.0
     return {"p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
 
 
-def _fits(station: Station, sizes: Sizes) -> bool:
+def _fits(station: Station, sizes: RequestCosts) -> bool:
     """Whether the KV cache of a replica holds each of the requests by itself."""
     if station.steps is None or "G" in station.tasks:
         return True

@@ -13,9 +13,16 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from cornplug.planner.perf_model.analytic_state import State
+from cornplug.planner.perf_model.analytic_state import AnalyticState
 from cornplug.planner.perf_model.queueing import wait_mean
-from cornplug.planner.perf_model.request_costs import Floats, Sizes, decode_s, encode_s, generate_s, prefill_s
+from cornplug.planner.perf_model.request_costs import (
+    Floats,
+    RequestCosts,
+    decode_s,
+    encode_s,
+    generate_s,
+    prefill_s,
+)
 from cornplug.planner.simulator.stations import Station
 
 _T = TypeVar("_T", float, Floats)
@@ -37,10 +44,10 @@ class _Balance:
     """Tokens a second of one request that decodes."""
 
 
-class Replica:
+class ReplicaLoad:
     """What one replica of a station takes for draws of a class."""
 
-    def __init__(self, station: Station, of: Sizes, sigmas: float) -> None:
+    def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
         """`sigmas`: standard deviations above the mean for which there must be room."""
         self._station = station
         # A router that looks evens out what decodes: the fluctuations are those of all replicas.
@@ -65,7 +72,7 @@ class Replica:
         self.alone_s = float((self._alone + self._decode_alone + self._generate).mean())
         """Mean seconds of a lone request."""
 
-    def at(self, rate: float) -> State | None:
+    def at(self, rate: float) -> AnalyticState | None:
         """The state at so many requests a second; None: overloaded."""
         if "G" in self._station.tasks:
             return self._serial(rate)
@@ -73,18 +80,18 @@ class Replica:
 
     # Kinds of replica -----------------------------------------------------------------------
 
-    def _serial(self, rate: float) -> State | None:
+    def _serial(self, rate: float) -> AnalyticState | None:
         """One request after the other, whole."""
         service = self._alone + self._decode_alone + self._generate
         if rate * service.mean() >= 1:
             return None
         own = self._alone + self._overhead_s if "P" in self._station.tasks else service
         if not self._mean_steps:
-            return State(service, own)
+            return AnalyticState(service, own)
         token_s = float(self._decode_alone.sum() / self._steps.sum())
-        return State(service, own, token_s, token_s, steps=self._steps)
+        return AnalyticState(service, own, token_s, token_s, steps=self._steps)
 
-    def _batches(self, rate: float) -> State | None:
+    def _batches(self, rate: float) -> AnalyticState | None:
         """Prefill or encode, nothing decodes."""
         alone_s, packed_s, _, _ = self._means
         fill = self._fill(rate, alone_s, packed_s)
@@ -93,9 +100,9 @@ class Replica:
         service = _between(self._alone, self._packed, fill)
         if "P" in self._station.tasks and rate * (self._held * service).mean() > self._station.kv_tokens:
             return None
-        return State(service, self._own(service, fill, 0.0))
+        return AnalyticState(service, self._own(service, fill, 0.0))
 
-    def _engine(self, rate: float) -> State | None:
+    def _engine(self, rate: float) -> AnalyticState | None:
         """Decode, with or without prefill in the same iterations."""
         balance = self._balance(rate)
         if balance is None or not self._has_room(rate, balance):
@@ -112,9 +119,9 @@ class Replica:
         decoding_s = self._token_s(balance.decoding + self._spread * balance.decoding**0.5)
         if not balance.iterations:
             own = lifetimes + token_s / 2
-            return State(service, own, decoding_s, 1 / balance.pace, steps=self._steps)
+            return AnalyticState(service, own, decoding_s, 1 / balance.pace, steps=self._steps)
         count, each_s = self._interruptions(service, balance, token_s)
-        return State(
+        return AnalyticState(
             service=service,
             own=self._own(service, fill, token_s),
             token_s=decoding_s,

@@ -10,7 +10,7 @@ from cornplug.planner.perf_model.request_costs import Floats
 
 
 @dataclass(frozen=True)
-class State:
+class AnalyticState:
     """Times in seconds; arrays have one entry a draw."""
 
     service: Floats

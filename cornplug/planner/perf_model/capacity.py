@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.perf_model import analytic_capacity, simulated_capacity
-from cornplug.planner.perf_model.latency_bound import Bound
+from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.stations import Station
 
-__all__ = ["Bound", "capacity"]
+__all__ = ["LatencyBound", "capacity"]
 
 
 def capacity(
     station: Station,
-    draws: Sequence[Draw],
-    bound: Bound,
+    draws: Sequence[SampledRequest],
+    bound: LatencyBound,
     *,
     burst: float = 1.0,
     seed: int = 0,
@@ -45,7 +45,12 @@ def capacity(
 
 @lru_cache(maxsize=16_384)
 def _capacity(
-    station: Station, draws: tuple[Draw, ...], bound: Bound, burst: float, seed: int, confirm: bool
+    station: Station,
+    draws: tuple[SampledRequest, ...],
+    bound: LatencyBound,
+    burst: float,
+    seed: int,
+    confirm: bool,
 ) -> float:
     if not confirm:
         return analytic_capacity.screen(station, draws, bound, burst)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights_bytes
-from cornplug.planner.inputs.schema import Engine, Gpu, LLMShape
+from cornplug.planner.inputs.schema import Engine, GpuSpec, LLMShape
 
 UTILISATION: Final = 0.92
 """vLLM's default of --gpu-memory-utilization."""
@@ -35,7 +35,7 @@ _CPU_BYTES: Final = 500_000_000
 
 def kv_tokens(
     shape: LLMShape,
-    gpu: Gpu,
+    gpu: GpuSpec,
     *,
     engine: Engine,
     tp: int,
@@ -73,7 +73,7 @@ def kv_tokens(
 
 
 def engine_share(
-    gpu: Gpu,
+    gpu: GpuSpec,
     *,
     engine: str,
     ranks: int,

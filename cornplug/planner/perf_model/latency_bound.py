@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Bound:
+class LatencyBound:
     """Seconds; None: not bounded."""
 
     percentile: str

@@ -15,15 +15,15 @@ from cornplug.planner.inputs import component_shapes, profile_tables
 from cornplug.planner.inputs.schema import (
     Component,
     GeneratorShape,
-    Gpu,
+    GpuSpec,
     LLMShape,
-    Measured,
-    Roofline,
-    Throughput,
+    MeasuredProfile,
+    RooflineProfile,
+    ThroughputProfile,
     TowerShape,
 )
 from cornplug.planner.perf_model import kv_memory, roofline
-from cornplug.planner.simulator.step_times import ANY, Curve, Hardware, StepTimes
+from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
@@ -31,10 +31,10 @@ WEIGHTS_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True)
-class Place:
+class ProfilePlace:
     """The part of a cell that its times depend on."""
 
-    gpu: Gpu
+    gpu: GpuSpec
     engine: str
     tp: int
     pp: int
@@ -48,7 +48,7 @@ class Place:
 def hardware(
     component: Component,
     shape: Shape | None,
-    gpu: Gpu,
+    gpu: GpuSpec,
     *,
     engine: str,
     tp: int,
@@ -61,7 +61,7 @@ def hardware(
     chunk_tokens: int,
     max_batch: int,
     context_tokens: int | None = None,
-) -> Hardware | None:
+) -> CellHardware | None:
     """What one replica does of `role`, letters out of "EPDG"; None: no profile fits this cell.
 
     Args:
@@ -74,9 +74,9 @@ def hardware(
     Raises:
         ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
     """
-    place = Place(gpu, engine, tp, pp, share, quantisation, chunk_tokens, max_batch, context_tokens)
+    place = ProfilePlace(gpu, engine, tp, pp, share, quantisation, chunk_tokens, max_batch, context_tokens)
     for profile in component.profiles:
-        if isinstance(profile, Throughput):
+        if isinstance(profile, ThroughputProfile):
             found = _throughput(profile, place, role)
         elif component.kind == "llm":
             found = _engine(profile, component, shape, place, role, (tower, generator))
@@ -87,11 +87,11 @@ def hardware(
     return None
 
 
-def _throughput(profile: Throughput, place: Place, role: str) -> Hardware | None:
+def _throughput(profile: ThroughputProfile, place: ProfilePlace, role: str) -> CellHardware | None:
     if not _is_for(profile, place, place.quantisation) or profile.role not in (None, role):
         return None
     rates = profile.requests_per_s
-    return Hardware(
+    return CellHardware(
         requests_per_s={
             name: rate * place.share
             for name, rate in (rates if isinstance(rates, dict) else {ANY: rates}).items()
@@ -103,13 +103,13 @@ def _throughput(profile: Throughput, place: Place, role: str) -> Hardware | None
 
 
 def _engine(
-    profile: Measured | Roofline,
+    profile: MeasuredProfile | RooflineProfile,
     component: Component,
     shape: Shape | None,
-    place: Place,
+    place: ProfilePlace,
     role: str,
     beside: Iterable[tuple[Component, Shape | None] | None],
-) -> Hardware | None:
+) -> CellHardware | None:
     """An LLM's engine, with the tower and the generator that run in it."""
     with_it = [part for part in beside if part is not None]
     whole = _llm(profile, component, shape, place, role, _weights(with_it, place.tp))
@@ -121,19 +121,19 @@ def _engine(
 
 
 def _llm(
-    profile: Measured | Roofline,
+    profile: MeasuredProfile | RooflineProfile,
     component: Component,
     shape: Shape | None,
-    place: Place,
+    place: ProfilePlace,
     role: str,
     extra_bytes: int,
-) -> Hardware | None:
+) -> CellHardware | None:
     llm = shape if isinstance(shape, LLMShape) else None
     kv_tokens = None
-    if isinstance(profile, Roofline):
+    if isinstance(profile, RooflineProfile):
         if llm is None or (place.quantisation == "fp8" and not place.gpu.fp8_tflops):
             return None
-        steps: StepTimes | None = _estimated(profile, component, llm, place)
+        steps: EngineStepTimes | None = _estimated(profile, component, llm, place)
         source = _roofline_source(place.gpu)
     else:
         if not _is_for(profile, place, place.quantisation):
@@ -156,15 +156,17 @@ def _llm(
         )
     if steps is None or kv_tokens is None:
         return None
-    return Hardware(
+    return CellHardware(
         steps=steps.scaled(1 / place.share),
         kv_tokens=kv_tokens,
         source=source,
-        measured=isinstance(profile, Measured),
+        measured=isinstance(profile, MeasuredProfile),
     )
 
 
-def _estimated(profile: Roofline, component: Component, shape: LLMShape, place: Place) -> StepTimes:
+def _estimated(
+    profile: RooflineProfile, component: Component, shape: LLMShape, place: ProfilePlace
+) -> EngineStepTimes:
     return roofline.llm_steps(
         component,
         shape,
@@ -179,7 +181,7 @@ def _estimated(profile: Roofline, component: Component, shape: LLMShape, place: 
     )
 
 
-def _measured_steps(profile: Measured, role: str, pp: int) -> StepTimes | None:
+def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepTimes | None:
     """Of a table that has what the role does. What the role does not do is never asked for."""
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
     decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)
@@ -188,7 +190,7 @@ def _measured_steps(profile: Measured, role: str, pp: int) -> StepTimes | None:
     some = prefill or decode
     if some is None:
         return None
-    return StepTimes(
+    return EngineStepTimes(
         prefill=prefill or some,
         decode=decode or some,
         kv_token_s=profile.kv_token_s,
@@ -200,8 +202,8 @@ def _measured_steps(profile: Measured, role: str, pp: int) -> StepTimes | None:
 
 
 def _alone(
-    profile: Measured | Roofline, component: Component, shape: Shape | None, place: Place
-) -> Hardware | None:
+    profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, place: ProfilePlace
+) -> CellHardware | None:
     """A tower or a generator by itself."""
     # A tower beside a quantised LLM keeps its own precision, as a generator does that has no other.
     quantisation = place.quantisation if place.quantisation in component.quantisations else "none"
@@ -209,7 +211,7 @@ def _alone(
         quantisation = "none"
     if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
         return None
-    if isinstance(profile, Measured):
+    if isinstance(profile, MeasuredProfile):
         if not _is_for(profile, replace(place, pp=profile.pp), quantisation):
             return None
         profile = profile_tables.loaded(profile, place.engine)
@@ -223,15 +225,15 @@ def _alone(
     if curve is None:
         return None
     curve = curve.scaled(1 / place.share)
-    measured = isinstance(profile, Measured)
+    measured = isinstance(profile, MeasuredProfile)
     if component.kind == "encoder":
-        return Hardware(encode=curve, source=source, measured=measured)
-    return Hardware(generate=curve, source=source, measured=measured)
+        return CellHardware(encode=curve, source=source, measured=measured)
+    return CellHardware(generate=curve, source=source, measured=measured)
 
 
 def _estimated_curves(
-    profile: Roofline, shape: Shape | None, place: Place, quantisation: str
-) -> tuple[Curve | None, Curve | None]:
+    profile: RooflineProfile, shape: Shape | None, place: ProfilePlace, quantisation: str
+) -> tuple[PiecewiseCurve | None, PiecewiseCurve | None]:
     if isinstance(shape, TowerShape):
         return roofline.encode(shape, place.gpu, profile, tp=place.tp), None
     if isinstance(shape, GeneratorShape) and (quantisation != "fp8" or place.gpu.fp8_tflops):
@@ -239,16 +241,16 @@ def _estimated_curves(
     return None, None
 
 
-def _first_timed(component: Component, shape: Shape | None, place: Place) -> Hardware | None:
+def _first_timed(component: Component, shape: Shape | None, place: ProfilePlace) -> CellHardware | None:
     for profile in component.profiles:
-        if not isinstance(profile, Throughput):
+        if not isinstance(profile, ThroughputProfile):
             found = _alone(profile, component, shape, place)
             if found is not None:
                 return found
     return None
 
 
-def _together(engine: Hardware, part: Hardware | None) -> Hardware | None:
+def _together(engine: CellHardware, part: CellHardware | None) -> CellHardware | None:
     if part is None:
         return None
     source = engine.source if part.source == engine.source else f"{engine.source}; {part.source}"
@@ -262,18 +264,23 @@ def _together(engine: Hardware, part: Hardware | None) -> Hardware | None:
 
 
 def is_for(
-    profile: Throughput | Measured, gpu: Gpu, engine: str, tp: int, pp: int, quantisation: str
+    profile: ThroughputProfile | MeasuredProfile,
+    gpu: GpuSpec,
+    engine: str,
+    tp: int,
+    pp: int,
+    quantisation: str,
 ) -> bool:
     """Whether what was measured was measured there: same GPU, parallelism and weights, any engine or this."""
     given = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
     return given == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
 
 
-def _is_for(profile: Throughput | Measured, place: Place, quantisation: str) -> bool:
+def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:
     return is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
 
 
-def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: Place) -> bool:
+def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: ProfilePlace) -> bool:
     room = place.gpu.memory_gib * 2**30 * place.share * WEIGHTS_SHARE
     return component_shapes.weights_bytes(shape, quantisation, tp=place.tp) <= room
 
@@ -285,14 +292,14 @@ def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:
     )
 
 
-def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> Curve | None:
+def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> PiecewiseCurve | None:
     if not x and not seconds:
         return None
     if len(x) != len(seconds) or list(x) != sorted(set(x)):
         problem = f"{len(x)} points with {len(seconds)} times, or not growing"
         raise ConfigError(f"profiles.{name}", problem, "Give growing points, and one time for each")
-    return Curve.through(x, seconds)
+    return PiecewiseCurve.through(x, seconds)
 
 
-def _roofline_source(gpu: Gpu) -> str:
+def _roofline_source(gpu: GpuSpec) -> str:
     return f"roofline ({gpu.name}, {gpu.source})"

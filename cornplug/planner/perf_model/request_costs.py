@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator.replicas import batches_s
 from cornplug.planner.simulator.stations import Station
 
@@ -20,10 +20,10 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class RequestCosts:
     """One entry a draw."""
 
-    draws: tuple[Draw, ...]
+    draws: tuple[SampledRequest, ...]
     prompts: Floats
     computed: Floats
     outputs: Floats
@@ -33,8 +33,8 @@ class Sizes:
 
 
 @lru_cache(maxsize=512)
-def sizes_of(draws: tuple[Draw, ...]) -> Sizes:
-    return Sizes(
+def sizes_of(draws: tuple[SampledRequest, ...]) -> RequestCosts:
+    return RequestCosts(
         draws,
         np.array([float(d.prompt_tokens) for d in draws]),
         np.array([float(d.computed_tokens) for d in draws]),
@@ -44,7 +44,7 @@ def sizes_of(draws: tuple[Draw, ...]) -> Sizes:
     )
 
 
-def encode_s(sizes: Sizes, station: Station) -> Floats:
+def encode_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.encode is None or "E" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     if sizes.patches.max() > station.max_patches:
@@ -53,7 +53,7 @@ def encode_s(sizes: Sizes, station: Station) -> Floats:
     return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
 
 
-def prefill_s(sizes: Sizes, station: Station) -> Floats:
+def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.steps is None or "P" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     prefill = station.steps.prefill
@@ -64,7 +64,7 @@ def prefill_s(sizes: Sizes, station: Station) -> Floats:
     return alone
 
 
-def decode_s(sizes: Sizes, station: Station) -> Floats:
+def decode_s(sizes: RequestCosts, station: Station) -> Floats:
     """Of the iterations after the first token."""
     if station.steps is None or "D" not in station.tasks:
         return np.zeros_like(sizes.prompts)
@@ -74,5 +74,5 @@ def decode_s(sizes: Sizes, station: Station) -> Floats:
     return alone
 
 
-def generate_s(sizes: Sizes, station: Station) -> Floats:
+def generate_s(sizes: RequestCosts, station: Station) -> Floats:
     return np.zeros_like(sizes.units) if station.generate is None else station.generate.on(sizes.units)

@@ -5,7 +5,7 @@ its all-reduces move and a constant overhead. Source: Williams, Waterman and Pat
 FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. These are
 estimates: a plan says so of every cell that rests on one.
 
-Pipeline parallelism: the time between two prefill iterations is one stage's (`StepTimes.pipeline`
+Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline`
 lets the others count towards the first token). A decode iteration gives all b requests a token
 while b / pp of them pass through each stage, so it takes pp stages at b / pp.
 """
@@ -17,20 +17,27 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.planner.inputs import component_shapes
-from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.inputs.schema import (
+    Component,
+    GeneratorShape,
+    GpuSpec,
+    LLMShape,
+    RooflineProfile,
+    TowerShape,
+)
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
 """Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
 
 MTP is one layer; EAGLE-3 one layer and the head of the vocabulary."""
 PICTURE_PATCHES: Final = 4096
-"""Patches that attend to each other: more of them are a batch of several pictures."""
+"""Patches that attend to each other: more of them are a batch of several images."""
 _ACTIVATION_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePeaks:
     """What one rank's GPU does per second, under a profile's efficiencies."""
 
     flops: float
@@ -39,7 +46,7 @@ class Device:
     overhead_s: float
 
     @classmethod
-    def of(cls, gpu: Gpu, profile: Roofline, quantisation: str) -> Device:
+    def of(cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str) -> DevicePeaks:
         """4-bit weights (awq, gptq) are computed with at 16 bits, fp8 at the GPU's fp8 peak."""
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
         return cls(
@@ -56,8 +63,8 @@ class Device:
 def llm_steps(
     component: Component,
     shape: LLMShape,
-    gpu: Gpu,
-    profile: Roofline,
+    gpu: GpuSpec,
+    profile: RooflineProfile,
     *,
     tp: int,
     pp: int,
@@ -65,7 +72,7 @@ def llm_steps(
     chunk_tokens: int,
     max_batch: int,
     context_tokens: int | None = None,
-) -> StepTimes:
+) -> EngineStepTimes:
     """Iteration times of a language model on one replica.
 
     Args:
@@ -74,7 +81,7 @@ def llm_steps(
         context_tokens: prompt tokens that those of an iteration attend to; None: each iteration is
             one whole prompt.
     """
-    device = Device.of(gpu, profile, quantisation)
+    device = DevicePeaks.of(gpu, profile, quantisation)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
     layers = shape.layers / pp
 
@@ -98,7 +105,7 @@ def llm_steps(
         draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
         return (verify + draft) / tokens_out
 
-    return StepTimes(
+    return EngineStepTimes(
         prefill=_sampled(prefill, chunk_tokens + max_batch),
         decode=_sampled(decode, max_batch),
         kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
@@ -107,9 +114,11 @@ def llm_steps(
     )
 
 
-def encode(shape: TowerShape, gpu: Gpu, profile: Roofline, *, tp: int, max_patches: int = 16384) -> Curve:
+def encode(
+    shape: TowerShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, max_patches: int = 16384
+) -> PiecewiseCurve:
     """Patches of one encoder batch -> seconds. Towers stay at 16 bits and are split over TP."""
-    device = Device.of(gpu, profile, "none")
+    device = DevicePeaks.of(gpu, profile, "none")
     weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
     def batch(patches: float) -> float:
@@ -120,9 +129,11 @@ def encode(shape: TowerShape, gpu: Gpu, profile: Roofline, *, tp: int, max_patch
     return _sampled(batch, max_patches, extra=(PICTURE_PATCHES,))
 
 
-def generate(shape: GeneratorShape, gpu: Gpu, profile: Roofline, *, tp: int, quantisation: str) -> Curve:
+def generate(
+    shape: GeneratorShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, quantisation: str
+) -> PiecewiseCurve:
     """Units of one request -> seconds; the weights are read at least once."""
-    device = Device.of(gpu, profile, quantisation)
+    device = DevicePeaks.of(gpu, profile, quantisation)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp)
     return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
 
@@ -150,7 +161,9 @@ def _all_reduced(layers: float, hidden: int, tokens: float, tp: int) -> float:
     return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
 
 
-def _sampled(seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()) -> Curve:
+def _sampled(
+    seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()
+) -> PiecewiseCurve:
     """A dozen points of it, at powers of two; between them it is nearly linear, and convex."""
     points = {float(largest), *(x for x in extra if x < largest)}
     x = 1.0
@@ -158,4 +171,4 @@ def _sampled(seconds: Callable[[float], float], largest: float, extra: tuple[flo
         points.add(x)
         x *= 2
     ordered = sorted(points | {2.0 * largest})
-    return Curve.through(ordered, [seconds(x) for x in ordered])
+    return PiecewiseCurve.through(ordered, [seconds(x) for x in ordered])

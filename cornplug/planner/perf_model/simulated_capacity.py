@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.perf_model.latency_bound import Bound
-from cornplug.planner.simulator.simulator import Job, Outcome, Visit, simulate
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.perf_model.latency_bound import LatencyBound
+from cornplug.planner.simulator.simulator import JobOutcomes, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
 
 SIMULATIONS: Final = 8
@@ -25,13 +25,19 @@ CLOSE: Final = 1.03
 MOST_JOBS: Final = 4000
 _JOBS: Final = {"mean": 1000, "p50": 1000, "p95": 1500, "p99": 3000}
 _MORE_WHERE_NOTHING_DECODES: Final = 2
-"""Queues of prompts and pictures remember longer than batches that decode, and cost less to simulate."""
+"""Queues of prompts and images remember longer than batches that decode, and cost less to simulate."""
 _HEAD: Final = 0.2
 """Of the jobs: they find the station emptier than it will be, and are not counted."""
 
 
 def confirm(
-    station: Station, draws: Sequence[Draw], bound: Bound, *, burst: float, seed: int, screened: float
+    station: Station,
+    draws: Sequence[SampledRequest],
+    bound: LatencyBound,
+    *,
+    burst: float,
+    seed: int,
+    screened: float,
 ) -> float:
     """The largest simulated rate that meets the bounds, requests a second of all replicas; 0: none.
 
@@ -44,14 +50,14 @@ def confirm(
     return _search(trial, min(screened, 0.97 * most), most)
 
 
-def saturated(station: Station, draws: Sequence[Draw], *, seed: int = 0) -> float:
+def saturated(station: Station, draws: Sequence[SampledRequest], *, seed: int = 0) -> float:
     """Requests a second that leave the station when all are there from the beginning.
 
     One replica is simulated: with a queue at each, replicas do not help each other.
     """
     one = replace(station, replicas=1)
     count = min(max(1000, 3 * _together(station, draws)), MOST_JOBS)
-    jobs = [Job(0.0, 0, draw, (Visit(0),)) for draw in _shuffled(draws, count, seed)]
+    jobs = [StationJob(0.0, 0, draw, (StationVisit(0),)) for draw in _shuffled(draws, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
     # What needs nothing here (its embeddings are cached, its only token is there) says nothing of time.
     ends = np.sort(seconds[seconds > 0])
@@ -68,7 +74,7 @@ def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
     return len(ends) / float(ends[-1])
 
 
-def _together(station: Station, draws: Sequence[Draw]) -> int:
+def _together(station: Station, draws: Sequence[SampledRequest]) -> int:
     """Requests that decode together at most."""
     if "D" not in station.tasks or "G" in station.tasks:
         return 1
@@ -76,7 +82,7 @@ def _together(station: Station, draws: Sequence[Draw]) -> int:
     return int(min(station.max_batch, max(station.kv_tokens / held, 1)))
 
 
-def _shuffled(draws: Sequence[Draw], count: int, seed: int) -> list[Draw]:
+def _shuffled(draws: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
     """So many draws, each as often as any other but for one."""
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(len(draws)) for _ in range(math.ceil(count / len(draws)))]
@@ -90,15 +96,21 @@ class _Trial:
     station: Station
     scale: float
     """Rate of the whole station / rate of the replicas that are simulated."""
-    draws: tuple[Draw, ...]
+    draws: tuple[SampledRequest, ...]
     at_s: NDArray[np.float64]
     """Arrivals at one request a second."""
-    bound: Bound
+    bound: LatencyBound
     seed: int
 
     @classmethod
     def of(
-        cls, station: Station, draws: Sequence[Draw], bound: Bound, burst: float, seed: int, rate: float
+        cls,
+        station: Station,
+        draws: Sequence[SampledRequest],
+        bound: LatencyBound,
+        burst: float,
+        seed: int,
+        rate: float,
     ) -> _Trial:
         """Long enough for a steady state, in which requests have come and gone several times.
 
@@ -124,17 +136,20 @@ class _Trial:
     def stress(self, rate: float) -> float:
         """The larger of time / bound, for the stage's time and for the time per token; over 1: missed."""
         at_s = self.at_s * (self.scale / rate)
-        jobs = [Job(float(at), 0, draw, (Visit(0),)) for at, draw in zip(at_s, self.draws, strict=True)]
+        jobs = [
+            StationJob(float(at), 0, draw, (StationVisit(0),))
+            for at, draw in zip(at_s, self.draws, strict=True)
+        ]
         outcome = simulate([self.station], jobs, seed=self.seed)
         return max(self._stage(outcome), self._tokens(outcome, at_s))
 
-    def _stage(self, outcome: Outcome) -> float:
+    def _stage(self, outcome: JobOutcomes) -> float:
         if self.bound.seconds is None:
             return 0.0
         times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
         return self.bound.of(times[self._head :]) / self.bound.seconds
 
-    def _tokens(self, outcome: Outcome, at_s: NDArray[np.float64]) -> float:
+    def _tokens(self, outcome: JobOutcomes, at_s: NDArray[np.float64]) -> float:
         if self.bound.tpot_s is None or "D" not in self.station.tasks:
             return 0.0
         # The last requests decode alone. Those that were there when the last one came are left out,
@@ -158,7 +173,7 @@ def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
     return at_s
 
 
-def _lifetime_s(station: Station, draws: Sequence[Draw]) -> float:
+def _lifetime_s(station: Station, draws: Sequence[SampledRequest]) -> float:
     """Mean seconds of decoding beside as many others as there may be."""
     if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
         return 0.0

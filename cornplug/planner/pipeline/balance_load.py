@@ -12,20 +12,22 @@ from typing import Any, Final
 
 from pulp import lpSum
 
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import milp
-from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 from cornplug.planner.optimizer.solution import flows, slack
-from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import Model
+from cornplug.planner.optimizer.variables import PoolModel
 
 HELD: Final = 1e-6
 """Relative: what is held may move by so much, which the solver's own tolerances need."""
 SECONDS: Final = 5.0
 
 
-def balanced(pool: Pool, solution: Solution, settings: Solver) -> Solution | None:
+def balanced(
+    pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
+) -> PoolSolution | None:
     """The same replicas, variants and cost with other flows; None: they no longer fit this pool.
 
     Rates that are cut into slices stay as they are.
@@ -36,7 +38,7 @@ def balanced(pool: Pool, solution: Solution, settings: Solver) -> Solution | Non
     _hold(model, solution)
     fullest = _fullest(model, solution)
     model.problem.setObjective(lpSum(fullest))
-    run = run_solver(model.problem, Limits(0.0, SECONDS, settings.threads))
+    run = run_solver(model.problem, SolverLimits(0.0, SECONDS, settings.threads))
     if run.status not in ("optimal", "feasible"):
         return None
     values = {v: v.varValue or 0.0 for v in model.problem.variables()}
@@ -48,7 +50,7 @@ def balanced(pool: Pool, solution: Solution, settings: Solver) -> Solution | Non
     )
 
 
-def _hold(model: Model, solution: Solution) -> None:
+def _hold(model: PoolModel, solution: PoolSolution) -> None:
     for name, x in model.x.items():
         x.lowBound = x.upBound = solution.replicas.get(name, 0)
     for name, z in model.z.items():
@@ -62,7 +64,7 @@ def _hold(model: Model, solution: Solution) -> None:
         phi.lowBound, phi.upBound = rate * (1 - HELD), rate * (1 + HELD)
 
 
-def _fullest(model: Model, solution: Solution) -> list[Any]:
+def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
     """A variable for each service: the utilisation that none of its cells exceeds."""
     found = []
     for i, (service, cells) in enumerate(model.cells_of.items()):

@@ -14,24 +14,24 @@ from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component, LLMShape, Workload
 from cornplug.planner.optimizer import solvers
-from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
-from cornplug.planner.pipeline.formulate import Problem
+from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.pipeline.place_replicas import Slot, place
 from cornplug.planner.plan import (
     CacheSize,
-    Group,
     KVGeometry,
-    Outlook,
+    LatencyForecast,
+    OptimalityProof,
     Plan,
     PlannedNodes,
-    Proof,
-    Reservation,
-    Route,
+    PlanRoute,
+    QosReservation,
+    ReplicaGroup,
 )
 
 
-def draw_up(problem: Problem, solution: Solution, *, digest: str) -> Plan:
+def draw_up(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
     """The plan of a solution; its outlook holds no times yet (`decide.py` rehearses them)."""
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     ways = build_plan_routes.routes(problem, solution, names)
@@ -58,7 +58,7 @@ def group_name(cell: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", cell)
 
 
-def _nodes(problem: Problem, solution: Solution) -> list[PlannedNodes]:
+def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNodes]:
     return [
         PlannedNodes(
             name=n.name,
@@ -73,12 +73,14 @@ def _nodes(problem: Problem, solution: Solution) -> list[PlannedNodes]:
     ]
 
 
-def _groups(problem: Problem, solution: Solution, names: Mapping[str, str]) -> list[Group]:
+def _groups(
+    problem: FormulatedProblem, solution: PoolSolution, names: Mapping[str, str]
+) -> list[ReplicaGroup]:
     slots = _placement(problem, solution)
     return [_group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()]
 
 
-def _placement(problem: Problem, solution: Solution) -> dict[str, list[Slot]]:
+def _placement(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
     slots: dict[str, list[Slot]] = {}
     for nodes in problem.nodes:
         here = {
@@ -90,13 +92,15 @@ def _placement(problem: Problem, solution: Solution) -> dict[str, list[Slot]]:
     return slots
 
 
-def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slots: list[Slot]) -> Group:
+def _group(
+    problem: FormulatedProblem, solution: PoolSolution, spec: CellSpec, name: str, slots: list[Slot]
+) -> ReplicaGroup:
     cell, footprint = spec.cell, spec.footprint
     flows = [f for f in solution.flows if f.cell == cell.name and f.rate > build_plan_routes.LEAST_PART]
     users = [problem.classes[f.demand] for f in flows]
     replicas = solution.replicas[cell.name]
     main, *others = spec.service.components
-    return Group(
+    return ReplicaGroup(
         name=name,
         service=spec.service.name,
         tasks=spec.service.tasks,
@@ -124,7 +128,7 @@ def _group(problem: Problem, solution: Solution, spec: CellSpec, name: str, slot
     )
 
 
-def _kv(problem: Problem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
+def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
     """Of a language model, for buffers, pages and the choice of an attention backend."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
@@ -138,7 +142,7 @@ def _model(component: Component) -> str:
     return component.model or str(component.checkpoint or component.name)
 
 
-def _encoder_models(problem: Problem, spec: CellSpec) -> list[str]:
+def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
     """Models whose towers this service's tower stands for: an encoder service is told them all."""
     fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
     components = problem.given.component
@@ -154,9 +158,9 @@ def _most_urgent(users: list[RequestClass]) -> Workload:
     return min((u.app.workload for u in users), key=URGENCY.index)
 
 
-def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
+def _outlook(of: RequestClass, ways: list[PlanRoute]) -> LatencyForecast:
     slo = of.slo
-    return Outlook(
+    return LatencyForecast(
         app=of.app.name,
         request=of.request.name,
         rate=of.rate,
@@ -171,7 +175,7 @@ def _outlook(of: RequestClass, ways: list[Route]) -> Outlook:
     )
 
 
-def _caches(problem: Problem, solution: Solution) -> list[CacheSize]:
+def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSize]:
     return [
         CacheSize(
             name=level.cache,
@@ -185,8 +189,8 @@ def _caches(problem: Problem, solution: Solution) -> list[CacheSize]:
     ]
 
 
-def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
-    """Of the encoder services: each class of service is promised the part that its pictures need."""
+def _reservations(problem: FormulatedProblem, ways: list[PlanRoute]) -> list[QosReservation]:
+    """Of the encoder services: each class of service is promised the part that its images need."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in ways:
         of = problem.classes[f"{route.app}/{route.request}"]
@@ -197,9 +201,9 @@ def _reservations(problem: Problem, ways: list[Route]) -> list[Reservation]:
     return [_reservation(qos, loads, total) for qos, loads in users.items()]
 
 
-def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> Reservation:
+def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> QosReservation:
     deadlines = [of.slo.ttft_s for of, _ in loads if of.slo.ttft_s is not None]
-    return Reservation(
+    return QosReservation(
         qos=qos,
         share=sum(load for _, load in loads) / total,
         priority=max(PRIORITY[of.app.workload] for of, _ in loads),
@@ -208,8 +212,8 @@ def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float
     )
 
 
-def _proof(solution: Solution) -> Proof:
-    return Proof(
+def _proof(solution: PoolSolution) -> OptimalityProof:
+    return OptimalityProof(
         status=solution.status,
         solver=solvers.NAME,
         seconds=solution.seconds,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cornplug.planner.optimizer.optimization_problem import Need, Solution, Variant
-from cornplug.planner.pipeline.formulate import Problem
-from cornplug.planner.plan import Route, Stage
+from cornplug.planner.optimizer.optimization_problem import PathVariant, PoolSolution, ServiceDemand
+from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.plan import PlanRoute, RouteStage
 
 LEAST_PART = 1e-6
 """Of a class's rate: less is the solver's rounding."""
 
 
-def routes(problem: Problem, solution: Solution, group_of: Mapping[str, str]) -> list[Route]:
+def routes(
+    problem: FormulatedProblem, solution: PoolSolution, group_of: Mapping[str, str]
+) -> list[PlanRoute]:
     """One for each variant that serves something. `group_of`: cell -> group."""
     rates = {d.name: d.rate for d in problem.pool.demands}
     served = [
@@ -21,18 +23,22 @@ def routes(problem: Problem, solution: Solution, group_of: Mapping[str, str]) ->
     return [_route(problem, solution, variant, group_of) for variant in served]
 
 
-def _route(problem: Problem, solution: Solution, variant: Variant, group_of: Mapping[str, str]) -> Route:
+def _route(
+    problem: FormulatedProblem, solution: PoolSolution, variant: PathVariant, group_of: Mapping[str, str]
+) -> PlanRoute:
     tasks = {s.name: s.tasks for s in problem.ways[variant.name].path.stages}
     app, request = variant.demand.split("/")
     stages = []
     for need in variant.needs:
         weights = _weights(solution, variant.demand, need)
-        stages.append(Stage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()}))
+        stages.append(
+            RouteStage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()})
+        )
     rate = solution.served[variant.name]
-    return Route(app=app, request=request, structure=variant.structure, rate=rate, stages=stages)
+    return PlanRoute(app=app, request=request, structure=variant.structure, rate=rate, stages=stages)
 
 
-def _weights(solution: Solution, demand: str, need: Need) -> dict[str, float]:
+def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[str, float]:
     """Cell -> its part of the work that the demand asks of a service within this tier."""
     rates: dict[str, float] = {}
     for f in solution.flows:

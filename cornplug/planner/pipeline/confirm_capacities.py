@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Final
 
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.inputs.schema import Solver
-from cornplug.planner.optimizer.optimization_problem import Progress, Solution
+from cornplug.planner.inputs.schema import SolverOptions
+from cornplug.planner.optimizer.optimization_problem import PoolSolution, SolveProgress
 from cornplug.planner.pipeline import current_deployment_baseline
 from cornplug.planner.pipeline.balance_load import balanced
-from cornplug.planner.pipeline.formulate import Problem
+from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
 """Phase in words, share of it that is done."""
-Watch = Callable[[Progress], None]
+Watch = Callable[[SolveProgress], None]
 
 ROUNDS: Final = 6
 """The last round's solution is taken as it is, confirmed or not."""
@@ -33,14 +33,14 @@ LATER: Final = 0.5
 
 
 def confirmed(
-    posed: Problem, report: Report, watch: Watch | None, *, first: bool = True
-) -> tuple[Problem, Solution]:
+    posed: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+) -> tuple[FormulatedProblem, PoolSolution]:
     """The solution, and the problem with the capacities that it was confirmed with.
 
     `first`: False where a like problem was solved before. Raises as `milp.solve`.
     """
     posed = _running_confirmed(posed, report)
-    floor: Solution | None = None
+    floor: PoolSolution | None = None
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
         settings = _settings(posed.given.solver, first=first and i == 0)
@@ -62,7 +62,7 @@ def confirmed(
     return posed, balanced(posed.pool, solution, settings) or solution
 
 
-def _running_confirmed(posed: Problem, report: Report) -> Problem:
+def _running_confirmed(posed: FormulatedProblem, report: Report) -> FormulatedProblem:
     """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
     running = posed.pool.running
     if running is None or not posed.given.rules.simulate:
@@ -72,11 +72,11 @@ def _running_confirmed(posed: Problem, report: Report) -> Problem:
     return posed.with_cells(_simulated(posed, doubtful, report)) if doubtful else posed
 
 
-def _settings(given: Solver, *, first: bool) -> Solver:
+def _settings(given: SolverOptions, *, first: bool) -> SolverOptions:
     return given if first else given.model_copy(update={"time_limit_s": LATER * given.time_limit_s})
 
 
-def _doubtful(posed: Problem, solution: Solution) -> list[tuple[CellSpec, int]]:
+def _doubtful(posed: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
     """Cells in use whose capacity no simulation has confirmed for about so many replicas."""
     used = [(posed.cells[name], n) for name, n in solution.replicas.items() if n]
     return [
@@ -86,7 +86,9 @@ def _doubtful(posed: Problem, solution: Solution) -> list[tuple[CellSpec, int]]:
     ]
 
 
-def _simulated(posed: Problem, doubtful: list[tuple[CellSpec, int]], report: Report) -> dict[str, CellSpec]:
+def _simulated(
+    posed: FormulatedProblem, doubtful: list[tuple[CellSpec, int]], report: Report
+) -> dict[str, CellSpec]:
     found = {}
     for i, (spec, replicas) in enumerate(doubtful):
         report("confirm", i / len(doubtful))
@@ -94,7 +96,7 @@ def _simulated(posed: Problem, doubtful: list[tuple[CellSpec, int]], report: Rep
     return found
 
 
-def _with_bound(solution: Solution, floor: Solution | None, gap: float) -> Solution:
+def _with_bound(solution: PoolSolution, floor: PoolSolution | None, gap: float) -> PoolSolution:
     """With the better bound: cells that carry less than those of `floor` cost no less."""
     if floor is None or floor.bound <= solution.bound:
         return solution
@@ -102,7 +104,9 @@ def _with_bound(solution: Solution, floor: Solution | None, gap: float) -> Solut
     return replace(raised, status="optimal") if raised.gap <= gap else raised
 
 
-def _grown(before: Problem, after: Problem, names: dict[str, CellSpec], times: float) -> bool:
+def _grown(
+    before: FormulatedProblem, after: FormulatedProblem, names: dict[str, CellSpec], times: float
+) -> bool:
     return any(
         rate > times * before.cells[name].cell.capacity[u]
         for name in names

@@ -13,16 +13,16 @@ from dataclasses import replace
 from math import log
 
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.inputs.schema import Change
-from cornplug.planner.optimizer.optimization_problem import Nodes, Pool, Running
-from cornplug.planner.plan import Group, Plan
+from cornplug.planner.inputs.schema import ChangeRules
+from cornplug.planner.optimizer.optimization_problem import CurrentState, MachineClass, OptimizationProblem
+from cornplug.planner.plan import Plan, ReplicaGroup
 
 Identity = tuple[str, str, str, int, int, float, str, int]
 """What makes a process another one: service, engine, nodes, TP, PP, share, quantisation, and its
 tokens of one iteration, which are a flag of its command line (0 where nothing is planned of them)."""
 
 
-def of_group(g: Group) -> Identity:
+def of_group(g: ReplicaGroup) -> Identity:
     chunk = 0 if g.settings is None else g.settings.chunk_tokens
     return g.service, g.engine, g.nodes, g.tp, g.pp, g.share, g.quantisation, chunk
 
@@ -41,8 +41,8 @@ def kept(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> l
 
 
 def take_over(
-    pool: Pool, cells: Mapping[str, CellSpec], change: Change, plan: Plan, now: float
-) -> tuple[Pool, dict[str, CellSpec]]:
+    pool: OptimizationProblem, cells: Mapping[str, CellSpec], change: ChangeRules, plan: Plan, now: float
+) -> tuple[OptimizationProblem, dict[str, CellSpec]]:
     """The pool and its cells with their switches, and `running` filled in. `now`: Unix time."""
     switches, free = _switches(cells.values(), change)
     known = {
@@ -59,7 +59,7 @@ def take_over(
             if g.since is not None and now - g.since < change.min_dwell_s:
                 young[home] += g.replicas
     switch_cost = max((_dollars(cells[name], nodes, change.role_switch_s) for name in replicas), default=0.0)
-    running = Running(
+    running = CurrentState(
         replicas=dict(replicas),
         young=dict(young),
         start_cost={name: _dollars(spec, nodes, change.start_s) for name, spec in cells.items()},
@@ -71,7 +71,7 @@ def take_over(
     return replace(pool, cells=tuple(known[c.name].cell for c in pool.cells), running=running), known
 
 
-def limited_to(running: Running | None, cells: Iterable[str]) -> Running | None:
+def limited_to(running: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
     """What runs on these cells; replicas of others have no place in the pool, and stop."""
     if running is None:
         return None
@@ -83,20 +83,20 @@ def limited_to(running: Running | None, cells: Iterable[str]) -> Running | None:
     )
 
 
-def _home(g: Group, specs: Iterable[CellSpec]) -> str | None:
+def _home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> str | None:
     """The cell of the group's processes whose promise is nearest to the one they were planned for."""
     same = [spec for spec in specs if of_cell(spec) == of_group(g)]
     return min(same, key=lambda spec: _distance(spec, g)).cell.name if same else None
 
 
-def _distance(spec: CellSpec, g: Group) -> float:
+def _distance(spec: CellSpec, g: ReplicaGroup) -> float:
     if g.tier_s is None or not spec.timed:
         return spec.tier.seconds
     return abs(log(min(spec.tier.seconds, 1e9)) - log(g.tier_s))
 
 
 def _switches(
-    specs: Iterable[CellSpec], change: Change
+    specs: Iterable[CellSpec], change: ChangeRules
 ) -> tuple[dict[str, tuple[str, ...]], frozenset[tuple[str, str]]]:
     found: dict[str, list[str]] = defaultdict(list)
     free = set()
@@ -125,7 +125,7 @@ def _switchable(spec: CellSpec) -> bool:
     return spec.footprint.engine == "sglang" and spec.footprint.pp == 1 and spec.service.tasks in ("P", "D")
 
 
-def _dollars(spec: CellSpec, nodes: Mapping[str, Nodes], seconds: float) -> float:
+def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) -> float:
     """Of one replica's GPUs that are paid for and do not serve."""
     node = nodes[spec.cell.nodes]
     return spec.cell.gpus * node.price / node.gpus * seconds / 3600

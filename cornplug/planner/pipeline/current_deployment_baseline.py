@@ -10,17 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import milp
-from cornplug.planner.optimizer.optimization_problem import Pool, Progress, Running, Solution
+from cornplug.planner.optimizer.optimization_problem import (
+    CurrentState,
+    OptimizationProblem,
+    PoolSolution,
+    SolveProgress,
+)
 
 
 def solve(
-    pool: Pool,
-    settings: Solver,
-    watch: Callable[[Progress], None] | None,
+    pool: OptimizationProblem,
+    settings: SolverOptions,
+    watch: Callable[[SolveProgress], None] | None,
     notes: Mapping[str, str],
-) -> Solution:
+) -> PoolSolution:
     """The better of both, with the whole pool's bound. Raises as `milp.solve`."""
     running = pool.running
     if running is None or pool.objective != "cost":
@@ -38,7 +43,7 @@ def solve(
     return replace(kept, status="optimal" if near else "feasible", bound=whole.bound)
 
 
-def _kept(pool: Pool, running: Running, settings: Solver) -> Solution | None:
+def _kept(pool: OptimizationProblem, running: CurrentState, settings: SolverOptions) -> PoolSolution | None:
     """More or fewer of the same processes, in the same or switched roles; None: they cannot carry it."""
     names = set(running.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}

@@ -11,27 +11,27 @@ from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 from cornplug.planner.pipeline.build_plan import draw_up
 from cornplug.planner.pipeline.confirm_capacities import Report, Watch, confirmed
 from cornplug.planner.pipeline.derate import derated
-from cornplug.planner.pipeline.formulate import Problem, problem
-from cornplug.planner.pipeline.validate import Miss, rehearse
+from cornplug.planner.pipeline.formulate import FormulatedProblem, problem
+from cornplug.planner.pipeline.validate import SloMiss, rehearse
 from cornplug.planner.plan import Plan
 
 REHEARSALS: Final = 6
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlanDecision:
     plan: Plan
-    problem: Problem
-    solution: Solution
-    misses: tuple[Miss, ...] = ()
+    problem: FormulatedProblem
+    solution: PoolSolution
+    misses: tuple[SloMiss, ...] = ()
     """Bounds that the plan did not keep in its own simulation, when rounds ran out."""
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> OptimizationProblem:
         return self.problem.pool
 
 
@@ -41,7 +41,7 @@ def decide(
     digest: str,
     progress: Report | None = None,
     watch: Watch | None = None,
-) -> Decision:
+) -> PlanDecision:
     """The cheapest plan (or the one of most goodput) that keeps every SLO.
 
     `digest`: SHA-256 of the input file's bytes. `watch` is told of the solver's incumbents and
@@ -53,13 +53,13 @@ def decide(
     report("cells", 1.0)
     if not given.rules.simulate:
         posed, solution = confirmed(posed, report, watch)
-        return Decision(draw_up(posed, solution, digest=digest), posed, solution)
+        return PlanDecision(draw_up(posed, solution, digest=digest), posed, solution)
     return _rehearsed(posed, digest, report, watch)
 
 
-def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None) -> Decision:
+def _rehearsed(posed: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
     """The first plan without a miss; where there is none, the one that misses least."""
-    tried: list[Decision] = []
+    tried: list[PlanDecision] = []
     for i in range(REHEARSALS):
         try:
             posed, solution = confirmed(posed, report, watch, first=not tried)
@@ -69,7 +69,7 @@ def _rehearsed(posed: Problem, digest: str, report: Report, watch: Watch | None)
             break
         report("rehearse", i / REHEARSALS)
         trial = rehearse(posed, solution, draw_up(posed, solution, digest=digest))
-        tried.append(Decision(trial.plan, posed, solution, trial.misses))
+        tried.append(PlanDecision(trial.plan, posed, solution, trial.misses))
         if not trial.misses:
             break
         posed = derated(posed, solution, trial.misses)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from cornplug.planner.optimizer.optimization_problem import Solution
-from cornplug.planner.pipeline.formulate import Problem
-from cornplug.planner.pipeline.validate import Miss
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
+from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.pipeline.validate import SloMiss
 
 DERATE: Final = 0.93
 STEEPEST: Final = 0.7
@@ -21,7 +21,9 @@ ROOM: Final = 0.97
 """Of the fullest cell's load: what a derated cell must not carry any more."""
 
 
-def derated(posed: Problem, solution: Solution, misses: tuple[Miss, ...]) -> Problem:
+def derated(
+    posed: FormulatedProblem, solution: PoolSolution, misses: tuple[SloMiss, ...]
+) -> FormulatedProblem:
     """The problem with less capacity for the services that a class with a miss has visited.
 
     By the miss, and by at least what makes the fullest cell of each too small for its load: a
@@ -41,7 +43,7 @@ def derated(posed: Problem, solution: Solution, misses: tuple[Miss, ...]) -> Pro
     return posed.with_cells(changed)
 
 
-def _loads(posed: Problem, solution: Solution) -> dict[str, float]:
+def _loads(posed: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
     """Service -> its fullest cell's load, as a share of what the pool's limits allow."""
     limits = posed.pool.limits
     online = {d.name for d in posed.pool.demands if d.online}
@@ -59,7 +61,7 @@ def _loads(posed: Problem, solution: Solution) -> dict[str, float]:
     return found
 
 
-def _visited(posed: Problem, solution: Solution, miss: Miss) -> set[str]:
+def _visited(posed: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
     """Services that bear on what was missed: the first token is none of decode's."""
     ways = (posed.ways[name] for name, rate in solution.served.items() if rate > 0)
     services = {s for way in ways if way.of.name == miss.of for s in way.path.stages}

@@ -9,18 +9,25 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.planner.candidates import infeasible_classes, services
-from cornplug.planner.candidates.cache_sizes import Level, assumptions, cache_levels
-from cornplug.planner.candidates.cell_capacity import Equipment
+from cornplug.planner.candidates.cache_sizes import CacheSizeOption, assumptions, cache_levels
+from cornplug.planner.candidates.cell_capacity import CellBuilder
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.dominance import loosest, prune
-from cornplug.planner.candidates.latency_tiers import Chain, Tier, chain, how_many
-from cornplug.planner.candidates.request_paths import Way, ways
+from cornplug.planner.candidates.latency_tiers import Chain, LatencyTier, chain, how_many
+from cornplug.planner.candidates.request_paths import RequestPath, ways
 from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
-from cornplug.planner.inputs.schema import Gpu, NodeClass, PlanInput
-from cornplug.planner.optimizer.optimization_problem import Demand, Limits, Need, Nodes, Pool, Variant
+from cornplug.planner.inputs.schema import GpuSpec, NodeClass, PlanInput
+from cornplug.planner.optimizer.optimization_problem import (
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
+)
 from cornplug.planner.pipeline import current_deployment
 from cornplug.planner.plan import Plan
 
@@ -29,18 +36,18 @@ GB: Final = 1e9
 
 
 @dataclass(frozen=True)
-class Problem:
+class FormulatedProblem:
     """A pool, and what its names stand for."""
 
     given: PlanInput
-    pool: Pool
+    pool: OptimizationProblem
     classes: Mapping[str, RequestClass]
     cells: Mapping[str, CellSpec]
-    ways: Mapping[str, Way]
-    levels: tuple[Level, ...]
+    ways: Mapping[str, RequestPath]
+    levels: tuple[CacheSizeOption, ...]
     samples: Samples
     nodes: tuple[NodeClass, ...]
-    equipment: Equipment
+    equipment: CellBuilder
 
     @property
     def dropped(self) -> Counter[str]:
@@ -59,7 +66,7 @@ class Problem:
         draws = {s.name: self.samples.at(s, of, base) for w in ways for s in w.path.stages}
         return infeasible_classes.note(of, ways, equipment.equipped, equipment.dropped, draws)
 
-    def with_cells(self, changed: Mapping[str, CellSpec]) -> Problem:
+    def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
         """The same with other capacities of some cells; one that carries nothing goes."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
@@ -68,12 +75,12 @@ class Problem:
         return replace(self, cells=cells, pool=pool)
 
 
-def nic_bytes_s(nodes: NodeClass, gpu: Gpu) -> float:
+def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
     """Of a whole node."""
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
-def problem(given: PlanInput) -> Problem:
+def problem(given: PlanInput) -> FormulatedProblem:
     """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
     given = component_shapes.resolve(given)
     classes = request_classes(given)
@@ -90,7 +97,7 @@ def problem(given: PlanInput) -> Problem:
         for assumed in assumptions(given, classes[name], levels)
         for way in ways(given, classes[name], path, assumed, samples, slowest)
     ]
-    equipment = Equipment(given, nodes, table, bases, samples)
+    equipment = CellBuilder(given, nodes, table, bases, samples)
     chains = _chains(found, len(nodes))
     every = [
         spec
@@ -101,7 +108,7 @@ def problem(given: PlanInput) -> Problem:
     ]
     old = None if given.change is None else Plan.load(given.change.plan)
     specs = prune(every) if old is None else current_deployment.kept(every, prune(every), old)
-    pool = Pool(
+    pool = OptimizationProblem(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(given, c) for c in classes.values()),
@@ -114,10 +121,10 @@ def problem(given: PlanInput) -> Problem:
     if given.change is not None and old is not None:
         pool, cells = current_deployment.take_over(pool, cells, given.change, old, time.time())
     by_variant = {w.name: w for w in found}
-    return Problem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
+    return FormulatedProblem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
 
 
-def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:
+def _users(found: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
     """Service -> the classes that may come to it."""
     users: dict[Service, dict[str, RequestClass]] = {}
     for way in found:
@@ -126,7 +133,7 @@ def _users(found: list[Way]) -> dict[Service, dict[str, RequestClass]]:
     return users
 
 
-def _chains(found: list[Way], node_classes: int) -> dict[str, Chain]:
+def _chains(found: list[RequestPath], node_classes: int) -> dict[str, Chain]:
     wanted: dict[str, set[tuple[float, float]]] = {}
     for way in found:
         for p in way.promises:
@@ -135,19 +142,21 @@ def _chains(found: list[Way], node_classes: int) -> dict[str, Chain]:
     return {name: chain(pairs, most) for name, pairs in wanted.items()}
 
 
-def _loosest_tiers(service: Service, found: list[Way], chains: Mapping[str, Chain]) -> dict[str, Tier]:
+def _loosest_tiers(
+    service: Service, found: list[RequestPath], chains: Mapping[str, Chain]
+) -> dict[str, LatencyTier]:
     """User of a service -> the loosest tier that one of its ways asks for there."""
     asked = [(w.of.name, p) for w in found for p in w.promises if p.service.name == service.name]
-    loosest: dict[str, Tier] = {}
+    loosest: dict[str, LatencyTier] = {}
     for name, p in asked:
         tier = chains[service.name].at_most(p.seconds, p.tpot_s)
         loosest[name] = max(tier, loosest.get(name, tier), key=lambda t: t.rank)
     return loosest
 
 
-def _nodes(nodes: NodeClass, gpu: Gpu) -> Nodes:
+def _nodes(nodes: NodeClass, gpu: GpuSpec) -> MachineClass:
     assert nodes.price_per_hour is not None, "node_classes fills prices in"
-    return Nodes(
+    return MachineClass(
         nodes.name,
         nodes.gpu,
         nodes.gpus,
@@ -158,14 +167,14 @@ def _nodes(nodes: NodeClass, gpu: Gpu) -> Nodes:
     )
 
 
-def _demand(given: PlanInput, of: RequestClass) -> Demand:
+def _demand(given: PlanInput, of: RequestClass) -> RateDemand:
     slices = given.rules.slices if given.rules.split == "slices" else None
-    return Demand(of.name, of.rate, of.online, of.request.weight, slices)
+    return RateDemand(of.name, of.rate, of.online, of.request.weight, slices)
 
 
-def _variant(way: Way, chains: Mapping[str, Chain], equipment: Equipment) -> Variant:
+def _variant(way: RequestPath, chains: Mapping[str, Chain], equipment: CellBuilder) -> PathVariant:
     needs = tuple(
-        Need(
+        ServiceDemand(
             p.service.name,
             chains[p.service.name].at_most(p.seconds, p.tpot_s).value,
             equipment.work(p.service, way.of, way.assumed),
@@ -173,13 +182,13 @@ def _variant(way: Way, chains: Mapping[str, Chain], equipment: Equipment) -> Var
         for p in way.promises
     )
     needs = tuple(n for n in needs if n.work > 0)
-    return Variant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
+    return PathVariant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
 
 
-def _limits(given: PlanInput, found: list[Way]) -> Limits:
+def _limits(given: PlanInput, found: list[RequestPath]) -> PoolLimits:
     rules = given.rules
     online = {s.name for w in found if w.of.online for s in w.path.stages}
-    return Limits(
+    return PoolLimits(
         rules.max_utilisation,
         rules.online_share,
         rules.network_utilisation,

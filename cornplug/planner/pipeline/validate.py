@@ -8,13 +8,13 @@ from typing import Final
 
 from cornplug.planner.candidates import cache_sizes
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import LLMShape
-from cornplug.planner.optimizer.optimization_problem import Solution
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline.build_plan import group_name
-from cornplug.planner.pipeline.formulate import Problem, nic_bytes_s
-from cornplug.planner.plan import Outlook, Plan, Route, Times
+from cornplug.planner.pipeline.formulate import FormulatedProblem, nic_bytes_s
+from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, RequestTimes
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 
@@ -25,7 +25,7 @@ NOISE: Final = 0.02
 
 
 @dataclass(frozen=True)
-class Miss:
+class SloMiss:
     """A bound that a class does not keep in simulation."""
 
     of: str
@@ -40,13 +40,13 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ValidationRun:
     plan: Plan
     """Its outlook has the simulated times."""
-    misses: tuple[Miss, ...]
+    misses: tuple[SloMiss, ...]
 
 
-def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
+def rehearse(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> ValidationRun:
     """The whole plan, simulated.
 
     Classes that visit a service of which only a throughput is known have no times.
@@ -56,7 +56,7 @@ def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
     whole = {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
     routes = [r for r in timed if _name(r) in whole]
     if not routes:
-        return Trial(plan, ())
+        return ValidationRun(plan, ())
     rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
     found = end_to_end.rehearse(
@@ -64,14 +64,14 @@ def rehearse(problem: Problem, solution: Solution, plan: Plan) -> Trial:
     )
     outlook = [_with_times(o, found) for o in plan.outlook]
     misses = tuple(m for o in outlook for m in _misses(o))
-    return Trial(plan.model_copy(update={"outlook": outlook}), misses)
+    return ValidationRun(plan.model_copy(update={"outlook": outlook}), misses)
 
 
-def _name(route: Route) -> str:
+def _name(route: PlanRoute) -> str:
     return f"{route.app}/{route.request}"
 
 
-def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
+def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, Station]:
     """Group -> station, of the groups whose times are known."""
     return {
         group_name(cell): problem.cells[cell].station(replicas)
@@ -80,17 +80,19 @@ def _stations(problem: Problem, solution: Solution) -> dict[str, Station]:
     }
 
 
-def _class(problem: Problem, solution: Solution, of: RequestClass, rate: float) -> end_to_end.Class:
+def _class(
+    problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, rate: float
+) -> end_to_end.TrafficClass:
     assumed = next(
         w.assumed
         for name, w in problem.ways.items()
         if w.of.name == of.name and w.assumed.names <= solution.levels
     )
     draws = problem.samples.of(of, assumed)
-    return end_to_end.Class(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
+    return end_to_end.TrafficClass(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
 
 
-def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
+def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
     """Seconds between two stages: an embedding's fetch, or the KV's way."""
     table = problem.equipment.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
@@ -102,7 +104,7 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
         (c.shape.hidden for c in problem.given.components if isinstance(c.shape, LLMShape)), default=0
     )
 
-    def seconds(before: str, after: str, draw: Draw) -> float:
+    def seconds(before: str, after: str, draw: SampledRequest) -> float:
         if before == "E":
             # A token is made of one patch or more.
             moved = sum(draw.patches) * hidden * cache_sizes.ELEMENT_BYTES
@@ -112,15 +114,15 @@ def _delays(problem: Problem) -> Callable[[str, str, Draw], float]:
     return seconds
 
 
-def _with_times(outlook: Outlook, found: Mapping[str, end_to_end.Result]) -> Outlook:
+def _with_times(outlook: LatencyForecast, found: Mapping[str, end_to_end.SimulatedTimes]) -> LatencyForecast:
     times = found.get(f"{outlook.app}/{outlook.request}")
     if times is None:
         return outlook
     return outlook.model_copy(update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e})
 
 
-def _misses(outlook: Outlook) -> list[Miss]:
-    bounds: list[tuple[str, float | None, Times]] = [
+def _misses(outlook: LatencyForecast) -> list[SloMiss]:
+    bounds: list[tuple[str, float | None, RequestTimes]] = [
         ("ttft", outlook.slo_ttft_s, outlook.ttft),
         ("tpot", outlook.slo_tpot_s, outlook.tpot),
         ("e2e", outlook.slo_e2e_s, outlook.e2e),
@@ -129,5 +131,5 @@ def _misses(outlook: Outlook) -> list[Miss]:
     for what, bound, times in bounds:
         value = getattr(times, outlook.slo_percentile)
         if bound is not None and value is not None and value > bound * (1 + NOISE):
-            found.append(Miss(f"{outlook.app}/{outlook.request}", what, bound, value))
+            found.append(SloMiss(f"{outlook.app}/{outlook.request}", what, bound, value))
     return found

@@ -17,32 +17,32 @@ from prometheus_client.parser import text_string_to_metric_families
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.inputs.profile_tables import Row
+from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _DEADLINE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassCounter:
     """Tower passes of a service so far, by its own count."""
 
     count: float
     seconds: float
 
-    def since(self, before: Passes) -> Passes:
-        return Passes(self.count - before.count, self.seconds - before.seconds)
+    def since(self, before: PassCounter) -> PassCounter:
+        return PassCounter(self.count - before.count, self.seconds - before.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """So many pictures, sent at once."""
+class BenchRound:
+    """So many images, sent at once."""
 
     pictures: int
     tokens: int
     """Rows of all their embeddings."""
     seconds: float
-    """From sending to the last answer, of one picture sent alone."""
-    passes: Passes
+    """From sending to the last answer, of one image sent alone."""
+    passes: PassCounter
 
 
 def rows(
@@ -55,16 +55,16 @@ def rows(
     patches_per_token: int,
     progress: Callable[[str, float], None],
     **cell: str | int | None,
-) -> list[Row]:
-    """Encode pictures of noise, which nobody has seen before; `cell` are `Row`'s other fields.
+) -> list[ProfileRow]:
+    """Encode images of noise, which nobody has seen before; `cell` are `ProfileRow`'s other fields.
 
     Args:
-        edges: pixels of the square pictures' sides; towers of one size make all alike.
-        batches: pictures at a time.
+        edges: pixels of the square images' sides; towers of one size make all alike.
+        batches: images at a time.
 
     Raises EncoderError, CornplugError.
     """
-    rounds: list[Round] = []
+    rounds: list[BenchRound] = []
     with EncoderClient(url, deadline_s=_DEADLINE_S) as client:
         name = _served_name(client, model)
         steps = [(edge, batch) for edge in edges for batch in batches]
@@ -76,11 +76,13 @@ def rows(
     return points(rounds, patches_per_token, **cell)
 
 
-def points(rounds: Sequence[Round], patches_per_token: int, **cell: str | int | None) -> list[Row]:
+def points(
+    rounds: Sequence[BenchRound], patches_per_token: int, **cell: str | int | None
+) -> list[ProfileRow]:
     """The table's rows: what a client waits for a batch of so many patches.
 
-    That is the tower's time for such a pass, by the service's own count, and what a picture sent
-    alone waits longer than its pass: reading, resizing, the way there and back. Pictures sent at
+    That is the tower's time for such a pass, by the service's own count, and what an image sent
+    alone waits longer than its pass: reading, resizing, the way there and back. Images sent at
     once need not go through the tower at once: the mean of their passes counts, which is exact
     where a pass takes a + b * patches.
     """
@@ -93,12 +95,12 @@ def points(rounds: Sequence[Round], patches_per_token: int, **cell: str | int | 
         patches = round(r.tokens / r.passes.count) * patches_per_token
         passes.setdefault(patches, []).append(r.passes.seconds / r.passes.count)
     return [
-        Row(kind="encode", x=patches, seconds=median(seconds) + around_s, **cell)  # type: ignore[arg-type]
+        ProfileRow(kind="encode", x=patches, seconds=median(seconds) + around_s, **cell)  # type: ignore[arg-type]
         for patches, seconds in sorted(passes.items())
     ]
 
 
-def passes(url: str) -> Passes:
+def passes(url: str) -> PassCounter:
     """What the service's /metrics say. Raises CornplugError where it is no encoder service."""
     try:
         text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
@@ -112,12 +114,12 @@ def passes(url: str) -> Passes:
     }
     names = ("tower_seconds_count", "tower_seconds_sum")
     try:
-        return Passes(*(values[f"cornplug_encoder_{name}"] for name in names))
+        return PassCounter(*(values[f"cornplug_encoder_{name}"] for name in names))
     except KeyError as e:
         raise CornplugError(f"{url}/metrics has no {e.args[0]}: no encoder service", reason="server") from e
 
 
-def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> Round:
+def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> BenchRound:
     # Packed beforehand: a client's files are ready, too.
     files = [_noise(edge) for _ in range(batch)]
     before, began = passes(url), time.perf_counter()
@@ -127,7 +129,7 @@ def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -
             raise answer
         tokens += answer.shape[0]
     seconds = time.perf_counter() - began
-    return Round(batch, tokens, seconds, passes(url).since(before))
+    return BenchRound(batch, tokens, seconds, passes(url).since(before))
 
 
 def _noise(edge: int) -> bytes:

@@ -9,16 +9,16 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import CornplugError
-from cornplug.planner.inputs.profile_tables import Row
+from cornplug.planner.inputs.profile_tables import ProfileRow
 from cornplug.planner.profiler import vllm_bench
-from cornplug.planner.profiler.sample_grid import Grid
-from cornplug.planner.profiler.vllm_bench import Served
+from cornplug.planner.profiler.sample_grid import SampleGrid
+from cornplug.planner.profiler.vllm_bench import BenchedModel
 
 _CACHED_MAX = 0.02
 """Share of prompt tokens found in the engine's prefix cache beyond which times are not prefill's."""
 
 
-def served(url: str, tokenizer: str | None) -> Served:
+def served(url: str, tokenizer: str | None) -> BenchedModel:
     """The model that an engine serves.
 
     Args:
@@ -29,15 +29,15 @@ def served(url: str, tokenizer: str | None) -> Served:
     (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
     if "id" not in model:
         raise CornplugError(f"{url} serves no model", reason="server")
-    return Served(
+    return BenchedModel(
         url, model["id"], tokenizer or model.get("root") or model["id"], model.get("max_model_len") or 32_768
     )
 
 
 def rows(
-    target: Served, grid: Grid, progress: Callable[[str, float], None], **cell: str | int | None
-) -> list[Row]:
-    """Measure every point of the grid. `cell` are `Row`'s other fields.
+    target: BenchedModel, grid: SampleGrid, progress: Callable[[str, float], None], **cell: str | int | None
+) -> list[ProfileRow]:
+    """Measure every point of the grid. `cell` are `ProfileRow`'s other fields.
 
     Raises CornplugError when a request fails, or when the engine answered from its prefix cache.
     """
@@ -60,7 +60,7 @@ def rows(
             reason="cached",
         )
     kv_tokens = capacity_tokens(target.url)
-    room = [Row(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
+    room = [ProfileRow(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
     return [*grid.rows(alone, together, **cell), *room]
 
 

@@ -25,9 +25,9 @@ from rich.table import Table as Shown
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import component_shapes, profile_tables
 from cornplug.planner.inputs.schema import Component, TowerShape
-from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.profiler import encoder_passes, engine_steps, run_environment, server_under_test
-from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.report import formatting
 
 READY_S = 900.0
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         rows, facts = (_llm if args.kind == "llm" else _encoder)(args, report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = {**run_environment.machine(), "measured": facts, "command": command}
-    profile_tables.write(args.out, profile_tables.Table(tuple(rows), about))
+    profile_tables.write(args.out, profile_tables.ProfileTable(tuple(rows), about))
     _show(Console(), rows, args.out)
     return 0
 
@@ -60,8 +60,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--repeats", f"{args.repeats} have no median", "Give 3 or more")
 
 
-def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.Row], str]:
-    grid = Grid(
+def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.ProfileRow], str]:
+    grid = SampleGrid(
         prompts=args.prompts, batches=args.batches, output_tokens=args.output_tokens, repeats=args.repeats
     )
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.
         return rows, f"{args.engine} {engine_steps.version(url)}, median of {grid.repeats}"
 
 
-def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.Row], str]:
+def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.ProfileRow], str]:
     with ExitStack() as stack:
         url = args.url or stack.enter_context(_service(args, report))
         rows = encoder_passes.rows(
@@ -101,7 +101,7 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 
 
 @contextmanager
-def _engine(args: argparse.Namespace, grid: Grid, report: Report) -> Iterator[str]:
+def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Iterator[str]:
     """An engine of ours; its address."""
     report("starting the engine", 0.0)
     command = server_under_test.engine(
@@ -121,7 +121,7 @@ def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
             yield url
 
 
-def _with(command: Command, args: argparse.Namespace) -> Command:
+def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
     """And the flags that the command line passes on."""
     return replace(command, argv=(*command.argv, *args.flags))
 
@@ -161,7 +161,7 @@ def _bar(console: Console, name: str) -> Iterator[Report]:
         yield report
 
 
-def _show(console: Console, rows: Sequence[profile_tables.Row], path: Path) -> None:
+def _show(console: Console, rows: Sequence[profile_tables.ProfileRow], path: Path) -> None:
     shown = Shown("kind", "of", "x", "time", title=str(path))
     for row in rows:
         shown.add_row(

@@ -14,21 +14,21 @@ from itertools import pairwise
 from statistics import median
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.inputs.profile_tables import Row
+from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _SHORT_TOKENS = 16
 """A prompt that decoding is timed after: its context adds next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GridPoint:
     prompt_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    ask: Ask
+class TimedPoint:
+    ask: GridPoint
     seconds: float
     """From sending it to its last token.
 
@@ -37,7 +37,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class SampleGrid:
     """The points that are measured."""
 
     prompts: tuple[int, ...]
@@ -56,7 +56,7 @@ class Grid:
         if self.output_tokens < 8:
             raise ConfigError("output_tokens", f"{self.output_tokens} are too few to time", "Give 32")
 
-    def within(self, max_model_len: int) -> Grid:
+    def within(self, max_model_len: int) -> SampleGrid:
         """Without the prompts that a model of this context cannot take.
 
         Raises ConfigError when none are left.
@@ -70,27 +70,30 @@ class Grid:
             )
         return replace(self, prompts=fitting)
 
-    def alone(self) -> list[Ask]:
+    def alone(self) -> list[GridPoint]:
         """Asked one after the other. The first of each kind only warms up.
 
         Kinds take turns, so that whatever else happens on the machine meets all of them.
         """
         kinds = [
-            Ask(1, 1),
-            *(Ask(p, 1) for p in (_SHORT_TOKENS, *self.prompts)),
-            *(Ask(p, self.output_tokens) for p in (_SHORT_TOKENS, self.prompts[-1])),
+            GridPoint(1, 1),
+            *(GridPoint(p, 1) for p in (_SHORT_TOKENS, *self.prompts)),
+            *(GridPoint(p, self.output_tokens) for p in (_SHORT_TOKENS, self.prompts[-1])),
         ]
         return list(dict.fromkeys(kinds)) * (self.repeats + 1)
 
-    def together(self, batch: int) -> list[Ask]:
+    def together(self, batch: int) -> list[GridPoint]:
         """Asked `batch` at a time; all end together, so these are waves. The first two only warm up."""
-        wave = [Ask(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
+        wave = [GridPoint(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
         return wave * (self.repeats // 2 + 2)
 
     def rows(
-        self, alone: Sequence[Timed], together: Mapping[int, Sequence[Timed]], **cell: str | int | None
-    ) -> list[Row]:
-        """The table's rows for these answers, warm-up among them; `cell` are `Row`'s other fields.
+        self,
+        alone: Sequence[TimedPoint],
+        together: Mapping[int, Sequence[TimedPoint]],
+        **cell: str | int | None,
+    ) -> list[ProfileRow]:
+        """The table's rows for these answers, warm-up among them; `cell` are `ProfileRow`'s other fields.
 
         Decode times are given at an empty context: what the context adds is a row of its own.
         What is off the device is what a one-token prompt takes longer than an iteration for one
@@ -103,24 +106,24 @@ class Grid:
         context_s = self._context_s(kept, batches[1])
         mean_context = _SHORT_TOKENS + self.output_tokens / 2
         decode = {b: max(s - b * mean_context * context_s, s / 2) for b, s in sorted(batches.items())}
-        overhead_s = max(_seconds(kept, Ask(1, 1)) - decode[1], 0.0)
+        overhead_s = max(_seconds(kept, GridPoint(1, 1)) - decode[1], 0.0)
 
-        def row(kind: str, x: float, seconds: float) -> Row:
-            return Row(kind=kind, x=x, seconds=seconds, **cell)  # type: ignore[arg-type]
+        def row(kind: str, x: float, seconds: float) -> ProfileRow:
+            return ProfileRow(kind=kind, x=x, seconds=seconds, **cell)  # type: ignore[arg-type]
 
-        prefill = {p: max(_seconds(kept, Ask(p, 1)) - overhead_s, decode[1]) for p in self.prompts}
+        prefill = {p: max(_seconds(kept, GridPoint(p, 1)) - overhead_s, decode[1]) for p in self.prompts}
         return [
             *(row("prefill", p, s) for p, s in prefill.items()),
             *(row("decode", b, s) for b, s in decode.items()),
             *(row(kind, 1, s) for kind, s in (("kv_token", context_s), ("overhead", overhead_s)) if s > 0),
         ]
 
-    def _step_s(self, timed: Sequence[Timed], prompt_tokens: int) -> float:
+    def _step_s(self, timed: Sequence[TimedPoint], prompt_tokens: int) -> float:
         """Seconds of one decode iteration after prompts of this length.
 
         Raises CornplugError where more tokens took no more time: noise was larger than the work.
         """
-        many, one = (_seconds(timed, Ask(prompt_tokens, n)) for n in (self.output_tokens, 1))
+        many, one = (_seconds(timed, GridPoint(prompt_tokens, n)) for n in (self.output_tokens, 1))
         if many <= one:
             raise CornplugError(
                 f"{self.output_tokens} tokens after {prompt_tokens} took {many:.4f} s, and one {one:.4f} s: "
@@ -129,7 +132,7 @@ class Grid:
             )
         return (many - one) / (self.output_tokens - 1)
 
-    def _context_s(self, timed: Sequence[Timed], short_s: float) -> float:
+    def _context_s(self, timed: Sequence[TimedPoint], short_s: float) -> float:
         """Seconds that one token of context adds to an iteration; 0 where it is lost in noise."""
         longest = self.prompts[-1]
         if longest <= _SHORT_TOKENS:
@@ -137,5 +140,5 @@ class Grid:
         return max(self._step_s(timed, longest) - short_s, 0.0) / (longest - _SHORT_TOKENS)
 
 
-def _seconds(timed: Iterable[Timed], ask: Ask) -> float:
+def _seconds(timed: Iterable[TimedPoint], ask: GridPoint) -> float:
     return median(t.seconds for t in timed if t.ask == ask)

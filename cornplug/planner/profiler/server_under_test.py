@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cornplug.planner.inputs.schema import Engine
-from cornplug.planner.launch.command_lines import Command
-from cornplug.planner.launch.process_runner import GRACE_S, Process, ProcessEnded
-from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.launch.command_lines import LaunchCommand
+from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
+from cornplug.planner.profiler.sample_grid import SampleGrid
 
 _POLL_S: Final = 0.5
 _QUIET: Final = {
@@ -30,7 +30,9 @@ _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
 }
 
 
-def engine(kind: Engine, model: str, grid: Grid, *, tp: int, pp: int, cores: Sequence[int]) -> Command:
+def engine(
+    kind: Engine, model: str, grid: SampleGrid, *, tp: int, pp: int, cores: Sequence[int]
+) -> LaunchCommand:
     """An engine that computes each prompt in one iteration, all of it, and every batch of the grid.
 
     Args:
@@ -57,7 +59,7 @@ def engine(kind: Engine, model: str, grid: Grid, *, tp: int, pp: int, cores: Seq
     return _command("engine", argv, {**_QUIET, **(_on_cores(kind, cores) if cores else {})}, port, cores)
 
 
-def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> Command:
+def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
     """The encoder service with this model's tower, and with no store. Its socket lies in `folder`."""
     port = free_port()
     argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
@@ -67,12 +69,12 @@ def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> Command:
 
 
 @contextmanager
-def running(command: Command, *, log: Path, ready_s: float) -> Iterator[str]:
+def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
     """Run a server for the block; its address.
 
     Raises ProcessEnded with the end of `log` when it ends early or is not ready in time.
     """
-    process = Process(command, log)
+    process = RunningCommand(command, log)
     try:
         process.start()
         while not process.ready():
@@ -112,8 +114,8 @@ def _command(
     env: Mapping[str, str],
     port: int,
     cores: Sequence[int],
-) -> Command:
-    return Command(
+) -> LaunchCommand:
+    return LaunchCommand(
         group="profile",
         replica=0,
         host="127.0.0.1",

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler.sample_grid import Ask, Timed
+from cornplug.planner.profiler.sample_grid import GridPoint, TimedPoint
 
 _CHUNK_TOKENS: Final = 16
 """Of one hash id: tokens that are drawn together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class BenchedModel:
     """A model that an engine serves."""
 
     url: str
@@ -35,7 +35,7 @@ class Served:
     max_model_len: int
 
 
-def command(served: Served, trace: Path, result: Path, *, requests: int, concurrency: int) -> list[str]:
+def command(served: BenchedModel, trace: Path, result: Path, *, requests: int, concurrency: int) -> list[str]:
     """The command that sends the trace's requests and writes `result`."""
     return [
         vllm(),
@@ -55,8 +55,13 @@ def command(served: Served, trace: Path, result: Path, *, requests: int, concurr
 
 
 def measure(
-    served: Served, asks: Sequence[Ask], *, concurrency: int, first_id: int = 0, timeout_s: float = 3600
-) -> list[Timed]:
+    served: BenchedModel,
+    asks: Sequence[GridPoint],
+    *,
+    concurrency: int,
+    first_id: int = 0,
+    timeout_s: float = 3600,
+) -> list[TimedPoint]:
     """Send `asks` in their order and time them.
 
     Args:
@@ -80,7 +85,7 @@ def measure(
         return timed(asks, json.loads(result.read_text()))
 
 
-def trace_lines(asks: Sequence[Ask], first_id: int) -> str:
+def trace_lines(asks: Sequence[GridPoint], first_id: int) -> str:
     """The JSON lines of a trace whose prompts share no hash id, and so no tokens by design."""
     lines, unused = [], first_id * 1_000_000
     for ask in asks:
@@ -99,7 +104,7 @@ def trace_lines(asks: Sequence[Ask], first_id: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def timed(asks: Sequence[Ask], result: dict[str, Any]) -> list[Timed]:
+def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]:
     """Each ask with its times, from the command's detailed result.
 
     Raises CornplugError where a request failed, or its answer has another length than asked for.
@@ -109,7 +114,7 @@ def timed(asks: Sequence[Ask], result: dict[str, Any]) -> list[Timed]:
             last = str(error).strip().splitlines()[-1]
             raise CornplugError(f"request {i} ({asks[i]}) failed: {last}", reason="bench")
     got = [
-        Ask(prompt, output)
+        GridPoint(prompt, output)
         for prompt, output in zip(result["input_lens"], result["output_lens"], strict=True)
     ]
     wrong = [i for i, (ask, ours) in enumerate(zip(asks, got, strict=True)) if ask != ours]
@@ -117,7 +122,7 @@ def timed(asks: Sequence[Ask], result: dict[str, Any]) -> list[Timed]:
         raise CornplugError(
             f"request {wrong[0]} should be {asks[wrong[0]]} and was {got[wrong[0]]}", reason="bench"
         )
-    return [Timed(ask, seconds) for ask, seconds in zip(asks, result["latencies"], strict=True)]
+    return [TimedPoint(ask, seconds) for ask, seconds in zip(asks, result["latencies"], strict=True)]
 
 
 def vllm() -> str:

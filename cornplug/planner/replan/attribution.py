@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.plan import Plan, Route
-from cornplug.planner.replan.observed_load import Window
+from cornplug.planner.plan import Plan, PlanRoute
+from cornplug.planner.replan.observed_load import ObservedWindow
 
 EVERYTHING: Final = ""
 """The scope of a source that shows all of the plan's engines."""
 
 
 @dataclass(frozen=True)
-class Share:
+class ClassShare:
     """What one request class has of one scope's window."""
 
-    window: Window
+    window: ObservedWindow
     rate: float
     """Of the class, that the scope would see if the input were right."""
     parts: Mapping[str, float]
@@ -58,7 +58,7 @@ def scopes(plan: Plan) -> dict[str, frozenset[str]]:
     return found
 
 
-def class_of(route: Route) -> str:
+def class_of(route: PlanRoute) -> str:
     return f"{route.app}/{route.request}"
 
 
@@ -84,8 +84,8 @@ def check(plan: Plan, scope: str) -> None:
 
 
 def shares(
-    name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, Window]
-) -> Iterator[Share]:
+    name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, ObservedWindow]
+) -> Iterator[ClassShare]:
     """Of class `name`. `rates`: class -> the input's rate. `windows`: scope -> what was observed."""
     tasks = _tasks(plan)
     for scope, window in windows.items():
@@ -93,7 +93,7 @@ def shares(
         if expected.get(name, 0.0) > 0:
             whole = sum(expected.values())
             parts = {other: rate / whole for other, rate in expected.items()}
-            yield Share(window, expected[name], parts, name, tasks.get(scope, "PD"))
+            yield ClassShare(window, expected[name], parts, name, tasks.get(scope, "PD"))
 
 
 def _tasks(plan: Plan) -> dict[str, str]:

@@ -6,20 +6,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cornplug.planner.inputs.schema import Change
+from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.pipeline.build_plan import group_name
-from cornplug.planner.pipeline.decide import Decision
-from cornplug.planner.plan import Group, Plan
+from cornplug.planner.pipeline.decide import PlanDecision
+from cornplug.planner.plan import Plan, ReplicaGroup
 from cornplug.planner.replan import plan_diff
-from cornplug.planner.replan.plan_diff import Step
+from cornplug.planner.replan.plan_diff import PlanStep
 from cornplug.planner.report import formatting
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplanDecision:
     act: bool
     reason: str
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     saves_per_hour: float
     """Negative where the load has grown."""
     switching_cost: float
@@ -31,7 +31,9 @@ class Verdict:
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
-def judge(old: Plan, decision: Decision, change: Change, *, same_work: bool = False) -> Verdict:
+def judge(
+    old: Plan, decision: PlanDecision, change: ChangeRules, *, same_work: bool = False
+) -> ReplanDecision:
     """`decision`: of the observed load, with `old` as what runs now.
 
     `same_work`: only rates differ from what `old` was made for, so that each replica carries what
@@ -46,21 +48,25 @@ def judge(old: Plan, decision: Decision, change: Change, *, same_work: bool = Fa
         name, load = max(over.items(), key=lambda item: item[1])
         limit = formatting.percent(decision.pool.limits.max_utilisation)
         reason = f"{name} would be filled to {formatting.percent(load)}; {limit} is allowed"
-        return Verdict(bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost)
+        return ReplanDecision(
+            bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost
+        )
     horizon = change.horizon_hours
     noise = decision.solution.gap * old.cost_per_hour + 1e-6
     gain = f"{_dollars(saves * horizon)} in {horizon:g} h"
     if not any(s.replicas or s.kind == "nodes" for s in steps) or saves <= noise:
-        return Verdict(False, "nothing worth changing: the running plan carries the load", steps, saves, cost)
+        return ReplanDecision(
+            False, "nothing worth changing: the running plan carries the load", steps, saves, cost
+        )
     if saves * horizon <= change.gain * cost:
         against = f"{change.gain:g} × the {_dollars(cost)} that the change costs"
-        return Verdict(
+        return ReplanDecision(
             False, f"nothing worth changing: it would save {gain}, under {against}", steps, saves, cost
         )
-    return Verdict(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
+    return ReplanDecision(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
 
 
-def overloaded(old: Plan, decision: Decision, *, same_work: bool = False) -> dict[str, float]:
+def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) -> dict[str, float]:
     """Group -> its utilisation under the old routes and the new rates and capacities, where too high.
 
     Infinite where its cell can no longer keep a class's bounds at all.
@@ -73,7 +79,7 @@ def overloaded(old: Plan, decision: Decision, *, same_work: bool = False) -> dic
     return {name: load for name, load in loads.items() if load > limit + 1e-6}
 
 
-def _load(g: Group, old: Plan, decision: Decision, capacity: Mapping[str, float]) -> float:
+def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[str, float]) -> float:
     """Its planned utilisation, scaled by what the observed rates and capacities make of it."""
     rates = {d.name: d.rate for d in decision.pool.demands}
     planned: dict[str, float] = defaultdict(float)
@@ -93,7 +99,7 @@ def _load(g: Group, old: Plan, decision: Decision, capacity: Mapping[str, float]
     return g.utilisation * after / before if before else 0.0
 
 
-def _capacity(g: Group, decision: Decision) -> Mapping[str, float]:
+def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
     """Of one replica: what the running plan counted on, or less where new lengths and hit rates leave less.
 
     Not more: how much rehearsals took off the old capacity is not known, and what they took off the
@@ -106,7 +112,7 @@ def _capacity(g: Group, decision: Decision) -> Mapping[str, float]:
     return g.capacity
 
 
-def _switched(decision: Decision) -> dict[tuple[str, str], int]:
+def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
     """Role switches by group; another tier of the same processes is none."""
     running = decision.pool.running
     free = running.free if running else frozenset()
@@ -117,7 +123,7 @@ def _switched(decision: Decision) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
-def _switching_cost(decision: Decision) -> float:
+def _switching_cost(decision: PlanDecision) -> float:
     running = decision.pool.running
     if running is None:
         return 0.0

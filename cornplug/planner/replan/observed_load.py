@@ -47,14 +47,14 @@ _KEPT: Final = frozenset(FINISHED + REJECTED + PRESENT + CACHED + LOOKED_UP + (E
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsSnapshot:
     at_s: float
     """Unix time."""
     values: Mapping[Series, float]
 
 
 @dataclass(frozen=True)
-class Counts:
+class HistogramCounts:
     """A histogram of one window. `counts[i]` values lie in (bounds[i-1], bounds[i]]."""
 
     bounds: tuple[float, ...]
@@ -81,7 +81,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Window:
+class ObservedWindow:
     """What happened between two snapshots of the same engines."""
 
     seconds: float
@@ -89,10 +89,10 @@ class Window:
     """That arrived: finished, rejected, and more present at the end than at the beginning."""
     waiting: float
     """In queues at the end."""
-    prompt: Counts | None = None
+    prompt: HistogramCounts | None = None
     """Tokens, of media too."""
-    output: Counts | None = None
-    ttft: Counts | None = None
+    output: HistogramCounts | None = None
+    ttft: HistogramCounts | None = None
     cached_share: float | None = None
     """Of prompt tokens."""
     embedding_hits: Mapping[str, float] | None = None
@@ -103,7 +103,7 @@ class Window:
         return self.requests / self.seconds
 
 
-def read(source: str) -> Snapshot:
+def read(source: str) -> MetricsSnapshot:
     """Of an http(s) address now, or of a file at its time of change. ConfigError: it cannot be read."""
     if source.startswith(("http://", "https://")):
         return parse(_get(source), time.time(), source)
@@ -116,7 +116,7 @@ def read(source: str) -> Snapshot:
         ) from e
 
 
-def parse(body: str, at_s: float, source: str) -> Snapshot:
+def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
     """The series of `body` that a window is made of. ConfigError: it is no metrics, or has none of them."""
     try:
         found = dict(_json(body) if body.lstrip().startswith("{") else _text(body))
@@ -130,10 +130,10 @@ def parse(body: str, at_s: float, source: str) -> Snapshot:
             "has no metric of vLLM 0.32, SGLang 0.5.23 or cornplug encoder",
             "Give the /metrics of one; SGLang shows them with --enable-metrics.",
         )
-    return Snapshot(at_s, found)
+    return MetricsSnapshot(at_s, found)
 
 
-def between(before: Snapshot, after: Snapshot) -> Window:
+def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
     """ConfigError when the second snapshot is not later than the first."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
@@ -145,7 +145,7 @@ def between(before: Snapshot, after: Snapshot) -> Window:
     grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
     present = _sum(after.values, PRESENT) - _sum(before.values, PRESENT)
     looked_up = _sum(grown, LOOKED_UP)
-    return Window(
+    return ObservedWindow(
         seconds=seconds,
         requests=max(_sum(grown, FINISHED) + _sum(grown, REJECTED) + present, 0.0),
         waiting=_sum(after.values, WAITING),
@@ -190,7 +190,7 @@ def _sum(values: Mapping[Series, float], names: Iterable[str]) -> float:
     return sum(value for (name, _), value in values.items() if name in names)
 
 
-def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> Counts | None:
+def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramCounts | None:
     """All engines' histograms of these names as one; None where nothing was counted.
 
     Engines with other buckets than each other's are merged at all bounds: each one's cumulative
@@ -207,7 +207,7 @@ def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> Counts | N
     counts = tuple(max(b - a, 0.0) for a, b in zip([0.0, *reached], reached, strict=False))
     if not sum(counts):
         return None
-    return Counts(tuple(bounds), counts, _sum(grown, {f"{n}_sum" for n in names}))
+    return HistogramCounts(tuple(bounds), counts, _sum(grown, {f"{n}_sum" for n in names}))
 
 
 def _at(steps: Mapping[float, float], bound: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cornplug.planner.pipeline.current_deployment import of_group
-from cornplug.planner.plan import Group, Plan
+from cornplug.planner.plan import Plan, ReplicaGroup
 from cornplug.planner.report import formatting
 
 LEAST_WEIGHT = 0.05
@@ -18,7 +18,7 @@ Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     kind: Kind
     what: str
     """Two steps of one kind about one thing have the same."""
@@ -30,7 +30,7 @@ class Step:
         return self.kind in ("start", "stop", "switch")
 
 
-def between(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -> list[Step]:
+def between(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -> list[PlanStep]:
     """In the order in which to do them. `switched`: groups (from, to) -> replicas that change their role."""
     delta: dict[str, int] = defaultdict(int)
     groups = {_place(g): g for plan in (old, new) for g in plan.groups}
@@ -45,27 +45,27 @@ def between(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -> li
         delta[_place(other)] -= n
         how = "drain, then POST /pd_role_switch"
         text = f"switch {n} × {one.service} to {other.service} on {_on(one)} ({how})"
-        steps.append(Step("switch", f"{_place(one)} > {_place(other)}", text))
-    steps += [Step("start", p, f"start {n} × {_each(groups[p])}") for p, n in delta.items() if n > 0]
+        steps.append(PlanStep("switch", f"{_place(one)} > {_place(other)}", text))
+    steps += [PlanStep("start", p, f"start {n} × {_each(groups[p])}") for p, n in delta.items() if n > 0]
     steps += _routing(old, new)
-    steps += [Step("stop", p, f"stop {-n} × {_each(groups[p])}") for p, n in delta.items() if n < 0]
+    steps += [PlanStep("stop", p, f"stop {-n} × {_each(groups[p])}") for p, n in delta.items() if n < 0]
     return _nodes(old, new, more=True) + steps + _nodes(old, new, more=False)
 
 
-def _place(g: Group) -> str:
+def _place(g: ReplicaGroup) -> str:
     return " ".join(map(str, of_group(g)))
 
 
-def _each(g: Group) -> str:
+def _each(g: ReplicaGroup) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
     return f"{g.service} ({g.engine} {formatting.shape(g.tp, g.pp, g.share)}{weights}) on {_on(g)}"
 
 
-def _on(g: Group) -> str:
+def _on(g: ReplicaGroup) -> str:
     return f"{g.gpu} ({g.nodes})"
 
 
-def _nodes(old: Plan, new: Plan, *, more: bool) -> list[Step]:
+def _nodes(old: Plan, new: Plan, *, more: bool) -> list[PlanStep]:
     """Before anything else those that come, after everything else those that go."""
     delta: dict[str, int] = defaultdict(int)
     for sign, plan in ((-1, old), (1, new)):
@@ -73,13 +73,13 @@ def _nodes(old: Plan, new: Plan, *, more: bool) -> list[Step]:
             delta[n.name] += sign * n.count
     verb = "take" if more else "give back"
     return [
-        Step("nodes", name, f"{verb} {abs(n)} × {name}")
+        PlanStep("nodes", name, f"{verb} {abs(n)} × {name}")
         for name, n in delta.items()
         if (n > 0 if more else n < 0)
     ]
 
 
-def _routing(old: Plan, new: Plan) -> list[Step]:
+def _routing(old: Plan, new: Plan) -> list[PlanStep]:
     before, after = _weights(old), _weights(new)
     steps = []
     for name in sorted(after):
@@ -90,7 +90,7 @@ def _routing(old: Plan, new: Plan) -> list[Step]:
         }
         if moved:
             said = ", ".join(f"{key} {a:.0%} → {b:.0%}" for key, (a, b) in moved.items())
-            steps.append(Step("route", name, f"route {name}: {said}"))
+            steps.append(PlanStep("route", name, f"route {name}: {said}"))
     return steps
 
 

@@ -19,20 +19,20 @@ from rich.console import Console
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import plan_command
-from cornplug.planner.inputs.schema import Change, PlanInput
+from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.current_deployment import of_group
-from cornplug.planner.pipeline.decide import Decision, decide
+from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import attribution, observed_load, replan_state, workload_update
-from cornplug.planner.replan.decision import Verdict, judge
-from cornplug.planner.replan.observed_load import Snapshot, Window
-from cornplug.planner.replan.plan_diff import Step
-from cornplug.planner.replan.workload_update import Difference
+from cornplug.planner.replan.decision import ReplanDecision, judge
+from cornplug.planner.replan.observed_load import MetricsSnapshot, ObservedWindow
+from cornplug.planner.replan.plan_diff import PlanStep
+from cornplug.planner.replan.workload_update import FigureDifference
 from cornplug.planner.report import plan_folder, progress
 
 CHANGE: Final = 3
 """Exit status: a change is advised."""
-AS_PLANNED: Final = Verdict(False, "the load is what the running plan was made for", (), 0.0, 0.0)
+AS_PLANNED: Final = ReplanDecision(False, "the load is what the running plan was made for", (), 0.0, 0.0)
 _WINDOW_S: Final = 60.0
 _STALE: Final = 10
 """Windows: an older snapshot is of another time of the day."""
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     return _say(args, old, decision.plan, differences, verdict, agreed=agreed)
 
 
-def _digest(of_file: str, differences: Sequence[Difference]) -> str:
+def _digest(of_file: str, differences: Sequence[FigureDifference]) -> str:
     """Of what a plan was made for: the file's own, or with the figures that were observed instead.
 
     To two digits: the same plan is not made again for a load that is a little different.
@@ -107,8 +107,8 @@ def _source(text: str, plan: Plan) -> tuple[str, str]:
 
 
 def _snapshots(
-    addresses: Sequence[str], before: Mapping[str, Snapshot], window_s: float | None
-) -> tuple[dict[str, Snapshot] | None, dict[str, Snapshot]]:
+    addresses: Sequence[str], before: Mapping[str, MetricsSnapshot], window_s: float | None
+) -> tuple[dict[str, MetricsSnapshot] | None, dict[str, MetricsSnapshot]]:
     """The two ends of a window. Files have no end that waiting would bring."""
     now = {a: observed_load.read(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
@@ -123,8 +123,10 @@ def _snapshots(
 
 
 def _windows(
-    sources: Iterable[tuple[str, str]], before: Mapping[str, Snapshot], after: Mapping[str, Snapshot]
-) -> dict[str, Window]:
+    sources: Iterable[tuple[str, str]],
+    before: Mapping[str, MetricsSnapshot],
+    after: Mapping[str, MetricsSnapshot],
+) -> dict[str, ObservedWindow]:
     by_scope: dict[str, list[str]] = {}
     for scope, address in sources:
         by_scope.setdefault(scope, []).append(address)
@@ -134,23 +136,25 @@ def _windows(
     }
 
 
-def _together(snapshots: Mapping[str, Snapshot], addresses: Sequence[str]) -> Snapshot:
+def _together(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) -> MetricsSnapshot:
     """Several engines as one: their series differ by where they come from."""
     values = {
         (name, (*labels, ("source", address))): value
         for address in addresses
         for (name, labels), value in snapshots[address].values.items()
     }
-    return Snapshot(sum(snapshots[a].at_s for a in addresses) / len(addresses), values)
+    return MetricsSnapshot(sum(snapshots[a].at_s for a in addresses) / len(addresses), values)
 
 
 def _running(given: PlanInput, plan: Path) -> PlanInput:
     """The input with `plan` as what runs; the limits of change as the file has them."""
-    change = Change(plan=plan) if given.change is None else given.change.model_copy(update={"plan": plan})
+    change = (
+        ChangeRules(plan=plan) if given.change is None else given.change.model_copy(update={"plan": plan})
+    )
     return given.model_copy(update={"change": change})
 
 
-def _decided(given: PlanInput, digest: str, *, quiet: bool) -> Decision:
+def _decided(given: PlanInput, digest: str, *, quiet: bool) -> PlanDecision:
     with progress.shown(Console(stderr=True), quiet=quiet) as line:
         return decide(given, digest=digest, progress=line.phase, watch=line.watch)
 
@@ -159,8 +163,8 @@ def _say(
     args: argparse.Namespace,
     old: Plan,
     new: Plan,
-    differences: Sequence[Difference],
-    verdict: Verdict,
+    differences: Sequence[FigureDifference],
+    verdict: ReplanDecision,
     *,
     agreed: bool,
 ) -> int:
@@ -172,7 +176,7 @@ def _say(
 
 
 def lines(
-    old: Plan, new: Plan, differences: Sequence[Difference], verdict: Verdict, *, agreed: bool
+    old: Plan, new: Plan, differences: Sequence[FigureDifference], verdict: ReplanDecision, *, agreed: bool
 ) -> list[str]:
     """What is printed: one line when nothing is to be done."""
     if not verdict.act:
@@ -186,7 +190,9 @@ def lines(
     return said
 
 
-def as_json(differences: Sequence[Difference], verdict: Verdict, *, agreed: bool) -> dict[str, object]:
+def as_json(
+    differences: Sequence[FigureDifference], verdict: ReplanDecision, *, agreed: bool
+) -> dict[str, object]:
     return {
         "act": agreed,
         "waiting": verdict.act and not agreed,
@@ -198,7 +204,7 @@ def as_json(differences: Sequence[Difference], verdict: Verdict, *, agreed: bool
     }
 
 
-def _step(step: Step) -> dict[str, str]:
+def _step(step: PlanStep) -> dict[str, str]:
     return {"kind": step.kind, "text": step.text}
 
 

@@ -10,20 +10,20 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from cornplug.errors import ConfigError
-from cornplug.planner.plan import Record
-from cornplug.planner.replan.observed_load import Snapshot
+from cornplug.planner.plan import PlanRecord
+from cornplug.planner.replan.observed_load import MetricsSnapshot
 
 
-class KeptSnapshot(Record):
+class KeptSnapshot(PlanRecord):
     at_s: float
     values: list[tuple[str, list[tuple[str, str]], float]]
 
     @property
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.at_s, {(name, tuple(labels)): v for name, labels, v in self.values})
+    def snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot(self.at_s, {(name, tuple(labels)): v for name, labels, v in self.values})
 
 
-class State(Record):
+class ReplanState(PlanRecord):
     format: Literal[1] = 1
     plan: str = ""
     """SHA-256 of the plan.json that the rest belongs to."""
@@ -32,20 +32,20 @@ class State(Record):
     """Signature of the change that the last window asked for; empty: none."""
 
 
-def load(path: Path, plan: str) -> State:
+def load(path: Path, plan: str) -> ReplanState:
     """The state of this very plan, or a fresh one. ConfigError: the file is none of ours."""
     try:
-        state = State.model_validate_json(path.read_bytes())
+        state = ReplanState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        return State(plan=plan)
+        return ReplanState(plan=plan)
     except (OSError, ValidationError) as e:
         raise ConfigError(
             f"--state {path}", f"is no state of replan ({e})", "Remove it, or name another."
         ) from e
-    return state if state.plan == plan else State(plan=plan)
+    return state if state.plan == plan else ReplanState(plan=plan)
 
 
-def save(path: Path, plan: str, snapshots: Mapping[str, Snapshot], wanted: tuple[str, ...]) -> None:
+def save(path: Path, plan: str, snapshots: Mapping[str, MetricsSnapshot], wanted: tuple[str, ...]) -> None:
     """Replace the file at once: a run that is cut off leaves the old one."""
     kept = {
         source: KeptSnapshot(
@@ -53,7 +53,7 @@ def save(path: Path, plan: str, snapshots: Mapping[str, Snapshot], wanted: tuple
         )
         for source, s in snapshots.items()
     }
-    state = State(plan=plan, snapshots=kept, wanted=list(wanted))
+    state = ReplanState(plan=plan, snapshots=kept, wanted=list(wanted))
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(state.model_dump_json() + "\n", encoding="utf-8")
     os.replace(beside, path)

@@ -12,11 +12,11 @@ from math import sqrt
 from typing import Final
 
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, PlanInput, Request
+from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, PlanInput, RequestSpec
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import attribution
-from cornplug.planner.replan.attribution import Share
-from cornplug.planner.replan.observed_load import Counts, Window
+from cornplug.planner.replan.attribution import ClassShare
+from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 
 TOLERANCE: Final = 0.05
 """A difference below it, or below twice its own standard error, changes no input."""
@@ -24,7 +24,7 @@ LENGTH_TOLERANCE: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Difference:
+class FigureDifference:
     """One figure of the input that the metrics contradict."""
 
     demand: str
@@ -35,15 +35,15 @@ class Difference:
 
 
 def updated(
-    given: PlanInput, plan: Plan, windows: Mapping[str, Window]
-) -> tuple[PlanInput, tuple[Difference, ...]]:
+    given: PlanInput, plan: Plan, windows: Mapping[str, ObservedWindow]
+) -> tuple[PlanInput, tuple[FigureDifference, ...]]:
     """`windows`: scope -> what its engines reported. What no scope shows stays as it was.
 
     ConfigError for a scope that the plan does not know, or whose engines count a request twice.
     """
     for scope in windows:
         attribution.check(plan, scope)
-    differences: list[Difference] = []
+    differences: list[FigureDifference] = []
     known = {f"{a.name}/{r.name}": r for a in given.applications for r in a.requests}
     rates = {name: r.rate for name, r in known.items()}
     apps = []
@@ -59,7 +59,11 @@ def updated(
 
 
 def _changes(
-    app: str, name: str, known: Mapping[str, Request], shares: Sequence[Share], found: list[Difference]
+    app: str,
+    name: str,
+    known: Mapping[str, RequestSpec],
+    shares: Sequence[ClassShare],
+    found: list[FigureDifference],
 ) -> dict[str, object]:
     """Fields of one request class that the metrics contradict."""
     request = known[name]
@@ -74,7 +78,9 @@ def _changes(
     return changes
 
 
-def _rate(name: str, request: Request, shares: Sequence[Share], found: list[Difference]) -> dict[str, object]:
+def _rate(
+    name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
+) -> dict[str, object]:
     seen = sum(s.window.rate * s.part for s in shares)
     expected = sum(s.rate for s in shares)
     # Arrivals as random as Poisson's spread by the root of their number.
@@ -82,12 +88,15 @@ def _rate(name: str, request: Request, shares: Sequence[Share], found: list[Diff
     rate = request.rate * seen / expected
     if rate <= 0 or abs(rate / request.rate - 1) <= max(TOLERANCE, 2 * sqrt(request.burst / number)):
         return {}
-    found.append(Difference(name, "rate", request.rate, rate))
+    found.append(FigureDifference(name, "rate", request.rate, rate))
     return {"rate": rate}
 
 
 def _lengths(
-    name: str, requests: Mapping[str, Request], shares: Sequence[Share], found: list[Difference]
+    name: str,
+    requests: Mapping[str, RequestSpec],
+    shares: Sequence[ClassShare],
+    found: list[FigureDifference],
 ) -> dict[str, object]:
     """What several classes share scales with the mean of their mixture; a lone class gets its histogram."""
     changes: dict[str, object] = {}
@@ -108,13 +117,13 @@ def _lengths(
         expected = length_distributions.mean(planned)
         beside = _tokens(request, what) - expected
         mean = max((expected + beside) * ratio - beside, 1.0)
-        found.append(Difference(name, what, expected, mean))
+        found.append(FigureDifference(name, what, expected, mean))
         alone = all(s.alone for _, s in seen) and not beside
         changes[what] = _histogram([c for c, _ in seen]) if alone else _scaled(planned, mean / expected)
     return changes
 
 
-def _tokens(request: Request, what: str) -> float:
+def _tokens(request: RequestSpec, what: str) -> float:
     """Mean, as the engine counts them: a prompt's media are tokens of it."""
     if what == "output":
         return length_distributions.mean(request.output)
@@ -124,7 +133,7 @@ def _tokens(request: Request, what: str) -> float:
     return length_distributions.mean(request.prompt) + media
 
 
-def _histogram(seen: Sequence[Counts]) -> Histogram:
+def _histogram(seen: Sequence[HistogramCounts]) -> Histogram:
     """Each bucket at its middle, all moved together so that the mean is the observed one."""
     weights: dict[float, float] = {}
     for counts in seen:
@@ -153,7 +162,7 @@ def _scaled(length: Length, factor: float) -> Length:
 
 
 def _prefix(
-    name: str, request: Request, shares: Sequence[Share], found: list[Difference]
+    name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
     """An engine tells the share of tokens that were cached; of a class's prefix it is a hit rate.
 
@@ -167,12 +176,12 @@ def _prefix(
     hit = min(share * tokens / min(request.prefix.tokens, tokens), 1.0)
     if abs(hit - request.prefix.hit_rate) <= TOLERANCE:
         return {}
-    found.append(Difference(name, "prefix", request.prefix.hit_rate, hit))
+    found.append(FigureDifference(name, "prefix", request.prefix.hit_rate, hit))
     return {"prefix": request.prefix.model_copy(update={"hit_rate": hit})}
 
 
 def _media(
-    app: str, name: str, request: Request, shares: Sequence[Share], found: list[Difference]
+    app: str, name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
     hits = [h[app] for s in shares if (h := s.window.embedding_hits) and app in h]
     if not hits:
@@ -183,6 +192,6 @@ def _media(
         if item.hit_rate is None or abs(hit - item.hit_rate) <= TOLERANCE:
             media.append(item)
             continue
-        found.append(Difference(name, "embedding", item.hit_rate, hit))
+        found.append(FigureDifference(name, "embedding", item.hit_rate, hit))
         media.append(item.model_copy(update={"hit_rate": hit}))
     return {"media": media}

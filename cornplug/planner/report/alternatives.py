@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from cornplug.planner.inputs.schema import Engine, PlanInput
-from cornplug.planner.optimizer.optimization_problem import Pool, Solution, Variant
-from cornplug.planner.report.counterfactual import Question
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, PoolSolution
+from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 MONOLITH = "monolith"
 
@@ -17,52 +17,58 @@ def is_monolith(structure: str) -> bool:
     return structure.removesuffix("+G") == MONOLITH
 
 
-def questions(pool: Pool, solution: Solution) -> Iterator[Question]:
+def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
     """Only what the plan uses is taken away."""
     yield from _structures(pool, solution)
     yield from _gpus(pool, solution)
     yield from _caches(pool, solution)
 
 
-def monoliths(pool: Pool) -> Pool:
+def monoliths(pool: OptimizationProblem) -> OptimizationProblem:
     """All of a request in one engine, for every class."""
     return _variants(pool, lambda v: is_monolith(v.structure))
 
 
-def divided(pool: Pool) -> Pool:
+def divided(pool: OptimizationProblem) -> OptimizationProblem:
     """No monolith for classes that could do without one."""
     able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
     return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
 
 
-def structures(pool: Pool, solution: Solution) -> set[str]:
+def structures(pool: OptimizationProblem, solution: PoolSolution) -> set[str]:
     """What the plan uses."""
     return {v.structure for v in pool.variants if solution.served.get(v.name, 0.0) > 0}
 
 
-def _structures(pool: Pool, solution: Solution) -> Iterator[Question]:
+def _structures(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
     used = {s for s in structures(pool, solution) if not is_monolith(s)}
     if used and any(is_monolith(v.structure) for v in pool.variants):
-        yield Question("monolith everywhere", "every request in one engine", monoliths(pool))
+        yield CounterfactualQuestion("monolith everywhere", "every request in one engine", monoliths(pool))
     for name in sorted(used) if len(used) > 1 else ():
-        yield Question(f"without {name}", f"no request as {name}", _without_structure(pool, name))
+        yield CounterfactualQuestion(
+            f"without {name}", f"no request as {name}", _without_structure(pool, name)
+        )
     if not used and divided(pool).variants != pool.variants:
-        yield Question("divided everywhere", "no monolith where there is another way", divided(pool))
+        yield CounterfactualQuestion(
+            "divided everywhere", "no monolith where there is another way", divided(pool)
+        )
 
 
-def _gpus(pool: Pool, solution: Solution) -> Iterator[Question]:
+def _gpus(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
     gpu = {n.name: n.gpu for n in pool.nodes}
     used = {gpu[name] for name, n in solution.nodes.items() if n}
     kinds = sorted(set(gpu.values()))
     for kind in kinds if len(kinds) > 1 else ():
         if kind in used:
-            yield Question(f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind]))
+            yield CounterfactualQuestion(
+                f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind])
+            )
     for kind in kinds if len(kinds) > 2 else ():  # of two, it is the same as without the other
         if used != {kind}:
-            yield Question(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
+            yield CounterfactualQuestion(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
 
 
-def _caches(pool: Pool, solution: Solution) -> Iterator[Question]:
+def _caches(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
     chosen = [level for level in pool.levels if level.name in solution.levels]
     if not any(level.bytes for level in chosen):
         return
@@ -72,18 +78,18 @@ def _caches(pool: Pool, solution: Solution) -> Iterator[Question]:
     kept = tuple(level for level in pool.levels if level.bytes == least[level.cache])
     names = {level.name for level in kept}
     small = _variants(replace(pool, levels=kept), lambda v: v.levels <= names)
-    yield Question("smallest caches", "every cache at the smallest of its sizes", small)
+    yield CounterfactualQuestion("smallest caches", "every cache at the smallest of its sizes", small)
 
 
-def _variants(pool: Pool, keep: Callable[[Variant], bool]) -> Pool:
+def _variants(pool: OptimizationProblem, keep: Callable[[PathVariant], bool]) -> OptimizationProblem:
     return replace(pool, variants=tuple(v for v in pool.variants if keep(v)))
 
 
-def _without_structure(pool: Pool, name: str) -> Pool:
+def _without_structure(pool: OptimizationProblem, name: str) -> OptimizationProblem:
     return _variants(pool, lambda v: v.structure != name)
 
 
-def _on(pool: Pool, gpus: Collection[str]) -> Pool:
+def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem:
     nodes = {n.name for n in pool.nodes if n.gpu in gpus}
     return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))
 

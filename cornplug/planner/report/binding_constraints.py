@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from cornplug.planner.optimizer.optimization_problem import Pool, Solution
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 from cornplug.planner.report import formatting
-from cornplug.planner.report.counterfactual import Question
+from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 FEWER = 0.1
 """Part of a class's requests whose price is asked for."""
 
 
 @dataclass(frozen=True)
-class Lifted:
-    question: Question
+class LiftedConstraint:
+    question: CounterfactualQuestion
     slack: float
     """The least of the rows of this kind."""
     price: bool = False
     """Its saving is a price, told whether or not the constraint binds."""
 
 
-def questions(pool: Pool, solution: Solution) -> Iterator[Lifted]:
+def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
     yield from _stock(pool, solution)
     yield from _limits(pool, solution)
     yield from _network(pool, solution)
@@ -35,60 +35,70 @@ def questions(pool: Pool, solution: Solution) -> Iterator[Lifted]:
     yield from _demand(pool)
 
 
-def _stock(pool: Pool, solution: Solution) -> Iterator[Lifted]:
+def _stock(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
     for node in pool.nodes:
         left = node.stock - solution.nodes.get(node.name, 0)
         if left == 0 and node.stock:
             more = tuple(replace(n, stock=2 * n.stock) if n == node else n for n in pool.nodes)
             text = f"all {node.stock} of {node.name} are taken"
-            yield Lifted(Question(f"stock[{node.name}]", text, replace(pool, nodes=more)), 0.0)
+            yield LiftedConstraint(
+                CounterfactualQuestion(f"stock[{node.name}]", text, replace(pool, nodes=more)), 0.0
+            )
 
 
-def _limits(pool: Pool, solution: Solution) -> Iterator[Lifted]:
+def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
     limits = pool.limits
     online = any(d.online for d in pool.demands)
     if limits.spare:
         lifted = replace(pool, limits=replace(limits, spare=frozenset()))
         text = "each online service survives the loss of a replica (rules.n_plus_one)"
-        yield Lifted(Question("spare", text, lifted), _least(solution, "spare["))
+        yield LiftedConstraint(CounterfactualQuestion("spare", text, lifted), _least(solution, "spare["))
     if online and limits.online_share < limits.max_utilisation:
         lifted = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
         most = formatting.percent(limits.online_share)
         text = f"online work fills {most} of a replica at most (rules.online_share)"
-        yield Lifted(Question("online", text, lifted), _least(solution, "online["))
+        yield LiftedConstraint(CounterfactualQuestion("online", text, lifted), _least(solution, "online["))
     elif limits.max_utilisation < 1:
         lifted = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
         most = formatting.percent(limits.max_utilisation)
         text = f"replicas are filled to {most} at most (rules.max_utilisation)"
-        yield Lifted(Question("capacity", text, lifted), _least(solution, "capacity["))
+        yield LiftedConstraint(
+            CounterfactualQuestion("capacity", text, lifted), _least(solution, "capacity[")
+        )
 
 
-def _network(pool: Pool, solution: Solution) -> Iterator[Lifted]:
+def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
     if "network" in solution.slack:
         lifted = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
         most = formatting.percent(pool.limits.network_utilisation)
         text = f"traffic between nodes fills {most} of their cards at most"
-        yield Lifted(Question("network", text, lifted), solution.slack["network"])
+        yield LiftedConstraint(CounterfactualQuestion("network", text, lifted), solution.slack["network"])
 
 
-def _changes(pool: Pool, solution: Solution) -> Iterator[Lifted]:
+def _changes(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
     running = pool.running
     if running is not None and running.max_changes is not None:
         lifted = replace(pool, running=replace(running, max_changes=None))
         text = f"{running.max_changes} starts and role switches at most (change.max_changes)"
-        yield Lifted(Question("change_budget", text, lifted), solution.slack.get("change_budget", 0.0))
+        yield LiftedConstraint(
+            CounterfactualQuestion("change_budget", text, lifted), solution.slack.get("change_budget", 0.0)
+        )
 
 
-def _demand(pool: Pool) -> Iterator[Lifted]:
+def _demand(pool: OptimizationProblem) -> Iterator[LiftedConstraint]:
     if pool.objective != "cost":
         return
     for demand in sorted(pool.demands, key=lambda d: -d.rate):
         fewer = tuple(replace(d, rate=d.rate * (1 - FEWER)) if d == demand else d for d in pool.demands)
         text = f"with {formatting.percent(FEWER)} fewer of these requests"
-        yield Lifted(Question(f"demand[{demand.name}]", text, replace(pool, demands=fewer)), 0.0, price=True)
+        yield LiftedConstraint(
+            CounterfactualQuestion(f"demand[{demand.name}]", text, replace(pool, demands=fewer)),
+            0.0,
+            price=True,
+        )
 
 
-def _least(solution: Solution, prefix: str) -> float:
+def _least(solution: PoolSolution, prefix: str) -> float:
     """Of the rows of cells in use: those of the others are 0 <= 0."""
     rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
     return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

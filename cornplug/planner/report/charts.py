@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cornplug.planner.plan import CurvePoint, Group
+from cornplug.planner.plan import CurvePoint, ReplicaGroup
 from cornplug.planner.report import formatting
-from cornplug.planner.report.slo_checks import Check
+from cornplug.planner.report.slo_checks import SloCheck
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
 """Where the points of a cost curve lie."""
@@ -44,7 +44,7 @@ class Curve:
     """Through all points that have a plan; empty for fewer than two."""
 
 
-def utilisation(groups: Sequence[Group]) -> list[Bar]:
+def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
     """One bar a group; an estimate has the colour of a warning."""
     return [
         Bar(
@@ -57,7 +57,7 @@ def utilisation(groups: Sequence[Group]) -> list[Bar]:
     ]
 
 
-def against_bounds(found: Sequence[Check]) -> list[Bar]:
+def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
     """Simulated times as shares of their bounds."""
     return [
         Bar(

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cornplug.errors import PlanInfeasible
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import infeasibility, milp
-from cornplug.planner.optimizer.optimization_problem import Pool
-from cornplug.planner.optimizer.solvers import Limits
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 
 @dataclass(frozen=True)
-class Question:
+class CounterfactualQuestion:
     name: str
     text: str
-    pool: Pool
+    pool: OptimizationProblem
 
 
 @dataclass(frozen=True)
-class Answer:
+class CounterfactualAnswer:
     value: float | None
     """Of the pool's objective (dollars an hour, goodput, least share); None: no plan was found."""
     proven: bool
@@ -31,7 +31,7 @@ class Answer:
     """Of None: what is lacking, where that is plain without a search."""
 
 
-class Clock:
+class ExplanationClock:
     """Seconds that may be spent on explanations, and how they are spent."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -43,21 +43,21 @@ class Clock:
         return max(self._end - self._now(), 0.0)
 
 
-def ask(pool: Pool, settings: Solver, seconds: float) -> Answer:
+def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> CounterfactualAnswer:
     """Solve for the first objective only: no tie-breaks, and no search for what is lacking."""
     model = milp.build(pool)
     try:
         infeasibility.refuse_unserved(model, {})
     except PlanInfeasible as e:
-        return Answer(None, True, str(e).removeprefix("no plan: "))
+        return CounterfactualAnswer(None, True, str(e).removeprefix("no plan: "))
     goal = milp.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
-    run = run_solver(model.problem, Limits(settings.gap, seconds, settings.threads))
+    run = run_solver(model.problem, SolverLimits(settings.gap, seconds, settings.threads))
     if run.status in ("infeasible", "none"):
-        return Answer(None, run.status == "infeasible")
-    return Answer(goal.sign * run.objective / hours(pool), run.status == "optimal")
+        return CounterfactualAnswer(None, run.status == "infeasible")
+    return CounterfactualAnswer(goal.sign * run.objective / hours(pool), run.status == "optimal")
 
 
-def hours(pool: Pool) -> float:
+def hours(pool: OptimizationProblem) -> float:
     """A re-plan's objective is dollars over its horizon."""
     return pool.running.horizon_hours if pool.running is not None and pool.objective == "cost" else 1.0

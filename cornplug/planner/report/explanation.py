@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from cornplug.planner.inputs.schema import Engine, PlanInput, Solver
-from cornplug.planner.optimizer.optimization_problem import Pool
-from cornplug.planner.pipeline.decide import Decision
+from cornplug.planner.inputs.schema import Engine, PlanInput, SolverOptions
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
+from cornplug.planner.pipeline.decide import PlanDecision
 from cornplug.planner.pipeline.formulate import problem
-from cornplug.planner.plan import Alternative, Binding, Why
+from cornplug.planner.plan import BindingConstraint, PlanAlternative, PlanExplanation
 from cornplug.planner.report import alternatives, binding_constraints, formatting, monolith, slo_cost_curve
-from cornplug.planner.report.counterfactual import Answer, Clock, Question, ask
+from cornplug.planner.report.counterfactual import (
+    CounterfactualAnswer,
+    CounterfactualQuestion,
+    ExplanationClock,
+    ask,
+)
 
 BUDGET_S: Final = 10.0
 _ONE_S: Final = 2.0
@@ -31,9 +36,9 @@ Report = Callable[[str, float], None]
 class _Asked:
     """The plan's own value, and a solver within the time that is left."""
 
-    decision: Decision
-    clock: Clock
-    settings: Solver
+    decision: PlanDecision
+    clock: ExplanationClock
+    settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -51,14 +56,14 @@ class _Asked:
         """A difference below it may be the solver's."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
-    def ask(self, name: str, pool: Pool) -> Answer | None:
+    def ask(self, name: str, pool: OptimizationProblem) -> CounterfactualAnswer | None:
         """None when the time is up."""
         if self.clock.left <= 0:
             self.skipped.append(name)
             return None
         return ask(pool, self.settings, min(_ONE_S, self.clock.left))
 
-    def gained(self, answer: Answer) -> float | None:
+    def gained(self, answer: CounterfactualAnswer) -> float | None:
         """By how much the answer is better than the plan; None: it is no plan."""
         if answer.value is None:
             return None
@@ -66,12 +71,12 @@ class _Asked:
 
 
 def explain(
-    given: PlanInput, decision: Decision, *, budget_s: float = BUDGET_S, progress: Report | None = None
-) -> Why:
+    given: PlanInput, decision: PlanDecision, *, budget_s: float = BUDGET_S, progress: Report | None = None
+) -> PlanExplanation:
     """The plan's reasons. Half of the time goes to the pool's questions, the rest to the SLO's price."""
     report = progress or (lambda _phase, _share: None)
     settings = given.solver.model_copy(update={"gap": max(given.solver.gap, _GAP)})
-    asked = _Asked(decision, Clock(budget_s / 2), settings)
+    asked = _Asked(decision, ExplanationClock(budget_s / 2), settings)
     report("reasons", 0.0)
     sentence = _monolith(asked)
     report("reasons", 0.2)
@@ -79,14 +84,16 @@ def explain(
     report("reasons", 0.35)
     binding = _bindings(asked)
     report("reasons", 0.5)
-    again = slo_cost_curve.Again(given, Clock(budget_s / 2 + asked.clock.left), skipped=asked.skipped)
+    again = slo_cost_curve.SloSweep(
+        given, ExplanationClock(budget_s / 2 + asked.clock.left), skipped=asked.skipped
+    )
     curve = slo_cost_curve.curve(again, asked.value) if _bounds_matter(given, asked) else []
     report("reasons", 0.8)
     if curve:
         binding = _dearest_first([*binding, *slo_cost_curve.prices(again, asked.value, asked.noise)])
     report("reasons", 1.0)
     notes = [*decision.plan.why.notes, *_notes(decision, asked)]
-    return Why(
+    return PlanExplanation(
         binding=binding,
         alternatives=others,
         monolith=sentence,
@@ -95,7 +102,7 @@ def explain(
     )
 
 
-def _alternatives(asked: _Asked) -> list[Alternative]:
+def _alternatives(asked: _Asked) -> list[PlanAlternative]:
     found = []
     in_pool = alternatives.questions(asked.decision.pool, asked.decision.solution)
     for question in chain(in_pool, _engines(asked)):
@@ -104,21 +111,23 @@ def _alternatives(asked: _Asked) -> list[Alternative]:
             cost = answer.value if asked.costs else None
             why_not = _against(asked, answer)
             found.append(
-                Alternative(name=question.name, text=question.text, cost_per_hour=cost, why_not=why_not)
+                PlanAlternative(name=question.name, text=question.text, cost_per_hour=cost, why_not=why_not)
             )
     return sorted(found, key=lambda a: (a.cost_per_hour is None, a.cost_per_hour or 0.0))
 
 
-def _engines(asked: _Asked) -> Iterator[Question]:
+def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
     used = {g.engine for g in asked.decision.plan.groups}
     engines: tuple[Engine, ...] = ("sglang", "vllm")
     for engine in engines if asked.clock.left > 0 else ():
         if engine in used and (given := alternatives.without_engine(asked.decision.problem.given, engine)):
             pool = problem(given).pool
-            yield Question(f"without {engine}", f"no replica of {engine} (closed forms only)", pool)
+            yield CounterfactualQuestion(
+                f"without {engine}", f"no replica of {engine} (closed forms only)", pool
+            )
 
 
-def _against(asked: _Asked, answer: Answer) -> str:
+def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
     gained = asked.gained(answer)
     if gained is None:
         if answer.reason:
@@ -134,7 +143,7 @@ def _against(asked: _Asked, answer: Answer) -> str:
     return f"serves {about}{lost:.3g} less (-{share})"
 
 
-def _bindings(asked: _Asked) -> list[Binding]:
+def _bindings(asked: _Asked) -> list[BindingConstraint]:
     found = []
     for lifted in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
         answer = asked.ask(lifted.question.name, lifted.question.pool)
@@ -142,7 +151,7 @@ def _bindings(asked: _Asked) -> list[Binding]:
         matters = gained is not None and gained > asked.noise
         if matters or (not lifted.price and abs(lifted.slack) < 1e-6 and gained is None):
             found.append(
-                Binding(
+                BindingConstraint(
                     constraint=lifted.question.name,
                     text=lifted.question.text,
                     slack=lifted.slack,
@@ -152,7 +161,7 @@ def _bindings(asked: _Asked) -> list[Binding]:
     return _dearest_first(found)
 
 
-def _dearest_first(found: list[Binding]) -> list[Binding]:
+def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
     return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
 
 
@@ -179,7 +188,7 @@ def _monolith(asked: _Asked) -> str:
     else:
         head = monolith.it_loses(asked.value, single)
     loads = [
-        monolith.Load(factor, one.value, best.value)
+        monolith.MonolithCost(factor, one.value, best.value)
         for factor in monolith.LOADS
         if (one := asked.ask(f"load × {factor:g}", monolith.at(alternatives.monoliths(pool), factor)))
         and (best := asked.ask(f"load × {factor:g}", monolith.at(pool, factor)))
@@ -187,7 +196,7 @@ def _monolith(asked: _Asked) -> str:
     return " ".join([head, monolith.at_other_loads(loads, asked.settings.gap)]).strip()
 
 
-def _notes(decision: Decision, asked: _Asked) -> Iterator[str]:
+def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
     for miss in decision.misses:
         over = formatting.percent(miss.times - 1)
         bound = formatting.seconds(miss.bound_s)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cornplug.planner.plan import Plan, Route
+from cornplug.planner.plan import Plan, PlanRoute
 from cornplug.planner.report import formatting
 
 BOX, HEIGHT = 190.0, 34.0
@@ -36,14 +36,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Chart:
+class FlowChart:
     width: float
     height: float
     boxes: list[Box]
     lines: list[Line]
 
 
-def chart(plan: Plan) -> Chart:
+def chart(plan: Plan) -> FlowChart:
     """Boxes for request classes and groups; a line's width is its share of the largest flow."""
     boxes = _boxes(plan)
     edges = _edges(plan.routes)
@@ -55,17 +55,17 @@ def chart(plan: Plan) -> Chart:
     ]
     width = max((box.x for box in boxes.values()), default=0.0) + BOX + 8
     height = max((box.y for box in boxes.values()), default=0.0) + HEIGHT + 8
-    return Chart(width, height, list(boxes.values()), lines)
+    return FlowChart(width, height, list(boxes.values()), lines)
 
 
-def _classes(routes: Sequence[Route]) -> dict[str, float]:
+def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
     rates: dict[str, float] = defaultdict(float)
     for r in routes:
         rates[f"{r.app}/{r.request}"] += r.rate
     return dict(rates)
 
 
-def _edges(routes: Sequence[Route]) -> dict[tuple[str, str], float]:
+def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
     """(from, to) -> requests a second; between two stages in proportion to both stages' weights."""
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for route in routes:
@@ -98,7 +98,7 @@ def _path(a: Box, b: Box) -> str:
     return f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2:g} {y2:g}"
 
 
-def legend(routes: Sequence[Route]) -> Iterator[str]:
+def legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
     """The same in words: "chat/short: 7.5/s as E+PD"."""
     for r in routes:
         yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cornplug.planner.plan import Plan, Proof
+from cornplug.planner.plan import OptimalityProof, Plan
 
 NONE = "–"
 
@@ -40,7 +40,7 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def proof(of: Proof) -> str:
+def proof(of: OptimalityProof) -> str:
     """Never "optimal" for what no solver has proved."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
-from cornplug.planner.optimizer.optimization_problem import Pool
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.report import formatting
-from cornplug.planner.report.counterfactual import Answer
+from cornplug.planner.report.counterfactual import CounterfactualAnswer
 
 LOADS: Final = (0.25, 4.0, 0.5, 2.0)
 """Of all rates."""
 
 
 @dataclass(frozen=True)
-class Load:
+class MonolithCost:
     """Dollars an hour at a multiple of the planned rates; None: no plan."""
 
     factor: float
@@ -24,14 +24,14 @@ class Load:
     best: float | None
 
 
-def at(pool: Pool, factor: float) -> Pool:
+def at(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
     """The pool at another load, with as much more stock as it takes to leave the question open."""
     demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
     nodes = tuple(replace(n, stock=ceil(n.stock * max(factor, 1.0))) for n in pool.nodes)
     return replace(pool, demands=demands, nodes=nodes, running=None)
 
 
-def it_wins(cost: float, divided: Answer | None) -> str:
+def it_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
     """`cost`: of the plan, which is all monoliths."""
     if divided is None:
         return "The monolith wins here."
@@ -40,7 +40,7 @@ def it_wins(cost: float, divided: Answer | None) -> str:
     return f"The monolith wins here: dividing requests costs {_more(divided.value, cost)}."
 
 
-def it_loses(cost: float, single: Answer) -> str:
+def it_loses(cost: float, single: CounterfactualAnswer) -> str:
     """`cost`: of the plan, which divides some requests."""
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
@@ -48,7 +48,7 @@ def it_loses(cost: float, single: Answer) -> str:
     return f"The monolith loses here: everywhere, it costs {_more(single.value, cost)}."
 
 
-def at_other_loads(loads: Sequence[Load], gap: float) -> str:
+def at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
     """Where it is as cheap as the best plan, within the solver's gap."""
     known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
     if not known:
@@ -61,7 +61,7 @@ def at_other_loads(loads: Sequence[Load], gap: float) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _as_cheap(load: Load, gap: float) -> bool:
+def _as_cheap(load: MonolithCost, gap: float) -> bool:
     assert load.best is not None
     return load.monolith is not None and load.monolith <= load.best * (1 + gap) + 1e-6
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from cornplug.planner.plan import Group, Plan, PlannedNodes
+from cornplug.planner.plan import Plan, PlannedNodes, ReplicaGroup
 
 MOST_NODES = 48
 """Of one class; a plan may have hundreds."""
@@ -18,7 +18,7 @@ _COLOURS = 6
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """What one replica has of one GPU."""
 
     node: int
@@ -30,19 +30,19 @@ class Part:
     replica: int
 
 
-def parts(plan: Plan, nodes: PlannedNodes) -> list[Part]:
+def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
     """Every replica on this class of nodes, GPU by GPU. Parts of one GPU follow one another."""
     taken: dict[tuple[int, int], float] = defaultdict(float)
     found = []
     for g in plan.groups:
         for replica, place in enumerate(g.placement if g.nodes == nodes.name else []):
             for node, gpu in _gpus(g, nodes.gpus, place[0], place[1]):
-                found.append(Part(node, gpu, taken[node, gpu], g.share, g.name, replica))
+                found.append(GpuPart(node, gpu, taken[node, gpu], g.share, g.name, replica))
                 taken[node, gpu] += g.share
     return found
 
 
-def _gpus(g: Group, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
+def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
     """The replica's GPUs: beyond the node's last one, the next node's."""
     for n in range(g.tp * g.pp):
         more, gpu = divmod(first + n, of_node)
@@ -61,7 +61,7 @@ class Square:
 
 
 @dataclass(frozen=True)
-class Chart:
+class PlacementChart:
     """The nodes of one class."""
 
     of: PlannedNodes
@@ -76,7 +76,7 @@ class Chart:
         return max(self.of.count - MOST_NODES, 0)
 
 
-def chart(plan: Plan, nodes: PlannedNodes) -> Chart:
+def chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
     """One box a node, one square a GPU, and the parts of replicas on them."""
     shown = min(nodes.count, MOST_NODES)
     columns = min(nodes.gpus, 4)
@@ -98,7 +98,7 @@ def chart(plan: Plan, nodes: PlannedNodes) -> Chart:
         for part in parts(plan, nodes)
         if part.node < shown
     ]
-    return Chart(
+    return PlacementChart(
         nodes,
         _ACROSS * wide,
         max(ceil(shown / _ACROSS), 1) * high,

@@ -21,7 +21,7 @@ PHASES: Final = {
 }
 
 
-class Line:
+class ProgressLine:
     """`phase` and `watch` are what `decide` and `explain` call."""
 
     def __init__(self, progress: Progress) -> None:
@@ -35,11 +35,11 @@ class Line:
             self._progress.reset(self._task, total=1.0, description=PHASES.get(name, name))
         self._progress.update(self._task, completed=min(share, 1.0))
 
-    def watch(self, at: optimization_problem.Progress) -> None:
+    def watch(self, at: optimization_problem.SolveProgress) -> None:
         self._progress.update(self._task, description=found(at))
 
 
-def found(at: optimization_problem.Progress) -> str:
+def found(at: optimization_problem.SolveProgress) -> str:
     """ "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
     bound = "no bound yet" if at.bound is None else f"bound {at.bound:.4g}"
     if at.incumbent is None:
@@ -52,7 +52,7 @@ def found(at: optimization_problem.Progress) -> str:
 
 
 @contextmanager
-def shown(console: Console, *, quiet: bool) -> Iterator[Line]:
+def shown(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
     """The line, gone when the plan is there. Nothing is drawn where nobody watches."""
     columns = (
         SpinnerColumn(),
@@ -62,4 +62,4 @@ def shown(console: Console, *, quiet: bool) -> Iterator[Line]:
     )
     hidden = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        yield Line(progress)
+        yield ProgressLine(progress)

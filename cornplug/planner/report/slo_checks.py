@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cornplug.planner.plan import Outlook, Plan
+from cornplug.planner.plan import LatencyForecast, Plan
 
 
 @dataclass(frozen=True)
-class Check:
+class SloCheck:
     """One bound of one class. Times in seconds; None: not known."""
 
     demand: str
@@ -29,19 +29,19 @@ class Check:
         return self.simulated_s <= self.bound_s
 
 
-def of(plan: Plan) -> list[Check]:
+def of(plan: Plan) -> list[SloCheck]:
     """All bounds and times of a plan, class by class."""
     return [check for outlook in plan.outlook for check in _of(outlook)]
 
 
-def verdict(check: Check) -> tuple[str, Literal["good", "bad", "soft"]]:
+def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
     """In a word, and how it is to be taken."""
     if check.kept is None:
         return ("no bound" if check.bound_s is None else "not known"), "soft"
     return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
-def _of(outlook: Outlook) -> Iterator[Check]:
+def _of(outlook: LatencyForecast) -> Iterator[SloCheck]:
     for quantity, bound, times in (
         ("TTFT", outlook.slo_ttft_s, outlook.ttft),
         ("TPOT", outlook.slo_tpot_s, outlook.tpot),
@@ -49,4 +49,4 @@ def _of(outlook: Outlook) -> Iterator[Check]:
     ):
         time: float | None = getattr(times, outlook.slo_percentile)
         if bound is not None or time is not None:
-            yield Check(f"{outlook.app}/{outlook.request}", quantity, outlook.slo_percentile, bound, time)
+            yield SloCheck(f"{outlook.app}/{outlook.request}", quantity, outlook.slo_percentile, bound, time)

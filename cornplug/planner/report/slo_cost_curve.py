@@ -10,8 +10,8 @@ from typing import Final
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import Application, PlanInput, Slo
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.plan import Binding, CurvePoint
-from cornplug.planner.report.counterfactual import Clock
+from cornplug.planner.plan import BindingConstraint, CurvePoint
+from cornplug.planner.report.counterfactual import ExplanationClock
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
 """Of every bound, in the order of interest; 1 is the plan itself."""
@@ -21,16 +21,16 @@ SOLVE_S: Final = 2.0
 
 
 @dataclass
-class Again:
+class SloSweep:
     """The same input planned again and again, while there is time."""
 
     given: PlanInput
-    clock: Clock
+    clock: ExplanationClock
     longest: float = 0.0
     """Seconds that one plan took at most: the next is not begun with less."""
     skipped: list[str] = field(default_factory=list)
 
-    def cost(self, name: str, changed: PlanInput) -> Cost | None:
+    def cost(self, name: str, changed: PlanInput) -> SweepCost | None:
         """None: there was no time for it."""
         before = self.clock.left
         if before <= self.longest:
@@ -38,9 +38,11 @@ class Again:
             return None
         solver = changed.solver.model_copy(update={"time_limit_s": max(min(SOLVE_S, before), 0.1)})
         try:
-            return Cost(decide(changed.model_copy(update={"solver": solver}), digest="").plan.cost_per_hour)
+            return SweepCost(
+                decide(changed.model_copy(update={"solver": solver}), digest="").plan.cost_per_hour
+            )
         except PlanInfeasible:
-            return Cost(None)
+            return SweepCost(None)
         except PlanUnfinished:
             self.skipped.append(name)
             return None
@@ -49,14 +51,14 @@ class Again:
 
 
 @dataclass(frozen=True)
-class Cost:
+class SweepCost:
     per_hour: float | None
     """None: no plan keeps the bounds."""
 
 
-def curve(again: Again, cost: float) -> list[CurvePoint]:
+def curve(again: SloSweep, cost: float) -> list[CurvePoint]:
     """By growing factor. `cost`: of the plan, at factor 1."""
-    found = {1.0: Cost(cost)}
+    found = {1.0: SweepCost(cost)}
     for factor in FACTORS:
         one = again.cost(f"SLO × {factor:g}", scaled(again.given, factor))
         if one is not None:
@@ -64,7 +66,7 @@ def curve(again: Again, cost: float) -> list[CurvePoint]:
     return list(falling(found))
 
 
-def falling(found: Mapping[float, Cost]) -> Iterator[CurvePoint]:
+def falling(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
     """A plan that keeps tighter bounds keeps looser ones, too: where the solver was stopped early and
     its plan is dearer, that one stands in. The plan itself, at factor 1, is what it is."""
     least = inf
@@ -74,7 +76,7 @@ def falling(found: Mapping[float, Cost]) -> Iterator[CurvePoint]:
         yield CurvePoint(slo_factor=factor, cost_per_hour=None if least == inf else least)
 
 
-def prices(again: Again, cost: float, noise: float) -> Iterator[Binding]:
+def prices(again: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
     """Applications whose own bounds hold the cost up, with what looser ones would save."""
     for app in again.given.applications:
         if not bounded(again.given, app.name):
@@ -82,7 +84,7 @@ def prices(again: Again, cost: float, noise: float) -> Iterator[Binding]:
         name = f"slo[{app.name}]"
         found = again.cost(name, scaled(again.given, LOOSER, app.name))
         if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
-            yield Binding(
+            yield BindingConstraint(
                 constraint=name,
                 text=f"with its bounds {LOOSER:g} times as loose",
                 slack=0.0,

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cornplug.planner.plan import Plan, Why
+from cornplug.planner.plan import Plan, PlanExplanation
 from cornplug.planner.report import formatting, slo_checks
 
 _STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
@@ -117,7 +117,7 @@ def _reservations(plan: Plan) -> Table:
     return table
 
 
-def _why(why: Why) -> Iterator[tuple[str, RenderableType]]:
+def _why(why: PlanExplanation) -> Iterator[tuple[str, RenderableType]]:
     if why.binding:
         table = _table("constraint", "", "without it")
         for b in why.binding:

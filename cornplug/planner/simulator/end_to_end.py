@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.plan import Route, Times
+from cornplug.planner.plan import PlanRoute, RequestTimes
 from cornplug.planner.simulator.simulator import Station, simulate
-from cornplug.planner.simulator.traffic import Class, Delays, Traffic, horizon, jobs_of, traffic
+from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic
 
-__all__ = ["Class", "Delays", "Result", "rehearse", "times_of"]
+__all__ = ["Delays", "SimulatedTimes", "TrafficClass", "rehearse", "times_of"]
 
 PRECISION: Final = 0.02
 """Standard error of a 95th percentile, as a share of it, at which runs end."""
@@ -26,18 +26,18 @@ MOST_RUNS: Final = 16
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulatedTimes:
     """Times of one class, in seconds."""
 
-    ttft: Times
-    tpot: Times
-    e2e: Times
+    ttft: RequestTimes
+    tpot: RequestTimes
+    e2e: RequestTimes
     finished: float
     """Requests a second that were done while requests arrived; below the rate in an overload."""
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EndToEndRun:
     """One entry a request of one class, seconds; NaN where a request has no such time."""
 
     ttft: NDArray[np.float64]
@@ -47,25 +47,25 @@ class _Run:
     """Requests a second that were done while requests arrived."""
 
 
-def times_of(samples: NDArray[np.float64]) -> Times:
+def times_of(samples: NDArray[np.float64]) -> RequestTimes:
     """Mean and percentiles of what is not NaN."""
     known = samples[~np.isnan(samples)]
     if not len(known):
-        return Times()
+        return RequestTimes()
     p50, p95, p99 = np.quantile(known, [0.5, 0.95, 0.99])
-    return Times(mean=float(known.mean()), p50=float(p50), p95=float(p95), p99=float(p99))
+    return RequestTimes(mean=float(known.mean()), p50=float(p50), p95=float(p95), p99=float(p99))
 
 
 def rehearse(
     stations: Mapping[str, Station],
-    routes: Sequence[Route],
-    classes: Mapping[str, Class],
+    routes: Sequence[PlanRoute],
+    classes: Mapping[str, TrafficClass],
     delays: Delays,
     *,
     requests: int,
     seed: int,
     most_runs: int = MOST_RUNS,
-) -> dict[str, Result]:
+) -> dict[str, SimulatedTimes]:
     """Simulate the plan with all classes sharing its stations.
 
     About `requests` requests are counted in each of 4 or more runs, `most_runs` at most, of each class in
@@ -83,8 +83,8 @@ def rehearse(
 
 
 def _together(
-    stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int, rng: np.random.Generator
-) -> dict[str, _Run]:
+    stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int, rng: np.random.Generator
+) -> dict[str, _EndToEndRun]:
     if not all_traffic:
         return {}
     counted, warm = horizon(stations, all_traffic, requests)
@@ -100,7 +100,7 @@ def _together(
         mine = outcome.kind == kind
         rows = mine & (at >= warm) & (at < warm + counted)
         ended = mine & (done >= warm) & (done < warm + counted)
-        times[t.of.name] = _Run(
+        times[t.of.name] = _EndToEndRun(
             outcome.ttft[rows], outcome.tpot[rows], outcome.e2e[rows], float(ended.sum() / counted)
         )
     return times
@@ -109,15 +109,15 @@ def _together(
 # Repeated -----------------------------------------------------------------------------------
 
 
-def _repeated(one: Callable[[int], dict[str, _Run]], most: int) -> dict[str, Result]:
+def _repeated(one: Callable[[int], dict[str, _EndToEndRun]], most: int) -> dict[str, SimulatedTimes]:
     runs = [one(0)]
     while len(runs) < most and (len(runs) < FEWEST_RUNS or _error(runs) > PRECISION):
         runs.append(one(len(runs)))
     return {name: _pooled([run[name] for run in runs]) for name in runs[0]}
 
 
-def _pooled(runs: Sequence[_Run]) -> Result:
-    return Result(
+def _pooled(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
+    return SimulatedTimes(
         times_of(np.concatenate([run.ttft for run in runs])),
         times_of(np.concatenate([run.tpot for run in runs])),
         times_of(np.concatenate([run.e2e for run in runs])),
@@ -125,7 +125,7 @@ def _pooled(runs: Sequence[_Run]) -> Result:
     )
 
 
-def _error(runs: Sequence[Mapping[str, _Run]]) -> float:
+def _error(runs: Sequence[Mapping[str, _EndToEndRun]]) -> float:
     """The largest relative standard error of a class's 95th percentiles."""
     worst = 0.0
     for name in runs[0]:

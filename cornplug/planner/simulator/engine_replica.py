@@ -19,25 +19,25 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.simulator.replicas import Agenda, Log, batches_s, prefill_alone_s
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, prefill_alone_s
 from cornplug.planner.simulator.stations import Station
 
 
 class EngineReplica:
-    def __init__(self, station: Station, agenda: Agenda, log: Log) -> None:
+    def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
         assert station.steps is not None
         self._station, self._steps = station, station.steps
         self._agenda, self._log = agenda, log
         self._prefills, self._decodes = "P" in station.tasks, "D" in station.tasks
         self._weighs = station.router == "least_work" and station.replicas > 1
         self._decode_s: dict[int, float] = {}
-        self._waiting: deque[tuple[int, Draw]] = deque()
-        self._partial: tuple[int, Draw, int] | None = None
+        self._waiting: deque[tuple[int, SampledRequest]] = deque()
+        self._partial: tuple[int, SampledRequest, int] | None = None
         """A prompt of which so many tokens are still to be computed."""
-        self._prefilled: list[tuple[int, Draw]] = []
+        self._prefilled: list[tuple[int, SampledRequest]] = []
         """Prompts that the iteration under way ends."""
-        self._running: list[tuple[int, int, Draw]] = []
+        self._running: list[tuple[int, int, SampledRequest]] = []
         """Heap of (iteration after which it leaves, job, draw)."""
         self._iteration = 0
         self._context = 0
@@ -54,7 +54,7 @@ class EngineReplica:
 
     # What the event loop and the router call ------------------------------------------------
 
-    def arrive(self, now: float, job: int, draw: Draw) -> None:
+    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
         self._check_fits(draw)
         self.outstanding += 1
         if not self._prefills and draw.output_tokens == 1:
@@ -89,7 +89,7 @@ class EngineReplica:
 
     # Admission ------------------------------------------------------------------------------
 
-    def _check_fits(self, draw: Draw) -> None:
+    def _check_fits(self, draw: SampledRequest) -> None:
         if self._needs(draw) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
@@ -97,11 +97,11 @@ class EngineReplica:
                 "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
             )
 
-    def _needs(self, draw: Draw) -> int:
+    def _needs(self, draw: SampledRequest) -> int:
         """Tokens of KV: all that it will have here."""
         return draw.prompt_tokens + draw.output_tokens if self._decodes else draw.prompt_tokens
 
-    def _admissible(self, draw: Draw) -> bool:
+    def _admissible(self, draw: SampledRequest) -> bool:
         if self._reserved + self._needs(draw) > self._station.kv_tokens:
             return False
         if not self._decodes:
@@ -110,7 +110,7 @@ class EngineReplica:
         room_in_chunk = not self._prefills or len(self._running) < self._station.chunk_tokens
         return admitted < self._station.max_batch and room_in_chunk
 
-    def _admit(self) -> tuple[int, Draw]:
+    def _admit(self) -> tuple[int, SampledRequest]:
         job, draw = self._waiting.popleft()
         self._reserved += self._needs(draw)
         return job, draw
@@ -203,7 +203,7 @@ class EngineReplica:
 
     # Ends of pieces of work -----------------------------------------------------------------
 
-    def _run(self, job: int, draw: Draw) -> None:
+    def _run(self, job: int, draw: SampledRequest) -> None:
         heappush(self._running, (self._iteration + draw.output_tokens - 1, job, draw))
         self._context += draw.prompt_tokens
 
@@ -230,7 +230,7 @@ class EngineReplica:
         self._prefilled.clear()
         return left
 
-    def _leave(self, job: int, draw: Draw, now: float) -> None:
+    def _leave(self, job: int, draw: SampledRequest, now: float) -> None:
         self._reserved -= self._needs(draw)
         self._work_s -= self._decode_work_s(draw)
         if self._decodes:
@@ -238,10 +238,10 @@ class EngineReplica:
 
     # Estimates for the router ---------------------------------------------------------------
 
-    def _prefill_work_s(self, draw: Draw) -> float:
+    def _prefill_work_s(self, draw: SampledRequest) -> float:
         return prefill_alone_s(self._station, draw) if self._weighs and self._prefills else 0.0
 
-    def _decode_work_s(self, draw: Draw) -> float:
+    def _decode_work_s(self, draw: SampledRequest) -> float:
         if not self._weighs or not self._decodes:
             return 0.0
         batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(draw)), 1)

@@ -12,17 +12,17 @@ from heapq import heappush
 from itertools import count
 from typing import Protocol
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator.stations import Station
 
 
-class Replica(Protocol):
+class SimulatedReplica(Protocol):
     outstanding: int
     """Requests that came and have not left."""
     busy_s: float
     """Seconds with work, between the simulation's first and last arrival."""
 
-    def arrive(self, now: float, job: int, draw: Draw) -> None: ...
+    def arrive(self, now: float, job: int, draw: SampledRequest) -> None: ...
 
     def wake(self, now: float, token: int) -> Sequence[int]:
         """Jobs that leave now. `token` is what the replica gave with the event."""
@@ -33,18 +33,18 @@ class Replica(Protocol):
         ...
 
 
-class Agenda:
+class EventAgenda:
     """Events to come: (time, turn, replica and its token) or (time, turn, None and a job)."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[float, int, Replica | None, int]] = []
+        self.events: list[tuple[float, int, SimulatedReplica | None, int]] = []
         self.turn: Iterator[int] = count()
 
-    def add(self, at: float, replica: Replica, token: int) -> None:
+    def add(self, at: float, replica: SimulatedReplica, token: int) -> None:
         heappush(self.events, (at, next(self.turn), replica, token))
 
 
-class Log:
+class TokenLog:
     """When tokens came, and how much of a piece of work lies where utilisation is measured."""
 
     def __init__(self, since: float, until: float, jobs: int) -> None:
@@ -64,13 +64,13 @@ class SerialReplica:
     and generation, as Cornfigurator's monoliths do.
     """
 
-    def __init__(self, station: Station, agenda: Agenda, log: Log) -> None:
+    def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
         self._station, self._agenda, self._log = station, agenda, log
         self._free_at = 0.0
         self.outstanding = 0
         self.busy_s = 0.0
 
-    def arrive(self, now: float, job: int, draw: Draw) -> None:
+    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
         start = max(now, self._free_at)
         at = start + prefill_alone_s(self._station, draw)
         if "P" in self._station.tasks:
@@ -99,7 +99,7 @@ class EncoderReplica:
     Items of one request may share a batch or be in several; it leaves when all are done.
     """
 
-    def __init__(self, station: Station, agenda: Agenda, log: Log) -> None:
+    def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
         assert station.encode is not None
         self._encode, self._most = station.encode, station.max_patches
         self._agenda, self._log = agenda, log
@@ -112,7 +112,7 @@ class EncoderReplica:
         self.outstanding = 0
         self.busy_s = 0.0
 
-    def arrive(self, now: float, job: int, draw: Draw) -> None:
+    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
         self.outstanding += 1
         if not draw.patches:
             # Through the agenda, so that a job leaves by `wake` only.
@@ -174,7 +174,7 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
     return total + station.encode(batch)
 
 
-def off_device_s(station: Station, draw: Draw) -> float:
+def off_device_s(station: Station, draw: SampledRequest) -> float:
     """Added once where it prefills, and no replica is busy with it.
 
     The engine's API and network, and a pipeline's later stages for the prompt's last tokens.
@@ -185,7 +185,7 @@ def off_device_s(station: Station, draw: Draw) -> float:
     return station.steps.request_overhead_s + station.steps.drain_s(last)
 
 
-def prefill_alone_s(station: Station, draw: Draw) -> float:
+def prefill_alone_s(station: Station, draw: SampledRequest) -> float:
     """Seconds to encode and prefill one request with nothing beside it."""
     seconds = batches_s(station, draw.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
@@ -196,7 +196,7 @@ def prefill_alone_s(station: Station, draw: Draw) -> float:
     return seconds + (station.steps.prefill(rest) if rest else 0.0)
 
 
-def decode_alone_s(station: Station, draw: Draw) -> float:
+def decode_alone_s(station: Station, draw: SampledRequest) -> float:
     """Seconds of the iterations after the first token, with nothing beside it."""
     if station.steps is None or "D" not in station.tasks:
         return 0.0
@@ -205,7 +205,7 @@ def decode_alone_s(station: Station, draw: Draw) -> float:
     return steps * station.steps.decode(1) + station.steps.kv_token_s * context
 
 
-def alone_s(station: Station, draw: Draw) -> float:
+def alone_s(station: Station, draw: SampledRequest) -> float:
     """Seconds of a visit with nothing beside it."""
     seconds = prefill_alone_s(station, draw) + decode_alone_s(station, draw)
     if station.generate is not None and "G" in station.tasks:

@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator.engine_replica import EngineReplica
-from cornplug.planner.simulator.replicas import Agenda, EncoderReplica, Log, Replica, SerialReplica
+from cornplug.planner.simulator.replicas import (
+    EncoderReplica,
+    EventAgenda,
+    SerialReplica,
+    SimulatedReplica,
+    TokenLog,
+)
 from cornplug.planner.simulator.stations import Station
 
 
-class Dispatch:
-    def __init__(self, station: Station, agenda: Agenda, log: Log, rng: np.random.Generator) -> None:
+class RouterDispatch:
+    def __init__(
+        self, station: Station, agenda: EventAgenda, log: TokenLog, rng: np.random.Generator
+    ) -> None:
         self.station = station
         self._rng = rng
         self._replicas = [_replica(station, agenda, log) for _ in range(station.replicas)]
 
-    def arrive(self, now: float, job: int, draw: Draw) -> None:
+    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
         self._choose(now).arrive(now, job, draw)
 
     @property
     def busy_s(self) -> float:
         return sum(replica.busy_s for replica in self._replicas)
 
-    def _choose(self, now: float) -> Replica:
+    def _choose(self, now: float) -> SimulatedReplica:
         if len(self._replicas) == 1:
             return self._replicas[0]
         if self.station.router == "random":
@@ -36,7 +44,7 @@ class Dispatch:
             return min(self._replicas, key=lambda replica: replica.outstanding)
         return self._least_work(now)
 
-    def _least_work(self, now: float) -> Replica:
+    def _least_work(self, now: float) -> SimulatedReplica:
         best, least = self._replicas[0], float("inf")
         for replica in self._replicas:
             load = replica.load(now)
@@ -47,7 +55,7 @@ class Dispatch:
         return best
 
 
-def _replica(station: Station, agenda: Agenda, log: Log) -> Replica:
+def _replica(station: Station, agenda: EventAgenda, log: TokenLog) -> SimulatedReplica:
     if "G" in station.tasks:
         return SerialReplica(station, agenda, log)
     if station.tasks == "E":

@@ -16,14 +16,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.simulator.replicas import Agenda, Log, off_device_s
-from cornplug.planner.simulator.router import Dispatch
-from cornplug.planner.simulator.stations import Job, Outcome, Station, Visit
+from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, off_device_s
+from cornplug.planner.simulator.router import RouterDispatch
+from cornplug.planner.simulator.stations import JobOutcomes, Station, StationJob, StationVisit
 
-__all__ = ["Job", "Outcome", "Station", "Visit", "simulate"]
+__all__ = ["JobOutcomes", "Station", "StationJob", "StationVisit", "simulate"]
 
 
-def simulate(stations: Sequence[Station], jobs: Sequence[Job], *, seed: int = 0) -> Outcome:
+def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: int = 0) -> JobOutcomes:
     """Run all jobs (sorted by `at_s`) to their end.
 
     An overloaded station ends, too: its requests wait long. `off_device_s` of the first
@@ -35,10 +35,10 @@ def simulate(stations: Sequence[Station], jobs: Sequence[Job], *, seed: int = 0)
     """
     if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
         raise ValueError("jobs must be sorted by at_s")
-    agenda = Agenda()
-    log = Log(jobs[0].at_s, jobs[-1].at_s, len(jobs)) if jobs else Log(0.0, 0.0, 0)
+    agenda = EventAgenda()
+    log = TokenLog(jobs[0].at_s, jobs[-1].at_s, len(jobs)) if jobs else TokenLog(0.0, 0.0, 0)
     rng = np.random.default_rng(seed)
-    dispatches = [Dispatch(station, agenda, log, rng) for station in stations]
+    dispatches = [RouterDispatch(station, agenda, log, rng) for station in stations]
     run = _Run(jobs, dispatches, agenda)
     run.to_the_end()
     return _outcome(jobs, stations, dispatches, log, run)
@@ -47,7 +47,9 @@ def simulate(stations: Sequence[Station], jobs: Sequence[Job], *, seed: int = 0)
 class _Run:
     """The event loop, and when each job came to and left each of its visits."""
 
-    def __init__(self, jobs: Sequence[Job], dispatches: Sequence[Dispatch], agenda: Agenda) -> None:
+    def __init__(
+        self, jobs: Sequence[StationJob], dispatches: Sequence[RouterDispatch], agenda: EventAgenda
+    ) -> None:
         self._jobs, self._dispatches, self._agenda = jobs, dispatches, agenda
         self.came: list[list[float]] = [[] for _ in jobs]
         self.left: list[list[float]] = [[] for _ in jobs]
@@ -91,8 +93,12 @@ class _Run:
 
 
 def _outcome(
-    jobs: Sequence[Job], stations: Sequence[Station], dispatches: Sequence[Dispatch], log: Log, run: _Run
-) -> Outcome:
+    jobs: Sequence[StationJob],
+    stations: Sequence[Station],
+    dispatches: Sequence[RouterDispatch],
+    log: TokenLog,
+    run: _Run,
+) -> JobOutcomes:
     at = np.array([job.at_s for job in jobs])
     output = np.array([job.draw.output_tokens for job in jobs], dtype=np.int64)
     overhead = np.array([_overhead(job, stations) for job in jobs])
@@ -101,7 +107,7 @@ def _outcome(
     with np.errstate(divide="ignore", invalid="ignore"):
         tpot = np.where(output > 1, (last - first_known) / (output - 1), np.nan)
     span = max(log.until - log.since, 0.0)
-    return Outcome(
+    return JobOutcomes(
         kind=np.array([job.kind for job in jobs], dtype=np.int64),
         ttft=np.where(np.isnan(first), end, first) - at + overhead,
         tpot=tpot,
@@ -111,7 +117,7 @@ def _outcome(
     )
 
 
-def _overhead(job: Job, stations: Sequence[Station]) -> float:
+def _overhead(job: StationJob, stations: Sequence[Station]) -> float:
     for visit in job.visits:
         station = stations[visit.station]
         if station.steps is not None and "P" in station.tasks:

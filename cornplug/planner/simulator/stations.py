@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Station:
     replicas: int
     tasks: str
     """Of "EPDG", what a visit does here, in that order."""
-    steps: StepTimes | None = None
+    steps: EngineStepTimes | None = None
     """Needed for P and D."""
-    encode: Curve | None = None
+    encode: PiecewiseCurve | None = None
     """Needed for E: patches of one batch -> s. In an engine (EPD) it runs inside the iteration."""
-    generate: Curve | None = None
+    generate: PiecewiseCurve | None = None
     """Needed for G: units of one request -> s."""
     kv_tokens: int = 1 << 60
     max_batch: int = 256
@@ -50,23 +50,23 @@ class Station:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class StationVisit:
     station: int
     delay_s: float = 0.0
     """Before it: transfer of what the visit before made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StationJob:
     at_s: float
     kind: int
     """Request class, for the caller's own grouping."""
-    draw: Draw
-    visits: tuple[Visit, ...]
+    draw: SampledRequest
+    visits: tuple[StationVisit, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcomes:
     """One row a job, in the order of the jobs; seconds from its arrival. NaN: not finished."""
 
     kind: NDArray[np.int64]

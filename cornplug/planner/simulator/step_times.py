@@ -15,7 +15,7 @@ ANY: Final = "*"
 
 
 @dataclass(frozen=True)
-class Curve:
+class PiecewiseCurve:
     """Piecewise linear through points; beyond them the outermost two points' line, never below 0.
 
     One point is a proportional line through the origin.
@@ -33,11 +33,11 @@ class Curve:
             raise ValueError("a curve needs points with growing x, one y each")
 
     @classmethod
-    def line(cls, base: float, slope: float) -> Curve:
+    def line(cls, base: float, slope: float) -> PiecewiseCurve:
         return cls((0.0, 1.0), (base, base + slope))
 
     @classmethod
-    def through(cls, x: Sequence[float], y: Sequence[float]) -> Curve:
+    def through(cls, x: Sequence[float], y: Sequence[float]) -> PiecewiseCurve:
         return cls(tuple(map(float, x)), tuple(map(float, y)))
 
     def __call__(self, x: float) -> float:
@@ -60,17 +60,17 @@ class Curve:
         y: NDArray[np.float64] = np.maximum(ys[i - 1] + slope[i - 1] * (x - xs[i - 1]), 0.0)
         return y
 
-    def scaled(self, factor: float) -> Curve:
-        return Curve(self.x, tuple(v * factor for v in self.y))
+    def scaled(self, factor: float) -> PiecewiseCurve:
+        return PiecewiseCurve(self.x, tuple(v * factor for v in self.y))
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class EngineStepTimes:
     """One iteration of a language model's engine, on one replica (all its TP ranks)."""
 
-    prefill: Curve
+    prefill: PiecewiseCurve
     """Prompt tokens of the iteration -> s."""
-    decode: Curve
+    decode: PiecewiseCurve
     """Requests that get one token -> s."""
     kv_token_s: float = 0.0
     mixed_factor: float = 1.0
@@ -92,7 +92,7 @@ class StepTimes:
             return self.prefill(prompt_tokens)
         return max(self.prefill(prompt_tokens + requests), decode) * self.mixed_factor
 
-    def scaled(self, factor: float) -> StepTimes:
+    def scaled(self, factor: float) -> EngineStepTimes:
         """The same on a slower replica (factor > 1): all but what is off the device."""
         return replace(
             self,
@@ -103,13 +103,13 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class CellHardware:
     """What a cell's replica can do, all times in seconds. What a role does not do is None."""
 
-    steps: StepTimes | None = None
-    encode: Curve | None = None
+    steps: EngineStepTimes | None = None
+    encode: PiecewiseCurve | None = None
     """Patches of one batch -> s."""
-    generate: Curve | None = None
+    generate: PiecewiseCurve | None = None
     """Units of one request -> s."""
     kv_tokens: int = 0
     """Tokens of KV cache that fit; 0 with `steps`: the model itself does not fit."""

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.plan import Route, Stage
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.plan import PlanRoute, RouteStage
 from cornplug.planner.simulator import arrivals
 from cornplug.planner.simulator.replicas import alone_s
-from cornplug.planner.simulator.simulator import Job, Station, Visit
+from cornplug.planner.simulator.simulator import Station, StationJob, StationVisit
 
-Delays = Callable[[str, str, Draw], float]
+Delays = Callable[[str, str, SampledRequest], float]
 """Tasks of the stage before, tasks of the stage after, the request -> seconds between them."""
 _MEANS_TO_WARM = 3.0
 _LEAST_OF_A_CLASS = 500
@@ -23,7 +23,7 @@ _LONGER_FOR_RARE = 3.0
 
 
 @dataclass(frozen=True)
-class Class:
+class TrafficClass:
     """Requests of one "application/request"."""
 
     name: str
@@ -31,12 +31,12 @@ class Class:
     """Requests a second that arrive: routes' rates are only the shares in which they part."""
     burst: float
     """Squared coefficient of variation of the times between arrivals."""
-    draws: Sequence[Draw]
+    draws: Sequence[SampledRequest]
     """Equally likely."""
 
 
 @dataclass(frozen=True)
-class Stop:
+class RouteStop:
     """A stage of a route: one of its stations, at random by weight."""
 
     tasks: str
@@ -52,32 +52,35 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrafficPath:
     share: float
-    stops: tuple[Stop, ...]
+    stops: tuple[RouteStop, ...]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ClassTraffic:
     """A class and the ways its requests take."""
 
-    of: Class
-    ways: tuple[Way, ...]
+    of: TrafficClass
+    ways: tuple[TrafficPath, ...]
 
     def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         return rng.choice(len(self.ways), n, p=[way.share for way in self.ways])
 
 
 def traffic(
-    stations: Mapping[str, Station], routes: Sequence[Route], classes: Mapping[str, Class], delays: Delays
-) -> list[Traffic]:
+    stations: Mapping[str, Station],
+    routes: Sequence[PlanRoute],
+    classes: Mapping[str, TrafficClass],
+    delays: Delays,
+) -> list[ClassTraffic]:
     """The classes that have a route, in the order of `classes`.
 
     Raises:
         ConfigError: a route's class or a group is not among those given.
     """
     places = {name: i for i, name in enumerate(stations)}
-    by_class: dict[str, list[Route]] = {}
+    by_class: dict[str, list[PlanRoute]] = {}
     for route in routes:
         name = f"{route.app}/{route.request}"
         if name not in classes:
@@ -85,29 +88,35 @@ def traffic(
         if route.rate > 0:
             by_class.setdefault(name, []).append(route)
     return [
-        Traffic(of, tuple(_way(of, route, by_class[name], places, delays) for route in by_class[name]))
+        ClassTraffic(of, tuple(_way(of, route, by_class[name], places, delays) for route in by_class[name]))
         for name, of in classes.items()
         if name in by_class
     ]
 
 
 def _way(
-    of: Class, route: Route, together: Sequence[Route], places: Mapping[str, int], delays: Delays
-) -> Way:
+    of: TrafficClass,
+    route: PlanRoute,
+    together: Sequence[PlanRoute],
+    places: Mapping[str, int],
+    delays: Delays,
+) -> TrafficPath:
     stops = []
     for i, stage in enumerate(route.stages):
         before = route.stages[i - 1] if i else None
         stops.append(_stop(of, stage, before, places, delays))
-    return Way(route.rate / sum(r.rate for r in together), tuple(stops))
+    return TrafficPath(route.rate / sum(r.rate for r in together), tuple(stops))
 
 
-def _stop(of: Class, stage: Stage, before: Stage | None, places: Mapping[str, int], delays: Delays) -> Stop:
+def _stop(
+    of: TrafficClass, stage: RouteStage, before: RouteStage | None, places: Mapping[str, int], delays: Delays
+) -> RouteStop:
     unknown = [group for group in stage.groups if group not in places]
     if unknown:
         raise ConfigError(f"routes: {of.name}", f'no group "{unknown[0]}"', f"Known: {', '.join(places)}.")
     total = sum(stage.groups.values())
     between = [delays(before.tasks, stage.tasks, draw) if before else 0.0 for draw in of.draws]
-    return Stop(
+    return RouteStop(
         stage.tasks,
         tuple(places[group] for group in stage.groups),
         tuple(weight / total for weight in stage.groups.values()),
@@ -116,7 +125,7 @@ def _stop(of: Class, stage: Stage, before: Stage | None, places: Mapping[str, in
 
 
 def horizon(
-    stations: Sequence[Station], all_traffic: Sequence[Traffic], requests: int
+    stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int
 ) -> tuple[float, float]:
     """Seconds in which about `requests` requests come, and seconds to warm up before and cool after.
 
@@ -140,7 +149,7 @@ def horizon(
     return counted, min(0.1 * counted + _MEANS_TO_WARM * alone, counted)
 
 
-def jobs_of(t: Traffic, kind: int, seconds: float, rng: np.random.Generator) -> list[Job]:
+def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
     """A class's requests of so many seconds, with their draws, ways and groups."""
     at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
@@ -148,11 +157,11 @@ def jobs_of(t: Traffic, kind: int, seconds: float, rng: np.random.Generator) -> 
     chosen = [[stop.choose(n, rng).tolist() for stop in way.stops] for way in t.ways]
     between = [[stop.delays_s.tolist() for stop in way.stops] for way in t.ways]
     return [
-        Job(
+        StationJob(
             time,
             kind,
             t.of.draws[d],
-            tuple(Visit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
+            tuple(StationVisit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
         )
         for i, (time, w, d) in enumerate(zip(at.tolist(), ways.tolist(), draws.tolist(), strict=True))
     ]

@@ -12,20 +12,24 @@ from typing import Final
 
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
-from cornplug.sglang_hooks.kv.reader import WHAT, Reader
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
 
 _NEAR_TOKENS: Final = 4096
 """So much of a prompt is asked about at once, in about a millisecond."""
 
 
-class Ahead:
+class EarlyLookup:
     """One a rank."""
 
-    def __init__(self, book: Book, reader: Reader, pace: LoadPace, tally: Tally, app: str) -> None:
+    def __init__(
+        self, book: PageHashIndex, reader: PageReader, pace: LoadPace, tally: Tally, app: str
+    ) -> None:
         self._book, self._reader, self._pace, self._tally, self._app = book, reader, pace, tally, app
 
-    def worth(self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space) -> int:
+    def worth(
+        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
+    ) -> int:
         """How many of `tokens`, which follow `prefix` in a request, are there and quicker to fetch than to
         compute; counts what is not. Raises CornplugError."""
         first = first_page(self._book, tokens, prefix, last_hash, space)
@@ -43,7 +47,11 @@ class Ahead:
 
 
 def pages(
-    book: Book, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
+    book: PageHashIndex,
+    tokens: Sequence[int],
+    prefix: Sequence[int],
+    last_hash: str | None,
+    space: CacheNamespace,
 ) -> list[str]:
     """SGLang's hashes of the pages of `tokens`, which follow `prefix`, entered in the book."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -63,7 +71,11 @@ def pages(
 
 
 def first_page(
-    book: Book, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space
+    book: PageHashIndex,
+    tokens: Sequence[int],
+    prefix: Sequence[int],
+    last_hash: str | None,
+    space: CacheNamespace,
 ) -> str | None:
     """SGLang's hash of the first page of `tokens`, entered in the book with what else is a part of the
     store's page that it begins in; None where there is no whole page."""

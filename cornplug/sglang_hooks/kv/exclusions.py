@@ -156,9 +156,9 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
 
 
 def _confused_pictures(server_args: Any) -> str:
-    """Whether two prompts that differ in their pictures alone are one token stream to SGLang.
+    """Whether two prompts that differ in their images alone are one token stream to SGLang.
 
-    Its models put values of the picture's hash for the placeholder tokens. The backend for models that
+    Its models put values of the image's hash for the placeholder tokens. The backend for models that
     it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
     SGLang then goes without a radix cache, but decides so only when it has set up ours.
     """

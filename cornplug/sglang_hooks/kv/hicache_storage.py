@@ -27,13 +27,13 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.early_lookup import Ahead
+from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import compile_hash
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
-from cornplug.sglang_hooks.kv.namespace_roots import Roots
-from cornplug.sglang_hooks.kv.page_hash_index import Space
-from cornplug.sglang_hooks.kv.reader import WHAT, Reader
-from cornplug.sglang_hooks.kv.writer import Writer, part_of
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
+from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 from cornplug.sglang_hooks.model import weight_updates
 
 
@@ -51,9 +51,9 @@ class CornplugStorage(HiCacheStorage):
         self._run = activation.runtime()
         self._tally = activation.tally()
         self._off = "starting"
-        self._reader: Reader | None = None
-        self._writer: Writer | None = None
-        self._ahead: Ahead | None = None
+        self._reader: PageReader | None = None
+        self._writer: PageWriter | None = None
+        self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
         """What loading and computing take here; None before the pools are known."""
@@ -109,20 +109,20 @@ class CornplugStorage(HiCacheStorage):
             raise LayoutError(str(e), reason="page_size") from e
         # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
         compile_hash()
-        roots = Roots(self._run.secret, page, _identify)
+        roots = NamespaceRoots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
         token_bytes = page.page_bytes / page.page_tokens * len(heads) / page.heads
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
-        self._reader = Reader(self._run, roots, book, mine, pages, self._tally)
-        self._ahead = Ahead(book, self._reader, self.pace, self._tally, self._run.app)
+        self._reader = PageReader(self._run, roots, book, mine, pages, self._tally)
+        self._ahead = EarlyLookup(book, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
         group = activation.group() if ranks > 1 else b""
         if ranks > 1 and not group:
             raise LayoutError("the ranks do not know each other's name", reason="ranks")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
-        self._writer = Writer(self._run, self._reader, book, mine, pages, part, self._tally)
+        self._writer = PageWriter(self._run, self._reader, book, mine, pages, part, self._tally)
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
             " %d, verified by writing",
@@ -153,7 +153,9 @@ class CornplugStorage(HiCacheStorage):
 
     # -- reading ----------------------------------------------------------------------------
 
-    def ahead(self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: Space) -> int:
+    def ahead(
+        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
+    ) -> int:
         """How many of `tokens`, which follow `prefix` in a request, are worth fetching; 0: none.
 
         From the scheduler's thread; never raises for want of the store.

@@ -14,14 +14,14 @@ from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.cache_salt import salt_of
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 _FIRST_READ_S: Final = 2.0
 _MAX_ROOTS: Final = 4096
 
 
-class Roots:
+class NamespaceRoots:
     """Roots of page keys, of one engine process.
 
     Args:
@@ -45,7 +45,7 @@ class Roots:
         """Whether the checkpoint has been read, well or not, within that time."""
         return self._read.wait(timeout_s)
 
-    def root(self, space: Space) -> bytes:
+    def root(self, space: CacheNamespace) -> bytes:
         """The root of a namespace's page keys (32 bytes).
 
         Raises CheckpointError where nobody can say what its KV is computed from: "identifying"
@@ -77,12 +77,12 @@ class Roots:
 class RootsOfCall:
     """Roots, each made once: of the pages of one call, which are hundreds of one namespace."""
 
-    def __init__(self, roots: Roots) -> None:
+    def __init__(self, roots: NamespaceRoots) -> None:
         self._roots = roots
-        self._made: dict[Space, bytes] = {}
+        self._made: dict[CacheNamespace, bytes] = {}
 
-    def root(self, space: Space) -> bytes:
-        """As `Roots.root`."""
+    def root(self, space: CacheNamespace) -> bytes:
+        """As `NamespaceRoots.root`."""
         if space not in self._made:
             self._made[space] = self._roots.root(space)
         return self._made[space]

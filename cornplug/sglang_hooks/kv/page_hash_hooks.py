@@ -16,10 +16,10 @@ from typing import Any, Final
 from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens
 
-_book: Book | None = None
+_book: PageHashIndex | None = None
 _writing: Final = threading.local()
 _attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", default=None)
 
@@ -29,10 +29,12 @@ def attaching() -> Any:
     return _attaching.get()
 
 
-def open_book(page_size: int, page_tokens: int) -> Book:
-    """Begin a book for this process; the hooks fill it from now on. Raises ValueError as `Book`."""
+def open_book(page_size: int, page_tokens: int) -> PageHashIndex:
+    """Begin a book for this process; the hooks fill it from now on. Raises ValueError as `PageHashIndex`."""
     global _book
-    _book = Book(page_size, page_tokens, is_foreign=placeholder_tokens.is_foreign, advance=_fastest_chain())
+    _book = PageHashIndex(
+        page_size, page_tokens, is_foreign=placeholder_tokens.is_foreign, advance=_fastest_chain()
+    )
     return _book
 
 
@@ -71,7 +73,9 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     key = call["key"]
     # A speculative draft's pages are of pairs of tokens, the last of which lies beyond the page.
     if call["page_size"] == book.page_size and not key.is_bigram:
-        book.record(call["prior_hash"], result, key.raw_token_ids(), Space(key.extra_key, key.cache_salt))
+        book.record(
+            call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
+        )
     return result
 
 
@@ -81,7 +85,7 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     cache = call["self"]
     if _book is None or not activation.is_on() or cache.tree_core.is_eagle:
         return original(*args, **kwargs)
-    _writing.space = Space(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
+    _writing.space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
     try:
         return original(*args, **kwargs)
     finally:

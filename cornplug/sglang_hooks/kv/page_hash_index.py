@@ -26,7 +26,7 @@ _END_BYTES: Final = 144
 _MAX_CONTINUATIONS: Final = 4
 
 
-class Space(NamedTuple):
+class CacheNamespace(NamedTuple):
     """SGLang's namespace of a sequence; `extra_key` with the LoRA's id at its end."""
 
     extra_key: str | None
@@ -34,10 +34,10 @@ class Space(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class HashedPage:
     """One page of SGLang's, named."""
 
-    space: Space
+    space: CacheNamespace
     prior: str | None
     """SGLang's hash of the page before it; None at the start of a sequence."""
     end: int
@@ -50,7 +50,7 @@ class Page:
     continuation seen (the newest last). Empty while no continuation is long enough."""
 
 
-class Part(NamedTuple):
+class PageOverlap(NamedTuple):
     """A run of tokens that a page of SGLang's and one of the store have in common."""
 
     links: tuple[bytes, ...]
@@ -61,7 +61,7 @@ class Part(NamedTuple):
     """Tokens of SGLang's page."""
 
 
-class Book:
+class PageHashIndex:
     """Bounded; safe to use from several threads.
 
     Args:
@@ -92,17 +92,19 @@ class Book:
         # A page's name, its entry, and the chain values that it keeps.
         self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
         self._lock = threading.Lock()
-        self._pages: OrderedDict[str, Page] = OrderedDict()
+        self._pages: OrderedDict[str, HashedPage] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def find(self, hashes: Sequence[str]) -> list[Page | None]:
+    def find(self, hashes: Sequence[str]) -> list[HashedPage | None]:
         """The pages of these hashes, None for those that are not known."""
         with self._lock:
             return [self._pages.get(name) for name in hashes]
 
-    def record(self, prior: str | None, hashes: Sequence[str], tokens: Sequence[int], space: Space) -> None:
+    def record(
+        self, prior: str | None, hashes: Sequence[str], tokens: Sequence[int], space: CacheNamespace
+    ) -> None:
         """Enter the pages of `tokens`, whose SGLang hashes are `hashes`, after the page `prior`
         (None: at the start). Where `prior` is not known, or of another namespace, nothing is."""
         size = self.page_size
@@ -128,33 +130,33 @@ class Book:
             for i in range(len(new) // size):
                 end += size
                 inside = links[i * size // LINK_TOKENS : (i + 1) * size // LINK_TOKENS]
-                prior = self._enter(hashes[known + i], Page(space, prior, end, inside[-1], ()), inside)
+                prior = self._enter(hashes[known + i], HashedPage(space, prior, end, inside[-1], ()), inside)
             while len(self._pages) > self._max_pages:
                 self._pages.popitem(last=False)
 
-    def parts(self, page: Page) -> list[Part]:
+    def parts(self, page: HashedPage) -> list[PageOverlap]:
         """What a page is made of in the store; [] while that cannot be said."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:
             return [
-                Part((link,), slice(0, stored), slice(i * stored, (i + 1) * stored))
+                PageOverlap((link,), slice(0, stored), slice(i * stored, (i + 1) * stored))
                 for i, link in enumerate(page.ends)
             ]
         first = (page.end - size) % stored
-        return [Part(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
+        return [PageOverlap(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
 
-    def is_closing(self, page: Page) -> bool:
+    def is_closing(self, page: HashedPage) -> bool:
         """Whether a store page ends where this page ends."""
         return page.end % self.page_tokens == 0
 
-    def siblings(self, name: str) -> list[tuple[str, Page]]:
+    def siblings(self, name: str) -> list[tuple[str, HashedPage]]:
         """The pages (hash, page), in order, that with the closing page `name` as their last make
         up one store page; fewer where some are forgotten."""
         with self._lock:
             return self._siblings(name)
 
-    def _siblings(self, name: str) -> list[tuple[str, Page]]:
-        found: list[tuple[str, Page]] = []
+    def _siblings(self, name: str) -> list[tuple[str, HashedPage]]:
+        found: list[tuple[str, HashedPage]] = []
         at: str | None = name
         while at is not None and len(found) < self.page_tokens // self.page_size:
             page = self._pages.get(at)
@@ -171,10 +173,10 @@ class Book:
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]
 
-    def _enter(self, name: str, page: Page, links: list[bytes]) -> str:
+    def _enter(self, name: str, page: HashedPage, links: list[bytes]) -> str:
         if self.page_size >= self.page_tokens:
             step = self.page_tokens // LINK_TOKENS
-            self._pages[name] = Page(
+            self._pages[name] = HashedPage(
                 page.space, page.prior, page.end, page.link, tuple(links[step - 1 :: step])
             )
             return name
@@ -182,5 +184,5 @@ class Book:
         if self.is_closing(page):
             for sibling, part in self._siblings(name):
                 ends = (*(end for end in part.ends if end != page.link), page.link)[-_MAX_CONTINUATIONS:]
-                self._pages[sibling] = Page(part.space, part.prior, part.end, part.link, ends)
+                self._pages[sibling] = HashedPage(part.space, part.prior, part.end, part.link, ends)
         return name

@@ -9,7 +9,7 @@ import torch
 from cornplug.sglang_hooks.compat import Hook, arguments
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
@@ -32,7 +32,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
         call["last_hash"],
-        Space(call["extra_key"], call["cache_salt"]),
+        CacheNamespace(call["extra_key"], call["cache_salt"]),
     )
     fetches = ahead > 0
     if cache.tp_world_size > 1:

@@ -8,23 +8,29 @@ from contextlib import contextmanager, suppress
 import torch
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.namespace_roots import Roots, RootsOfCall
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Page, Part, Space
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, HashedPage, PageHashIndex, PageOverlap
 from cornplug.store.base import Lease
 
 WHAT = "kv_page"
 
 
-class Reader:
+class PageReader:
     """One a rank. Called from SGLang's storage threads; no call raises for want of the store."""
 
     def __init__(
-        self, runtime: Runtime, roots: Roots, book: Book, mine: RankPages, host: HostPages, tally: Tally
+        self,
+        runtime: EngineRuntime,
+        roots: NamespaceRoots,
+        book: PageHashIndex,
+        mine: RankPages,
+        host: HostPages,
+        tally: Tally,
     ) -> None:
         self._run, self._roots, self._book = runtime, roots, book
         self._mine, self._host, self._tally = mine, host, tally
@@ -38,7 +44,7 @@ class Reader:
         """The roots that one call needs."""
         return RootsOfCall(self._roots)
 
-    def keys(self, page: Page, part: Part, roots: RootsOfCall) -> list[bytes]:
+    def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
         """The store's keys of a part, newest continuation first. Raises CheckpointError."""
         root = roots.root(page.space)
         return [
@@ -125,7 +131,7 @@ class Reader:
             self._count(done, reason)
         return done
 
-    def borrow(self, page: Page) -> torch.Tensor | None:
+    def borrow(self, page: HashedPage) -> torch.Tensor | None:
         """A page of SGLang's, (heads, layers, planes, tokens, dim), out of a larger one of the
         store; None where the store has none. Raises CornplugError."""
         parts = self._book.parts(page)
@@ -136,9 +142,9 @@ class Reader:
             source = _Copies(self._mine, leases).of(keys)
         return None if source is None else source[..., parts[0].inside, :]
 
-    def _plan(self, pages: Sequence[Page | None]) -> Iterator[list[tuple[Part, list[bytes]]]]:
+    def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
         """Parts and their keys of each page, up to the first that has no name in the store."""
-        made: dict[tuple[Space, tuple[bytes, ...]], list[bytes]] = {}
+        made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
             parts = self._book.parts(page) if page is not None else []

@@ -18,15 +18,15 @@ import torch
 
 from cornplug.engine_common.page_envelope import page_header, page_part
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CheckpointError, CornplugError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Page
-from cornplug.sglang_hooks.kv.reader import WHAT, Reader
-from cornplug.store.base import Location, Part, Refusal, Reservation
+from cornplug.sglang_hooks.kv.page_hash_index import HashedPage, PageHashIndex
+from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
 """Small pages kept until the store's page that they begin is complete."""
@@ -42,13 +42,13 @@ class _Piece:
     """Tokens `inside` of a store page, and where they are: in memory, or in another page of the store."""
 
     inside: slice
-    source: torch.Tensor | Page
+    source: torch.Tensor | HashedPage
 
 
 _Wanted = Mapping[bytes, list[_Piece]]
 
 
-def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> Part | None:
+def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> WriterPart | None:
     """What a rank writes of pages that all ranks of `group` write; None where it writes them whole, or not.
 
     Raises LayoutError where the heads do not split.
@@ -56,10 +56,10 @@ def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> Par
     writers = [rank for rank in range(tp_size) if tensor_parallel_heads(page.heads, tp_size, rank)[1]]
     if len(writers) == 1 or tp_rank not in writers:
         return None
-    return Part(group, writers.index(tp_rank), len(writers))
+    return WriterPart(group, writers.index(tp_rank), len(writers))
 
 
-class Writer:
+class PageWriter:
     """One a rank. Called from SGLang's backup thread; no call raises for want of the store.
 
     Args:
@@ -68,12 +68,12 @@ class Writer:
 
     def __init__(
         self,
-        runtime: Runtime,
-        reader: Reader,
-        book: Book,
+        runtime: EngineRuntime,
+        reader: PageReader,
+        book: PageHashIndex,
         mine: RankPages,
         host: HostPages,
-        part: Part | None,
+        part: WriterPart | None,
         tally: Tally,
     ) -> None:
         self._run, self._reader, self._book = runtime, reader, book
@@ -95,7 +95,7 @@ class Writer:
             time.sleep(pause_s)
             pause_s *= 2
             refused = self._offer(refused, outcomes, began + _SAVE_S)
-        outcomes[Refusal.GROWING.value] += len(refused)
+        outcomes[ReserveRefusal.GROWING.value] += len(refused)
         self._keep_tails(hashes, slots)
         self._count(outcomes)
 
@@ -126,7 +126,7 @@ class Writer:
                 outcomes[e.reason] += 1
         return found
 
-    def _closing_key(self, page: Page, roots: RootsOfCall) -> bytes:
+    def _closing_key(self, page: HashedPage, roots: RootsOfCall) -> bytes:
         (part,) = self._book.parts(page)
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
@@ -137,7 +137,7 @@ class Writer:
             parts = self._book.parts(page)
             if not parts:
                 return None
-            source: torch.Tensor | Page = page
+            source: torch.Tensor | HashedPage = page
             if name in at:
                 source = self._host.page(at[name])
             elif name in self._tails:
@@ -175,7 +175,7 @@ class Writer:
             for key, answer in zip(keys, self._reserve(keys, deadline_s, outcomes), strict=False):
                 if isinstance(answer, Reservation):
                     reserved.append(answer)
-                elif answer is Refusal.GROWING:
+                elif answer is ReserveRefusal.GROWING:
                     refused[key] = wanted[key]
                 else:
                     outcomes[answer.value] += 1
@@ -189,7 +189,7 @@ class Writer:
 
     def _reserve(
         self, keys: Sequence[bytes], deadline_s: float, outcomes: Counter[str]
-    ) -> list[Reservation | Refusal]:
+    ) -> list[Reservation | ReserveRefusal]:
         entries = [(key, self._mine.page.page_bytes) for key in keys]
         try:
             return self._run.store.reserve(entries, app=self._run.app, deadline_s=deadline_s, part=self._part)
@@ -218,12 +218,12 @@ class Writer:
         outcomes["stored"] += sum(stored)
         outcomes["reservation_ended"] += len(stored) - sum(stored)
 
-    def _written(self, pieces: list[_Piece], location: Location) -> Mapping[int, int] | None:
+    def _written(self, pieces: list[_Piece], location: PayloadLocation) -> Mapping[int, int] | None:
         """Segment -> checksum of this rank's part, None where it could not be written."""
         try:
             for piece in pieces:
                 source = piece.source
-                if isinstance(source, Page):
+                if isinstance(source, HashedPage):
                     borrowed = self._reader.borrow(source)
                     if borrowed is None:
                         return None

@@ -1,4 +1,4 @@
-"""A picture's embedding on its way to the store, before the request goes to the scheduler.
+"""An image's embedding on its way to the store, before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler takes it from there
     else: ask the encoder service ──stored─────> the same
@@ -21,15 +21,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.wire.messages import Encode, Tensor
+from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import patience_s
 from cornplug.engine_common.model_identity import TowerIdentity
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
@@ -46,15 +46,15 @@ def source_of(item: Any) -> str | None:
     return found
 
 
-class Asker:
+class EmbeddingPrefetcher:
     """One for each tokenizer process. Called on its event loop, which is never blocked."""
 
-    def __init__(self, runtime: Runtime, tally: Tally) -> None:
+    def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
         self._backoff = BackOff()
         self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
-        # Not asyncio's own: those may all be busy decoding pictures.
+        # Not asyncio's own: those may all be busy decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
     async def prepare(self, items: list[Any], tower: TowerIdentity, salt: str | None) -> None:
@@ -100,10 +100,10 @@ class Asker:
         if self._backoff.spares(began):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
         if (refusal := self._encoder.refusal) is not None:
-            raise refusal  # before a large picture's tensors are packed for nobody
+            raise refusal  # before a large image's tensors are packed for nobody
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
         deadline_s = self._patience_s(placeholder_tokens.rows_of(item)) - (time.monotonic() - began)
-        request = Encode(
+        request = EncodeRequest(
             id=0,
             identity=tower.served_identity,
             key=key,
@@ -135,12 +135,12 @@ class Asker:
     def _stored(self, key: bytes) -> bool:
         return self._run.store.contains([key], deadline_s=self._run.deadline_s) == b"\x01"
 
-    def _put(self, key: bytes, tensor: Tensor) -> None:
+    def _put(self, key: bytes, tensor: WireTensor) -> None:
         """Store what the service itself could not."""
         outcome = entry.put(
             self._run.store,
             tensor.data,
-            kind=Kind.EMBEDDING,
+            kind=PayloadKind.EMBEDDING,
             key=key,
             dtype=tensor.dtype,
             shape=tensor.shape,
@@ -151,7 +151,7 @@ class Asker:
             raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")
 
 
-def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, Tensor]:
+def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
     """Name -> tensor of one item, as its tower gets them. Raises EncoderRefused("no_inputs")."""
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}

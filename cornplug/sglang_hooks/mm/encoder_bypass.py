@@ -1,7 +1,7 @@
-"""Embeddings of named pictures: out of the store instead of the tower, and into it after the
+"""Embeddings of named images: out of the store instead of the tower, and into it after the
 tower (scheduler processes).
 
-SGLang decides which pictures of a batch its own embedding cache lacks, and calls the model's
+SGLang decides which images of a batch its own embedding cache lacks, and calls the model's
 `get_image_feature` for these. That call is what we stand in for: what the store has is taken,
 verified; the tower computes the rest; both go into SGLang's cache by its own code.
 
@@ -9,7 +9,7 @@ verified; the tower computes the rest; both go into SGLang's cache by its own co
                       └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
 
 A tower may run collectives over the tensor-parallel ranks, so they all must run it for the same
-pictures: each rank reads for itself, then they agree on what every one of them has.
+images: each rank reads for itself, then they agree on what every one of them has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.errors import CodecError, CornplugError
 from cornplug.metrics import Tally
@@ -41,10 +41,10 @@ from cornplug.store import payload as entry
 EmbedItems = Callable[[list[Any]], Any]
 
 
-class Embeddings:
+class EmbeddingSource:
     """One for each scheduler process; all calls come from the thread that runs the model."""
 
-    def __init__(self, runtime: Runtime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
+    def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
         """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's.
         Of several ranks that do the same, only the `first` publishes and counts."""
         self._run = runtime
@@ -135,10 +135,10 @@ class Embeddings:
             self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "save", by=size)
 
 
-class Encoding:
+class EncoderBypass:
     """Stands in for a model's `get_image_feature`, of one call of SGLang's."""
 
-    def __init__(self, original: EmbedItems, here: Embeddings | None, device: torch.device) -> None:
+    def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
         """`here` is None on a rank that cannot share; it still takes part in what the ranks agree on."""
         self._original = original
         self._here = here
@@ -171,7 +171,7 @@ class Encoding:
         mine = iter(split)
         return [next(mine) if tensor is None else tensor for tensor in taken]
 
-    def _made(self, here: Embeddings | None, items: list[Any]) -> Any:
+    def _made(self, here: EmbeddingSource | None, items: list[Any]) -> Any:
         return self._original(items) if here is None else here.encode(self._original, items, self._device)
 
 
@@ -203,13 +203,13 @@ def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 @functools.cache
-def _embeddings() -> Embeddings | None:
+def _embeddings() -> EmbeddingSource | None:
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.dp_attention import get_dp_tp_group
     from sglang.srt.runtime_context import get_server_args
 
     try:
-        return Embeddings(
+        return EmbeddingSource(
             activation.runtime(),
             activation.tally(),
             dtype=engine_model().dtype,
@@ -227,7 +227,7 @@ def _get_chunked_prefill_embedding(
 ) -> Any:
     if activation.is_on() and activation.config().engine.share_embeddings:
         input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[-1]
-        data_embedding_func = Encoding(data_embedding_func, _embeddings(), input_ids.device)
+        data_embedding_func = EncoderBypass(data_embedding_func, _embeddings(), input_ids.device)
     return original(data_embedding_func, *args, **kwargs)
 
 

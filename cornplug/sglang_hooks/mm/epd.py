@@ -9,7 +9,7 @@ request's salt. An encoder that says it encodes with another model, dtype or pre
 this engine's checkpoint names is refused: the request fails, or is encoded here. Embeddings
 without a statement (a stock encoder's) are used as SGLang uses them, and have no identity.
 
-Hashing the rows of a large picture takes tens of milliseconds, so a thread does it; meanwhile the
+Hashing the rows of a large image takes tens of milliseconds, so a thread does it; meanwhile the
 request waits as it does for a part that is still on its way, and the scheduler's step goes on.
 
 With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
@@ -48,18 +48,18 @@ _AT_ONCE_BYTES: Final = 1 << 20
 """Rows that are hashed sooner than a thread would be told to: a millisecond."""
 
 Media = Sequence[bytes] | None
-"""Digests of a part's pictures, None where nothing believable was said."""
+"""Digests of a part's images, None where nothing believable was said."""
 
 
 @dataclass(slots=True)
-class _Here:
+class _EpdState:
     """What this process knows of its own model."""
 
     identity: bytes | None = None
     """What an encoder must have to be believed; None: nobody is."""
 
 
-_here = _Here()
+_here = _EpdState()
 _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
 """Of the request under way in the tokenizer: part -> media."""
 
@@ -70,7 +70,7 @@ def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
     Raises CodecError ("no_statement", "statement", "not_identified") where nothing can be believed,
     EncoderRefused("other_model") for an embedding of another model than `identity`.
     """
-    statement = Statement.read(vars(data))
+    statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
         raise CodecError("the encoder says nothing of its embeddings", reason="no_statement")
     if identity is None:
@@ -94,7 +94,7 @@ def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
 
 
 def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
-    """The embedding keys of a request's picture items, in order; None where one is not known."""
+    """The embedding keys of a request's image items, in order; None where one is not known."""
     media: list[bytes] = []
     for index in sorted(parts):
         said = parts[index]
@@ -161,7 +161,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
         except EncoderRefused as e:
             check.set_exception(e)
     whole = original(current, recv_obj, model_type)
-    # Of pictures only: SGLang puts each modality into parts of its own.
+    # Of images only: SGLang puts each modality into parts of its own.
     if recv_obj.modality.name == "IMAGE":
         vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
         parts = _receiving.get()

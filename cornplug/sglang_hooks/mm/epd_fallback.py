@@ -5,7 +5,7 @@ with 503) and waits up to 180 s for an encoder that is silent. But several famil
 tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do.
 There the request is encoded by the server itself, a counted miss:
 
-    zmq_to_tokenizer   nothing came ──> SGLang's own path for pictures, at once
+    zmq_to_tokenizer   nothing came ──> SGLang's own path for images, at once
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
                        sent again ──> every rank: it takes the place of the one that waits
 
@@ -37,14 +37,14 @@ _MARGIN_S: Final = 5.0
 
 
 @dataclass(slots=True)
-class _Here:
+class _FallbackState:
     tower: bool = False
     """Whether this server can encode by itself."""
     backoff: BackOff = field(default_factory=BackOff)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_here = _Here()
+_here = _FallbackState()
 
 
 def _falls_back() -> bool:
@@ -165,7 +165,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
 
 
 def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
-    """A request that comes again with its pictures processed takes the place of the one that waits."""
+    """A request that comes again with its images processed takes the place of the one that waits."""
     if not _falls_back():
         return
     for request in recv_reqs:

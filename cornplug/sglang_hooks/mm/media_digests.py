@@ -1,12 +1,12 @@
-"""What each picture of a request is, caught where SGLang's processors have it decoded.
+"""What each image of a request is, caught where SGLang's processors have it decoded.
 
-    picture ──decoded by SGLang──> processor ──> item      (tokenizer process)
+    image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
 The digest is over the pixels that the processor receives, by the rule of
 `encoder_service.media`, with what SGLang 0.5.23 does otherwise left as it does it: it applies
-no EXIF orientation and drops transparency instead of laying the picture on white. Such a
-picture has other pixels here than in vLLM, and so another digest.
+no EXIF orientation and drops transparency instead of laying the image on white. Such a
+image has other pixels here than in vLLM, and so another digest.
 
 The digest waits at the item, outside of what is sent to the scheduler, until the request's
 salt is known (`media.py`). What nobody could digest has none, and is shared with nobody:
@@ -36,7 +36,7 @@ _MAX_ARTIFACTS: Final = 16_384
 
 _lock = threading.Lock()
 _artifacts: OrderedDict[str, bytes | None] = OrderedDict()
-"""SGLang's key of a preprocessed picture (content and settings) -> media digest."""
+"""SGLang's key of a preprocessed image (content and settings) -> media digest."""
 _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
 """Of the request under way: id of its image_data element -> media digest."""
 
@@ -56,14 +56,14 @@ def digest_of(item: Any) -> bytes | None:
 
 
 async def settle(items: Sequence[Any]) -> None:
-    """Have the digests of items made in a thread: a large picture's takes a tenth of a second, in which
+    """Have the digests of items made in a thread: a large image's takes a tenth of a second, in which
     every stream of the server would stand still."""
     if any(callable(item.__dict__.get(_DIGEST)) for item in items):
         await asyncio.to_thread(lambda: [digest_of(item) for item in items])
 
 
 def picture_digest(picture: object, *, converts: bool = True) -> bytes | None:
-    """Media digest of a decoded picture, None for what is none.
+    """Media digest of a decoded image, None for what is none.
 
     `converts` says that the processor turns any mode into RGB by Pillow's `convert`.
     """
@@ -85,7 +85,7 @@ def converts_to_rgb(processor: Any) -> bool:
     return bool(getattr(getattr(processor, "image_processor", None), "do_convert_rgb", False))
 
 
-# -- most processors: pictures in, items out -------------------------------------------------
+# -- most processors: images in, items out -------------------------------------------------
 
 
 def _finalize_mm_items(
@@ -94,7 +94,7 @@ def _finalize_mm_items(
     items = original(this, mm_items, images=images)
     if activation.is_on() and images:
         pictures = [item for item in items if item.is_image()]
-        # Otherwise nobody can say which is whose: one item of several pictures, or tensors of a client's.
+        # Otherwise nobody can say which is whose: one item of several images, or tensors of a client's.
         if len(pictures) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
             for item, image in zip(pictures, images, strict=True):
@@ -103,7 +103,7 @@ def _finalize_mm_items(
     return items
 
 
-# -- processors that keep preprocessed pictures (Qwen3-VL, or with --mm-preprocess-cache-size-mb) --
+# -- processors that keep preprocessed images (Qwen3-VL, or with --mm-preprocess-cache-size-mb) --
 
 
 async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
@@ -172,7 +172,7 @@ async def _llava_request(
         output = await original(this, image_data, *args, **kwargs)
     finally:
         _llava.reset(token)
-    # One item a picture, in order; of a plain request SGLang takes the first picture only.
+    # One item an image, in order; of a plain request SGLang takes the first image only.
     for source, item in zip(image_data, output.mm_items, strict=False):
         if item.is_image():
             set_digest(item, found.get(id(source)))

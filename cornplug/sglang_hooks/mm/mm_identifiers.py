@@ -1,8 +1,8 @@
-"""Pictures get their names: identities of content, model and salt (tokenizer process).
+"""Images get their names: identities of content, model and salt (tokenizer process).
 
 SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`,
 or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
-pages, and the key of its embedding cache. Here every picture whose digest we have gets
+pages, and the key of its embedding cache. Here every image whose digest we have gets
 
     named.give(item, embedding key)
 
@@ -28,7 +28,7 @@ from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.cache_salt import salt_of_request
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm import media_digests, placeholder_tokens, preprocessing_probe
-from cornplug.sglang_hooks.mm.embedding_prefetch import Asker
+from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher
 from cornplug.sglang_hooks.model.model_config import engine_model
 
 _FIRST_READ_S: Final = 2.0
@@ -43,8 +43,8 @@ _REQUEST_FIELDS: Final = (
 )
 
 
-class Names:
-    """Identity of this tokenizer process's model, and the names that it gives to pictures."""
+class MediaIdentifiers:
+    """Identity of this tokenizer process's model, and the names that it gives to images."""
 
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
@@ -90,7 +90,7 @@ def _tower_identity(processor: Any) -> TowerIdentity:
 
 
 def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
-    """Give identities to the pictures of a request, and take them from everything else.
+    """Give identities to the images of a request, and take them from everything else.
 
     `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
     EmbeddingReqInput. Returns the items that have a name.
@@ -153,8 +153,8 @@ class _Tokenizer:
     """What the tokenizer process needs, once."""
 
     def __init__(self, processor: Any) -> None:
-        self.names = Names(processor)
-        self.asker = Asker(activation.runtime(), activation.tally())
+        self.names = MediaIdentifiers(processor)
+        self.asker = EmbeddingPrefetcher(activation.runtime(), activation.tally())
         self.asks = _one_host()
         if not self.asks:
             compat.logger.warning(

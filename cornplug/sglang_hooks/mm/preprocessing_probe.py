@@ -1,9 +1,9 @@
-"""Whether SGLang's processor makes of a picture what everybody else makes of it.
+"""Whether SGLang's processor makes of an image what everybody else makes of it.
 
 An embedding's key names the preprocessor's settings, and takes for granted that they are
 carried out as transformers does, which is what vLLM and our encoder service use. SGLang has
 processors of its own for some families (LLaVA's rounds its pixels to float16), may preprocess
-on the GPU, and has settings of its own. So we let it process pictures that we made, and
+on the GPU, and has settings of its own. So we let it process images that we made, and
 compare: what differs by more than the last bits of a float32 is another preprocessing, and
 becomes part of the identity.
 """
@@ -40,7 +40,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def probes() -> list[Image.Image]:
-    """Pictures with smooth and sharp parts, the same ones everywhere and always."""
+    """Images with smooth and sharp parts, the same ones everywhere and always."""
     made = []
     for width, height in _SIZES:
         y, x = np.mgrid[0:height, 0:width].astype(np.int64)
@@ -53,7 +53,7 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
     """None where SGLang's `processor` (a BaseMultimodalProcessor) agrees with transformers,
     else a digest in hex of what it does instead.
 
-    Processes pictures: takes tens of milliseconds, not for an event loop. Raises
+    Processes images: takes tens of milliseconds, not for an event loop. Raises
     CheckpointError("preprocessing") where this processor cannot be tried out.
     """
     processor = getattr(processor, "inner", processor)
@@ -77,7 +77,7 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
 
 
 def _names(model: EngineModel) -> Sequence[str]:
-    """What a tower of this family takes of a picture."""
+    """What a tower of this family takes of an image."""
     family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
     return (
         family.inputs["image"] if family and "image" in family.inputs else ("pixel_values", "image_grid_thw")
@@ -85,7 +85,7 @@ def _names(model: EngineModel) -> Sequence[str]:
 
 
 def _tensors(processor: Any, picture: Image.Image, names: Sequence[str]) -> Tensors:
-    """What SGLang sends to its tower for one picture."""
+    """What SGLang sends to its tower for one image."""
     from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
     from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, Verdict, judge
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, SettingsVerdict, judge
 from cornplug.sglang_hooks.model.harmless_environment import HARMLESS, OTHERS
 from cornplug.sglang_hooks.model.server_args_fields import grouped
 
@@ -154,7 +154,7 @@ ENVIRONMENT: Final = FieldTables(
 )
 
 
-def verdict() -> Verdict:
+def verdict() -> SettingsVerdict:
     """What the variables of this process come to, as SGLang itself reads them."""
     from sglang.srt.environ import EnvField, Envs
 

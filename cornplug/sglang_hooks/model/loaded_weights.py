@@ -1,4 +1,4 @@
-"""When a scheduler process compares the weights that it loaded with the files (`engine_common.weight_comparison`).
+"""When a scheduler process compares its loaded weights with the files (`engine_common.weight_comparison`).
 
 Each rank does so before it serves, and tells all processes of the server: the tokenizer's has no weights.
 """

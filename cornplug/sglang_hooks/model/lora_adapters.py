@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
-_files: Final = Adapters()
+_files: Final = LoraDigests()
 _paths: dict[str, str | None] = {}
 """LoRA id -> folder, of every adapter that this process ever loaded; None: it came as tensors."""
 _managers: dict[str, Any] = {}

@@ -24,7 +24,7 @@ def align_up(size_bytes: int) -> int:
     return max(ALIGN, (size_bytes + ALIGN - 1) & -ALIGN)
 
 
-class Allocator:
+class ArenaAllocator:
     """Hands out and takes back extents of [0, end_bytes). Sizes are multiples of 64."""
 
     def __init__(self) -> None:

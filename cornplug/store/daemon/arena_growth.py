@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Final
 
-from cornplug.store.arena import Arena
+from cornplug.store.arena import SharedArena
 
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
@@ -22,10 +22,10 @@ RETRY_S: Final = 5.0
 _log = logging.getLogger("cornplug.store")
 
 
-class Growth:
+class ArenaGrowth:
     """The thread, and what it has made. `fileno` is readable when there is something to collect."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
         self._changed = threading.Condition()
         self._target_bytes = self._made_bytes = 0

@@ -14,26 +14,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cornplug.store.base import Location
-from cornplug.store.daemon.allocator import Allocator
+from cornplug.store.base import PayloadLocation
+from cornplug.store.daemon.allocator import ArenaAllocator
 
 
-class Placed(Protocol):
+class EvictableEntry(Protocol):
     """An entry as eviction sees it."""
 
     @property
-    def location(self) -> Location: ...
+    def location(self) -> PayloadLocation: ...
     @property
     def room(self) -> int: ...
     @property
     def readers(self) -> int: ...
 
 
-E = TypeVar("E", bound=Placed)
+E = TypeVar("E", bound=EvictableEntry)
 
 
 @dataclass(slots=True)
-class Looks:
+class LookBudget:
     """How many entries may still be looked at: everybody waits while this goes on."""
 
     left: int
@@ -41,7 +41,7 @@ class Looks:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[E]):
+class EvictionPlan(Generic[E]):
     """What a search has come to."""
 
     victims: list[E]
@@ -57,9 +57,9 @@ def plan_eviction(
     oldest_first: Iterable[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
-    holes: Allocator,
-    looks: Looks,
-) -> Plan[E]:
+    holes: ArenaAllocator,
+    looks: LookBudget,
+) -> EvictionPlan[E]:
     """Entries to drop so that a hole of `room` bytes appears. Changes nothing but `looks`."""
     too_short: set[int] = set()
     tried: list[E] = []
@@ -73,13 +73,13 @@ def plan_eviction(
             continue
         victims, size, bounded = _run_around(oldest, room, by_offset, by_end, holes, looks)
         if size >= room:
-            return Plan(victims, True, [])
+            return EvictionPlan(victims, True, [])
         if not bounded:
             # Only where hardly less than all looks went into this run is a smaller step the only way.
-            return Plan(victims if begun > looks.most // 2 else [], False, tried[:-1])
+            return EvictionPlan(victims if begun > looks.most // 2 else [], False, tried[:-1])
         # Two obstacles bound this run: none of its members can do better.
         too_short.update(entry.location.offset for entry in victims)
-    return Plan([], False, tried)
+    return EvictionPlan([], False, tried)
 
 
 def _run_around(
@@ -87,8 +87,8 @@ def _run_around(
     room: int,
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
-    holes: Allocator,
-    looks: Looks,
+    holes: ArenaAllocator,
+    looks: LookBudget,
 ) -> tuple[list[E], int, bool]:
     """The run of what could be dropped around an entry, its size, and whether it can grow no more."""
     victims = [oldest]

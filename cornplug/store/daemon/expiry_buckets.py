@@ -15,7 +15,7 @@ BUCKET_S: Final = 1 / 32
 T = TypeVar("T")
 
 
-class Expiries(Generic[T]):
+class ExpiryBuckets(Generic[T]):
     """Items that end at a time, in the same seconds as the caller's `now_s`."""
 
     def __init__(self) -> None:

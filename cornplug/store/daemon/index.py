@@ -21,13 +21,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.errors import CodecError
-from cornplug.store.base import OTHER_APPS, Lease, Location, Part, Refusal, Reservation, StoreStat
-from cornplug.store.daemon.allocator import Allocator, align_up
-from cornplug.store.daemon.eviction import Looks, plan_eviction
-from cornplug.store.daemon.expiry_buckets import Expiries
-from cornplug.store.daemon.lease_limits import Pins
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, Draft, Drafts
-from cornplug.store.write_fences import NO_SLOT, Fences
+from cornplug.store.base import (
+    OTHER_APPS,
+    Lease,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    StoreStat,
+    WriterPart,
+)
+from cornplug.store.daemon.allocator import ArenaAllocator, align_up
+from cornplug.store.daemon.eviction import LookBudget, plan_eviction
+from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
+from cornplug.store.daemon.lease_limits import LeaseLimits
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
+from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
 """At least what a lease takes in an answer, without its meta."""
@@ -45,13 +53,13 @@ they are being made, and `extend` will tell."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class StoredEntry:
     """One committed payload. `room` is its aligned size; `readers` the leases on it."""
 
     key: bytes
     meta: bytes
     app: str
-    location: Location
+    location: PayloadLocation
     room: int
     readers: int = 0
     visible: bool = True
@@ -60,11 +68,11 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     owner: int
-    entry: Entry
+    entry: StoredEntry
     expires: int
 
 
-class Index:
+class StoreIndex:
     """The state of one store. Not thread-safe: its owner calls from one thread or under a lock."""
 
     def __init__(
@@ -76,21 +84,21 @@ class Index:
         grow: Grow,
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
-        fences: Fences | None = None,
+        fences: WriteFences | None = None,
     ) -> None:
         self.arena_id = arena_id
         self.capacity_bytes = capacity_bytes // 64 * 64
-        self.room = Allocator()
+        self.room = ArenaAllocator()
         self.shortfall_bytes = 0
         """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
         self._growing_bytes = 0
         self._grow = grow
-        self._fences = fences or Fences()
-        self._entries: dict[bytes, Entry] = {}
-        self._lru: OrderedDict[bytes, Entry] = OrderedDict()
-        self._placed: dict[int, Entry] = {}
-        self._placed_end: dict[int, Entry] = {}
-        self._drafts = Drafts(
+        self._fences = fences or WriteFences()
+        self._entries: dict[bytes, StoredEntry] = {}
+        self._lru: OrderedDict[bytes, StoredEntry] = OrderedDict()
+        self._placed: dict[int, StoredEntry] = {}
+        self._placed_end: dict[int, StoredEntry] = {}
+        self._drafts = OpenEntries(
             quarantine_s=quarantine_s,
             reservation_s=reservation_s,
             reclaim_s=reclaim_s,
@@ -99,14 +107,14 @@ class Index:
             disown=self._disown,
         )
         self._reading: dict[int, _Reading] = {}
-        self._pins: Pins[Entry] = Pins(self.capacity_bytes * 3 // 4)
+        self._pins: LeaseLimits[StoredEntry] = LeaseLimits(self.capacity_bytes * 3 // 4)
         self._owned: dict[int, set[int]] = {}
-        self._expiries: Expiries[int] = Expiries()
+        self._expiries: ExpiryBuckets[int] = ExpiryBuckets()
         self._bytes_by_app: dict[str, int] = {}
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._refused_bytes: int | None = None
-        self._looks = Looks(MAX_LOOKS, MAX_LOOKS)
+        self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
         self._gave_up_bytes: int | None = None
         """For which room this call has found no end of looking."""
         self._evictions = self._hits = self._misses = self._refusals = 0
@@ -156,20 +164,20 @@ class Index:
         *,
         app: str,
         now_s: float,
-        part: Part | None = None,
+        part: WriterPart | None = None,
         cut_looks: int | None = None,
-    ) -> list[Reservation | Refusal]:
+    ) -> list[Reservation | ReserveRefusal]:
         """Room for each (key, size), growing and evicting as needed, or why not; for the first
         ones only, and at least one, where making room took more than `cut_looks`."""
         self.sweep(now_s)
         self._growing_bytes = 0
-        out: list[Reservation | Refusal] = []
-        self._looks, self._gave_up_bytes = Looks(MAX_LOOKS, MAX_LOOKS), None
+        out: list[Reservation | ReserveRefusal] = []
+        self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
         for key, size in entries:
             if cut_looks is not None and MAX_LOOKS - self._looks.left > cut_looks:
                 break
             draft = self._draft(key, size, app, part, now_s)
-            if isinstance(draft, Draft):
+            if isinstance(draft, OpenEntry):
                 out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
             else:
                 out.append(draft)
@@ -193,7 +201,7 @@ class Index:
         self._drafts.publish(draft)
         location = draft.location
         self._fences.shut(location.fence)
-        entry = Entry(draft.key, meta, draft.app, location, draft.room)
+        entry = StoredEntry(draft.key, meta, draft.app, location, draft.room)
         self._entries[entry.key] = self._lru[entry.key] = entry
         self._placed[location.offset] = entry
         self._placed_end[location.offset + entry.room] = entry
@@ -268,20 +276,22 @@ class Index:
             largest[OTHER_APPS] = sum(self._bytes_by_app.values()) - sum(largest.values())
         return largest
 
-    def _draft(self, key: bytes, size: int, app: str, part: Part | None, now_s: float) -> Draft | Refusal:
+    def _draft(
+        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float
+    ) -> OpenEntry | ReserveRefusal:
         """The draft that this writer may join, begun if need be."""
         if key in self._entries:
-            return Refusal.PRESENT
+            return ReserveRefusal.PRESENT
         found = self._drafts.find(key, size, part)
         if found is not None:
             return found
         room = align_up(size)
         if room > self.capacity_bytes:
             self._refusals += 1
-            return Refusal.TOO_LARGE
+            return ReserveRefusal.TOO_LARGE
         offset = self._make_room(room)
-        if isinstance(offset, Refusal):
-            self._refusals += offset is Refusal.FULL
+        if isinstance(offset, ReserveRefusal):
+            self._refusals += offset is ReserveRefusal.FULL
             return offset
         # The token of its first writer, which is given next.
         generation = self._last_token + 1
@@ -289,40 +299,40 @@ class Index:
         if fence == NO_SLOT:
             self.room.free(offset, room)
             self._refusals += 1
-            return Refusal.FULL
+            return ReserveRefusal.FULL
         self._charge(app, room)
-        location = Location(self.arena_id, offset, size, generation, fence)
+        location = PayloadLocation(self.arena_id, offset, size, generation, fence)
         return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
-    def _make_room(self, room: int) -> int | Refusal:
+    def _make_room(self, room: int) -> int | ReserveRefusal:
         offset = self.room.allocate(room)
         if offset is not None:
             return offset
         if self._refused_bytes is not None and room >= self._refused_bytes:
-            return Refusal.FULL
+            return ReserveRefusal.FULL
         if not self._extend_for(room):
             self._growing_bytes += room
-            return Refusal.GROWING
+            return ReserveRefusal.GROWING
         offset = self.room.allocate(room)
         if offset is not None:
             return offset
         if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
-            return Refusal.FULL
+            return ReserveRefusal.FULL
         plan = plan_eviction(room, self._lru.values(), self._placed, self._placed_end, self.room, self._looks)
         for entry in plan.victims:
             self._drop(entry)
         self._evictions += len(plan.victims)
         if plan.enough:
             offset = self.room.allocate(room)
-            return Refusal.FULL if offset is None else offset
+            return ReserveRefusal.FULL if offset is None else offset
         if self._looks.left > 0:
             # Until something is freed, asking for as much again would search in vain again.
             self._refused_bytes = room
-            return Refusal.FULL
+            return ReserveRefusal.FULL
         self._gave_up_bytes = room
         for entry in plan.tried:
             self._lru.move_to_end(entry.key)
-        return Refusal.FULL
+        return ReserveRefusal.FULL
 
     def _extend_for(self, room: int) -> bool:
         """Grow as far as possible; False when that is under way."""
@@ -336,14 +346,14 @@ class Index:
             self.extend(grown)
         return grown is not None
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: StoredEntry) -> None:
         del self._entries[entry.key]
         self._lru.pop(entry.key, None)
         entry.visible = False
         if not entry.readers:
             self._unplace(entry)
 
-    def _unplace(self, entry: Entry) -> None:
+    def _unplace(self, entry: StoredEntry) -> None:
         offset = entry.location.offset
         del self._placed[offset]
         del self._placed_end[offset + entry.room]
@@ -374,11 +384,11 @@ class Index:
         else:
             self._unplace(entry)
 
-    def _end_draft(self, draft: Draft) -> None:
+    def _end_draft(self, draft: OpenEntry) -> None:
         self._fences.shut(draft.location.fence)
         self._charge(draft.app, -draft.room)
 
-    def _free_draft(self, draft: Draft) -> None:
+    def _free_draft(self, draft: OpenEntry) -> None:
         self.room.free(draft.location.offset, draft.room)
         self._refused_bytes = None
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Generic, TypeVar
 
-from cornplug.store.daemon.eviction import Placed
+from cornplug.store.daemon.eviction import EvictableEntry
 
-E = TypeVar("E", bound=Placed)
+E = TypeVar("E", bound=EvictableEntry)
 
 
-class Pins(Generic[E]):
+class LeaseLimits(Generic[E]):
     """Counts for one index. An `owner` is one connection."""
 
     def __init__(self, most_bytes: int) -> None:

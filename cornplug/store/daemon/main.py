@@ -19,9 +19,9 @@ from typing import Final
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.store.arena import Arena, fitting_size
-from cornplug.store.daemon.server import Server
-from cornplug.store.daemon.socket_claim import Claim, Taken
+from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.store.daemon.server import StoreServer
+from cornplug.store.daemon.socket_claim import SocketClaim, SocketTaken
 
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
@@ -110,8 +110,8 @@ def _serve(options: argparse.Namespace) -> int:
     # Who sees the socket may end us: not before we can do so in good order.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
-        claim = Claim(path)
-    except Taken:
+        claim = SocketClaim(path)
+    except SocketTaken:
         _log.error("another store serves %s: not starting a second", path)
         return EXIT_TAKEN
     try:
@@ -122,9 +122,9 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve_claimed(claim: Claim, options: argparse.Namespace, secret: bytes) -> None:
-    arena = Arena(fitting_size(options.size, clamp=options.clamp))
-    server = Server(
+def _serve_claimed(claim: SocketClaim, options: argparse.Namespace, secret: bytes) -> None:
+    arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
+    server = StoreServer(
         claim.listener,
         arena,
         secret=secret,

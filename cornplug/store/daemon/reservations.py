@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cornplug import codec
-from cornplug.store.base import Location, Part, Refusal, Reservation
-from cornplug.store.daemon.expiry_buckets import Expiries
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 RESERVATION_S: Final = 30.0
 """How long a reservation keeps others from writing its key (Mooncake's time as well)."""
@@ -28,13 +28,13 @@ RECLAIM_S: Final = 600.0
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class OpenEntry:
     """Room for one entry and what is in already. One without a group has one part, 0."""
 
     key: bytes
     app: str
     room: int
-    location: Location
+    location: PayloadLocation
     group: bytes
     count: int
     expires: int = 0
@@ -64,10 +64,10 @@ class Draft:
 class _Writer:
     owner: int
     part: int
-    draft: Draft
+    draft: OpenEntry
 
 
-class Drafts:
+class OpenEntries:
     """All drafts of one store.
 
     Args:
@@ -82,8 +82,8 @@ class Drafts:
         quarantine_s: float,
         reservation_s: float,
         reclaim_s: float,
-        on_end: Callable[[Draft], None],
-        free: Callable[[Draft], None],
+        on_end: Callable[[OpenEntry], None],
+        free: Callable[[OpenEntry], None],
         disown: Callable[[int, int], None],
     ) -> None:
         self._quarantine_s = quarantine_s
@@ -93,36 +93,43 @@ class Drafts:
         self._free = free
         self._disown = disown
         self._now_s = 0.0
-        self._by_key: dict[bytes, Draft] = {}
+        self._by_key: dict[bytes, OpenEntry] = {}
         self._writers: dict[int, _Writer] = {}
-        self._expiries: Expiries[Draft] = Expiries()
-        self._quarantine: list[tuple[float, int, Draft]] = []
+        self._expiries: ExpiryBuckets[OpenEntry] = ExpiryBuckets()
+        self._quarantine: list[tuple[float, int, OpenEntry]] = []
 
     def __len__(self) -> int:
         """Drafts that may still become entries."""
         return len(self._by_key)
 
-    def find(self, key: bytes, size: int, part: Part | None) -> Draft | Refusal | None:
+    def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
         """The draft to join as `part`, PENDING where that cannot be, None where there is none."""
         draft = self._by_key.get(key)
         if draft is None:
             return None
         if part is None or (draft.group, draft.count) != (part.group, part.count):
-            return Refusal.PENDING
+            return ReserveRefusal.PENDING
         if draft.location.size != size or part.index in draft.tokens:
-            return Refusal.PENDING
+            return ReserveRefusal.PENDING
         return draft
 
     def begin(
-        self, key: bytes, location: Location, room: int, *, app: str, part: Part | None, now_s: float
-    ) -> Draft:
+        self,
+        key: bytes,
+        location: PayloadLocation,
+        room: int,
+        *,
+        app: str,
+        part: WriterPart | None,
+        now_s: float,
+    ) -> OpenEntry:
         """A draft that nobody writes yet."""
         group, count = (b"", 1) if part is None else (part.group, part.count)
-        draft = self._by_key[key] = Draft(key, app, room, location, group, count)
+        draft = self._by_key[key] = OpenEntry(key, app, room, location, group, count)
         draft.expires = self._expiries.add(draft, now_s + self._reservation_s)
         return draft
 
-    def join(self, draft: Draft, owner: int, token: int, part: Part | None) -> Reservation:
+    def join(self, draft: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
         """Let `owner` write its part."""
         index = 0 if part is None else part.index
         draft.tokens[index] = token
@@ -134,7 +141,7 @@ class Drafts:
         writer = self._writers.get(token)
         return writer is not None and writer.owner == owner
 
-    def put(self, token: int, meta: bytes) -> Draft | None:
+    def put(self, token: int, meta: bytes) -> OpenEntry | None:
         """A writer is done with its part; None when its draft has ended or it was done before."""
         writer = self._writers[token]
         draft = writer.draft
@@ -147,7 +154,7 @@ class Drafts:
         draft.busy.discard(token)
         return draft
 
-    def publish(self, draft: Draft) -> None:
+    def publish(self, draft: OpenEntry) -> None:
         """Forget a draft that has become an entry."""
         del self._by_key[draft.key]
         self._expiries.discard(draft, draft.expires)
@@ -164,7 +171,7 @@ class Drafts:
         self.end(draft)
         self._forget(token)
 
-    def end(self, draft: Draft) -> None:
+    def end(self, draft: OpenEntry) -> None:
         """This will be no entry: its key is free for others, its room once nobody writes there."""
         if draft.ended:
             return
@@ -206,12 +213,12 @@ class Drafts:
             self._expiries.discard(draft, draft.expires)
             self._settle(draft)
 
-    def _pop(self, token: int) -> Draft:
+    def _pop(self, token: int) -> OpenEntry:
         writer = self._writers.pop(token)
         self._disown(writer.owner, token)
         return writer.draft
 
-    def _settle(self, draft: Draft) -> None:
+    def _settle(self, draft: OpenEntry) -> None:
         if draft.free_after_s > self._now_s:
             heapq.heappush(self._quarantine, (draft.free_after_s, draft.location.offset, draft))
         else:

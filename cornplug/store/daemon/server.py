@@ -21,14 +21,14 @@ from typing import Final
 import msgspec
 
 from cornplug.store import messages as wire
-from cornplug.store.arena import Arena
-from cornplug.store.base import Refusal
-from cornplug.store.daemon.arena_growth import Growth
-from cornplug.store.daemon.index import Index
+from cornplug.store.arena import SharedArena
+from cornplug.store.base import ReserveRefusal
+from cornplug.store.daemon.arena_growth import ArenaGrowth
+from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
-from cornplug.store.daemon.session import ClientFault, Session
+from cornplug.store.daemon.session import ClientFault, ClientSession
 from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
-from cornplug.store.write_fences import Fences
+from cornplug.store.write_fences import WriteFences
 
 HEADROOM_BYTES: Final = 64 << 20
 """Room kept ready beyond what is in use, or a sixteenth of the store when that is more."""
@@ -45,7 +45,7 @@ _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError
 _log = logging.getLogger("cornplug.store")
 
 
-class Server:
+class StoreServer:
     """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never).
 
     `renew` is asked now and then what to listen on from now; None: another serves there, so end."""
@@ -53,7 +53,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        arena: Arena,
+        arena: SharedArena,
         *,
         secret: bytes,
         quarantine_s: float,
@@ -68,15 +68,15 @@ class Server:
         self._arena = arena
         self._tag = wire.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
-        self._fences = Fences(shared=True)
-        self._index = Index(
+        self._fences = WriteFences(shared=True)
+        self._index = StoreIndex(
             arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
             reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences,
         )  # fmt: skip
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
-        self._growth = Growth(arena)
-        self._sessions: dict[int, Session] = {}
-        self._eager: dict[int, Session] = {}
+        self._growth = ArenaGrowth(arena)
+        self._sessions: dict[int, ClientSession] = {}
+        self._eager: dict[int, ClientSession] = {}
         """Those whose turn ended with requests unanswered."""
         self._ending: deque[int] = deque()
         """Owners whose client has gone and whose tokens have not all ended."""
@@ -129,7 +129,7 @@ class Server:
             self._accepting = False
             return
         sock.setblocking(False)
-        session = Session(sock, next(self._owners), since_s=time.monotonic())
+        session = ClientSession(sock, next(self._owners), since_s=time.monotonic())
         self._sessions[session.owner] = session
         self._selector.register(sock, selectors.EVENT_READ, session)
         try:
@@ -137,7 +137,7 @@ class Server:
         except ClientFault as e:
             self._end(session, e)
 
-    def _attend(self, session: Session, mask: int) -> None:
+    def _attend(self, session: ClientSession, mask: int) -> None:
         """A turn of one client: some of its requests, the rest when the others have had theirs."""
         if session.owner not in self._sessions:
             return
@@ -159,7 +159,7 @@ class Server:
         except ClientFault as e:
             self._end(session, e)
 
-    def _answer(self, session: Session, body: bytes) -> None:
+    def _answer(self, session: ClientSession, body: bytes) -> None:
         if not session.welcomed:
             self._greet(session, body)
             return
@@ -171,42 +171,43 @@ class Server:
             reply = self._reply(session.owner, wire.request_decoder.decode(message))
         except _REQUEST_FAULTS as e:
             _log.warning("client %d: a request that is none: %s", session.owner, e)
-            reply = wire.Fault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
+            reply = wire.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
         if reply is not None:
             session.send(reply, number=number)
 
-    def _greet(self, session: Session, body: bytes) -> None:
+    def _greet(self, session: ClientSession, body: bytes) -> None:
         try:
             hello = wire.request_decoder.decode(body)
         except _REQUEST_FAULTS as e:
             raise ClientFault(f"not a request: {e}") from e
-        if not isinstance(hello, wire.Hello):
+        if not isinstance(hello, wire.ClientHello):
             raise ClientFault("a request before its hello")
         if hello.version != wire.PROTOCOL_VERSION:
             message = f"this store speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}"
-            session.send(wire.Rejected("version", message))
+            session.send(wire.ClientRejected("version", message))
             raise ClientFault(message)
         if hello.secret_tag != self._tag:
             message = "this store was started with another secret (store.secret_file)"
-            session.send(wire.Rejected("secret", message))
+            session.send(wire.ClientRejected("secret", message))
             raise ClientFault(message)
         session.welcomed = True
         session.send(
-            wire.Welcome(self._arena.id, self._arena.capacity_bytes), fds=[self._arena.fd, self._fences.fd]
+            wire.DaemonWelcome(self._arena.id, self._arena.capacity_bytes),
+            fds=[self._arena.fd, self._fences.fd],
         )
 
     def _reply(self, owner: int, request: wire.Request) -> wire.Reply | None:
         """Raises one of _REQUEST_FAULTS, before anything has changed."""
         index, now_s = self._index, time.monotonic()
         match request:
-            case wire.Contains(keys):
-                return wire.Mask(index.contains(wire.split_keys(keys, wire.MAX_LOOKUP_KEYS)))
+            case wire.ContainsRequest(keys):
+                return wire.ContainsReply(index.contains(wire.split_keys(keys, wire.MAX_LOOKUP_KEYS)))
             case wire.TakeLeases(keys, ttl_s):
                 check_ttl(ttl_s)
                 asked = wire.split_keys(keys)
                 leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=wire.BATCH_BYTES)
-                return wire.Leases(leases)
-            case wire.Reserve(keys, sizes, app, part):
+                return wire.LeaseReply(leases)
+            case wire.ReserveRequest(keys, sizes, app, part):
                 wanted = list(zip(wire.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
                 check_app(app)
@@ -214,21 +215,21 @@ class Server:
                 answers = index.reserve(
                     owner, wanted, app=app, part=part, now_s=now_s, cut_looks=wire.CUT_LOOKS
                 )
-                return wire.Reserved([a.value if isinstance(a, Refusal) else a for a in answers])
-            case wire.Commit(tokens, metas):
+                return wire.ReserveReply([a.value if isinstance(a, ReserveRefusal) else a for a in answers])
+            case wire.CommitRequest(tokens, metas):
                 wire.check_count(len(tokens))
                 for meta in metas:
                     check_meta(meta)
                 pairs = list(zip(tokens, metas, strict=True))
-                return wire.Committed([index.commit(owner, token, meta) for token, meta in pairs])
-            case wire.Release(tokens):
+                return wire.CommitReply([index.commit(owner, token, meta) for token, meta in pairs])
+            case wire.ReleaseRequest(tokens):
                 wire.check_count(len(tokens))
                 index.release(owner, tokens, now_s=now_s)
                 return None
-            case wire.Delete(keys):
-                return wire.Deleted(index.delete(wire.split_keys(keys)))
-            case wire.Stat():
-                return wire.Stats(index.stat())
+            case wire.DeleteRequest(keys):
+                return wire.DeleteReply(index.delete(wire.split_keys(keys)))
+            case wire.StatRequest():
+                return wire.StatReply(index.stat())
             case _:
                 raise ValueError(f"no request: {type(request).__name__}")
 
@@ -267,7 +268,7 @@ class Server:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def _end(self, session: Session, why: ClientFault) -> None:
+    def _end(self, session: ClientSession, why: ClientFault) -> None:
         level = logging.DEBUG if str(why) == "closed" else logging.WARNING
         _log.log(level, "client %d ends: %s", session.owner, why)
         del self._sessions[session.owner]

@@ -22,7 +22,7 @@ class ClientFault(Exception):
     """This client must go; the message says why."""
 
 
-class Session:
+class ClientSession:
     """Buffers of one connection. `owner` is its number in the index."""
 
     def __init__(self, sock: socket.socket, owner: int, *, since_s: float) -> None:
@@ -72,7 +72,7 @@ class Session:
         try:
             data = wire.frame(reply, number)
         except ValueError as e:
-            data = wire.frame(wire.Fault(str(e)), number)
+            data = wire.frame(wire.RequestFault(str(e)), number)
         try:
             sent = self.sock.send(data) if not fds else socket.send_fds(self.sock, [data], fds)
         except BlockingIOError:

@@ -30,11 +30,11 @@ _log = logging.getLogger("cornplug.store")
 _Inode = tuple[int, int]
 
 
-class Taken(Exception):
+class SocketTaken(Exception):
     """Another daemon has the lock."""
 
 
-class Claim:
+class SocketClaim:
     """The right to serve `path`, and the socket that listens there."""
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Claim:
         except OSError as e:
             self.close()
             raise ConfigError("store.socket", f"{path}: {e.strerror}", "Name another path.") from e
-        except (ConfigError, Taken):
+        except (ConfigError, SocketTaken):
             self.close()
             raise
 
@@ -63,7 +63,7 @@ class Claim:
                 self._take(wait_s=0.0)
             self._touch()
             self._said = ""
-        except Taken:
+        except SocketTaken:
             return None
         except (OSError, ConfigError) as e:
             # Who is connected is served on: without a folder nobody else can serve there either.
@@ -110,7 +110,7 @@ class Claim:
             except BlockingIOError:
                 os.close(fd)
                 if time.monotonic() >= give_up_s:
-                    raise Taken from None
+                    raise SocketTaken from None
                 # A daemon that is just ending lets go of it in a moment.
                 time.sleep(0.05)
                 continue

@@ -1,7 +1,7 @@
-"""Embeddings that an app sends instead of pictures: by voucher, or by value where the operator allows it.
+"""Embeddings that an app sends instead of images: by voucher, or by value where the operator allows it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a voucher becomes the store's rows
-         ──vLLM names its items───> `name`: rows that a voucher brought get the picture's name
+         ──vLLM names its items───> `name`: rows that a voucher brought get the image's name
          ──the request's salt────> `identifier`: the key is made here, and must be the voucher's
 
 A voucher is believed where the store's secret signed it, for this engine's own model. Its key only says
@@ -28,7 +28,7 @@ from vllm.exceptions import VLLMValidationError
 
 from cornplug.config import Config
 from cornplug.encoder_service.wire import embedding_handle
-from cornplug.encoder_service.wire.embedding_handle import Voucher
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
@@ -38,14 +38,14 @@ from cornplug.store.base import Store
 from cornplug.vllm_connector.model import weight_updates
 
 PREFIX: Final = "cpv1-"
-"""Of a `mm_hash`: the media digest and the voucher's key follow. No name that a picture has: vLLM keeps
+"""Of a `mm_hash`: the media digest and the voucher's key follow. No name that an image has: vLLM keeps
 processed inputs by it, and these are others."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
 """Embeddings whose voucher is remembered; a few hundred bytes each."""
 
 
-class Vouchers:
+class ReceivedHandles:
     """What vouchers brought into this API process. Thread-safe: vLLM loads in threads."""
 
     def __init__(
@@ -66,13 +66,13 @@ class Vouchers:
         self._alone = alone
         self._store: Store | None = None
         self._lock = threading.Lock()
-        self._brought: OrderedDict[bytes, Voucher] = OrderedDict()
+        self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
         """Digest of rows and grid -> what they are."""
 
     def load(self, text: str) -> torch.Tensor:
         """The rows that a voucher stands for. Raises VLLMValidationError."""
         try:
-            claims = Voucher.checked(text, self._secret, now=time.time())
+            claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
             found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.patience_s)
         except CornplugError as e:
             raise _refused(str(e)) from e
@@ -144,7 +144,7 @@ class Vouchers:
             raise _refused("the voucher is of another salt than this request's cache_salt", "cache_salt")
         return key
 
-    def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> Voucher | None:
+    def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> EmbeddingHandle | None:
         if not self._brought or rows.ndim != 2:
             return None
         digest = _digest(rows.detach().cpu().contiguous(), grid)

@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ArrivedEmbedding:
     """A verified embedding, carried whole: what the scheduler half promised cannot be lost
     between it and the worker, whatever dies in between."""
 
@@ -25,7 +25,7 @@ class Arrived:
 class ECMoves(ECConnectorMetadata):
     """Scheduler half -> worker halves, one step."""
 
-    arrived: list[Arrived] = field(default_factory=list)
+    arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
     """Whether embeddings computed here may be offered to others."""
 

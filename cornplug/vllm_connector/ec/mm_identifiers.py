@@ -1,6 +1,6 @@
 """vLLM's media identifiers, replaced at their source by keys of content.
 
-vLLM names a picture by a hash over the model's *name* and the container's bytes, by a
+vLLM names an image by a hash over the model's *name* and the container's bytes, by a
 client's uuid, or by an EXIF ImageID that anyone can write. That name then keys its own
 encoder cache, its prefix blocks and every connector. In the API process we put instead
 
@@ -8,7 +8,7 @@ encoder cache, its prefix blocks and every connector. In the API process we put 
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
 which also repairs the engine's own caches. An embedding that came by voucher (`vouchers.py`) gets
-the identifier of its picture. What we cannot digest (video and audio in this
+the identifier of its image. What we cannot digest (video and audio in this
 release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
 like ours, and is shared with nobody.
 """
@@ -34,7 +34,7 @@ from cornplug.identity import array_digest, digest, embedding_key, medium_with_o
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX as VOUCHER
-from cornplug.vllm_connector.ec.embedding_handles import Vouchers, is_voucher
+from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles, is_voucher
 from cornplug.vllm_connector.model.model_config import tower_identity
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
     return None
 
 
-class Identifiers:
+class MmIdentifiers:
     """Identity of this API process's model, and the names it gives to media."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
         ours = settings(extra)
         self._secret = read_secret(ours.store.secret_file)
         ec = config.ec_transfer_config
-        self.vouchers = Vouchers(
+        self.vouchers = ReceivedHandles(
             ours,
             self._secret,
             self._known_identity,
@@ -105,7 +105,7 @@ class Identifiers:
         self._ready.wait(max(0.0, self._patient_until - time.monotonic()))
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
-        """`mm_hash` of one picture, None where it has no digest.
+        """`mm_hash` of one image, None where it has no digest.
 
         A uuid without content is looked up among the contents that came with it before.
         """
@@ -163,7 +163,7 @@ def _media_digest(item: object) -> bytes | None:
     return None
 
 
-_active: Identifiers | None = None
+_active: MmIdentifiers | None = None
 _asked_for = False
 """Whether this engine has connectors of ours, which must not take a client's uuid for a name of ours."""
 
@@ -178,7 +178,7 @@ def _input_processor_init(
         return
     _asked_for = True
     try:
-        _active = Identifiers(vllm_config, extra)
+        _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
         # What this host's files are like is no reason for an engine not to start.
         if e.field != "store.secret_file":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cornplug.checkpoints.families import FAMILIES, Modality
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 
@@ -33,7 +33,7 @@ class MediaInputs:
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
-    def of(self, feature: Any) -> dict[str, Tensor]:
+    def of(self, feature: Any) -> dict[str, WireTensor]:
         """Name -> tensor of one item. Raises EncoderRefused("no_inputs") where vLLM kept none."""
         if feature.data is None:
             raise EncoderRefused("the engine holds no processed inputs for this medium", reason="no_inputs")
@@ -50,7 +50,7 @@ class MediaInputs:
             )
         return found
 
-    def _tensor(self, value: torch.Tensor) -> Tensor:
+    def _tensor(self, value: torch.Tensor) -> WireTensor:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.wire.messages import Encode, Encoded, trace_of
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import FetchRule
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import (
     CheckpointError,
     CodecError,
@@ -37,7 +37,7 @@ from cornplug.kv_page import ITEM_BYTES
 from cornplug.metrics import Tally
 from cornplug.store import payload as entry
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.ec.metadata import Arrived, ECAcks, ECMoves
+from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECAcks, ECMoves
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.model import weight_updates
@@ -67,9 +67,9 @@ class _Item:
     deadline: float
     began: float
     waiting: set[str] = field(default_factory=set)
-    answer: Future[Encoded] | None = None
+    answer: Future[EncodeReply] | None = None
     """The service's, set once the request has been sent."""
-    arrived: Arrived | None = None
+    arrived: ArrivedEmbedding | None = None
     source: str = ""
     failed: str = ""
 
@@ -81,7 +81,7 @@ class _Item:
 class ECScheduler:
     """One per engine core; the engine's thread only looks at what other threads have put."""
 
-    def __init__(self, config: VllmConfig, runtime: Runtime, tally: Tally) -> None:
+    def __init__(self, config: VllmConfig, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
@@ -281,7 +281,7 @@ class ECScheduler:
             return False
         header, payload = found
         self._rule.read(len(payload), time.monotonic() - began)
-        self._arrive(item, Arrived(item.identifier, header.dtype, header.shape, payload), source)
+        self._arrive(item, ArrivedEmbedding(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
     def _ask(self, item: _Item, feature: Any, request: Request) -> None:
@@ -298,10 +298,10 @@ class ECScheduler:
         self._preparer.submit(self._send, item, feature, self._served, request)
 
     def _send(self, item: _Item, feature: Any, identity: bytes, asking: Request) -> None:
-        """On the preparing thread: large pictures take milliseconds to pack."""
-        answer: Future[Encoded] = Future()
+        """On the preparing thread: large images take milliseconds to pack."""
+        answer: Future[EncodeReply] = Future()
         try:
-            request = Encode(
+            request = EncodeRequest(
                 id=0,
                 identity=identity,
                 key=item.key,
@@ -320,7 +320,7 @@ class ECScheduler:
         item.answer = answer
         answer.add_done_callback(lambda _: self._news.set())
 
-    def _take(self, item: _Item, answer: Encoded) -> None:
+    def _take(self, item: _Item, answer: EncodeReply) -> None:
         self._backoff.answered()
         if answer.key != item.key:
             raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
@@ -328,12 +328,14 @@ class ECScheduler:
         if answer.tensor is not None:
             tensor = answer.tensor
             self._arrive(
-                item, Arrived(item.identifier, tensor.dtype, tensor.shape, bytearray(tensor.data)), source
+                item,
+                ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, bytearray(tensor.data)),
+                source,
             )
         elif not self._from_store(item, source):
             self._fail(item, "evicted")
 
-    def _arrive(self, item: _Item, arrived: Arrived, source: str) -> None:
+    def _arrive(self, item: _Item, arrived: ArrivedEmbedding, source: str) -> None:
         wanted = (item.rows, self._width)
         if arrived.shape != wanted or arrived.dtype != self._dtype or len(arrived.data) != item.size:
             self._fail(item, "wrong_shape")

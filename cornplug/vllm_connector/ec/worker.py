@@ -8,7 +8,7 @@ import time
 import torch
 
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
-from cornplug.engine_common.runtime import Runtime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.vllm_connector.ec.metadata import ECAcks, ECMoves
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
@@ -17,7 +17,7 @@ from cornplug.vllm_connector.ec.mm_identifiers import key_of
 class ECWorker:
     """One per rank; only one rank of the engine publishes."""
 
-    def __init__(self, runtime: Runtime, *, publishes: bool, device: str) -> None:
+    def __init__(self, runtime: EngineRuntime, *, publishes: bool, device: str) -> None:
         self._publishes = publishes
         self._device = torch.device(device)
         self._publisher = EmbeddingPublisher(runtime, self._note)

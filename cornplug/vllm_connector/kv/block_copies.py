@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.vllm_connector.kv.layout import BlockLayout, Places, Plane
+from cornplug.vllm_connector.kv.layout import BlockLayout, BlockPlane, TokenPlaces
 
 _DIRECT_TOKENS = 128
 """Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
@@ -27,7 +27,7 @@ _STAGED_BYTES = 32 << 20
 """A slab on an accelerator: big enough to hide some launches, small beside what vLLM left free."""
 
 
-class Side(Protocol):
+class CopySide(Protocol):
     """Where copies run beside the engine's own work."""
 
     def enter_thread(self) -> None:
@@ -119,7 +119,7 @@ class _Part:
 class _IndexedPart:
     """One plane of one layer whose places follow no strides."""
 
-    plane: Plane
+    plane: BlockPlane
     cache: torch.Tensor
     layers: slice
     planes: slice
@@ -142,7 +142,7 @@ class BlockCopies:
         layouts: Sequence[BlockLayout],
         shape: tuple[int, int, int, int, int],
         *,
-        side: Side | None = None,
+        side: CopySide | None = None,
         direct: bool | None = None,
     ) -> None:
         """`side` and `direct` are what the caches' device asks for unless a test says otherwise."""
@@ -181,7 +181,7 @@ class BlockCopies:
         with self._settled(mark):
             if self._direct:
                 for row, page in enumerate(pages):
-                    places = Places(table, page * size, (page + 1) * size, self._slots)
+                    places = TokenPlaces(table, page * size, (page + 1) * size, self._slots)
                     for plane, cache, part in self._planes(host[row]):
                         plane.copy_out(cache, places, part)
             else:
@@ -208,7 +208,7 @@ class BlockCopies:
                     at = first + row * size
                     low, high = max(start, at), min(end, at + size)
                     if low < high:
-                        places = Places(table, low, high, self._slots)
+                        places = TokenPlaces(table, low, high, self._slots)
                         for plane, cache, part in self._planes(host[row, :, :, :, low - at : high - at]):
                             plane.copy_in(cache, places, part)
             elif start < end:
@@ -228,7 +228,7 @@ class BlockCopies:
         finally:
             self.side.finish()
 
-    def _planes(self, host: torch.Tensor) -> Iterator[tuple[Plane, torch.Tensor, torch.Tensor]]:
+    def _planes(self, host: torch.Tensor) -> Iterator[tuple[BlockPlane, torch.Tensor, torch.Tensor]]:
         """(plane, its cache, its part of `host`), `host` of shape (heads, layers, 2, n, dim)."""
         for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
             yield layout.keys, cache, host[:, i, 0]
@@ -283,7 +283,7 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
     return [one] if one is not None else found
 
 
-def _strided(cache: torch.Tensor, plane: Plane, plane_step: int) -> torch.Tensor:
+def _strided(cache: torch.Tensor, plane: BlockPlane, plane_step: int) -> torch.Tensor:
     """A view of shape (1, blocks, heads, planes, slots, dim); one plane where `plane_step` is 0."""
     assert plane.strides is not None
     heads, tokens, dim = plane.offsets.shape

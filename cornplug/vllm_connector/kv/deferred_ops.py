@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.runtime import Runtime, miss
+from cornplug.engine_common.runtime import EngineRuntime, miss
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
@@ -35,14 +35,14 @@ class OpenSave:
         return len(self.checksums) + self.failed_segments >= page.segments
 
 
-class Errands:
+class DeferredStoreOps:
     """Collects during a step; `run` tells the store, in at most three questions.
 
     On the engine's own thread and not another: each takes 0.1 ms, where a thread would wait
     for its turns at the interpreter's lock behind vLLM's busy loop, holding up whoever comes next.
     """
 
-    def __init__(self, runtime: Runtime, page: PageGeometry, tally: Tally) -> None:
+    def __init__(self, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
         self._run = runtime
         self._page = page
         self._tally = tally

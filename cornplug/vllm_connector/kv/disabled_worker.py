@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.kv_page import MAX_SEGMENTS
-from cornplug.vllm_connector.kv.metadata import KVAcks, Load, Save
+from cornplug.vllm_connector.kv.metadata import KVAcks, PageLoad, PageSave
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +30,14 @@ class OffWorker:
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         """Nothing to learn."""
 
-    def start_loads(self, loads: Sequence[Load]) -> None:
+    def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Every load fails whole."""
         for load in loads:
             self._bad_blocks |= load.blocks_from(load.start, self._block_size)
             self._acks.failed_loads[load.request_id] = self._reason
             self._loaded.add(load.request_id)
 
-    def start_saves(self, saves: Sequence[Save]) -> None:
+    def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Every save fails whole."""
         for save in saves:
             self._acks.failed_writes |= {page.token: MAX_SEGMENTS for page in save.pages}

@@ -27,7 +27,7 @@ _DIGIT = 128
 """Labels stay below 2^8, the largest integers that bfloat16 holds exactly."""
 
 
-class Places:
+class TokenPlaces:
     """Where tokens [start, end) of a request lie; `blocks` are all its blocks, in order, each of
     `block_size` slots."""
 
@@ -48,7 +48,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Plane:
+class BlockPlane:
     """Element offsets of K or V inside one block, relative to the block's first element.
 
     `offsets` has shape (heads, block_size, dim). Where they are affine (`strides` of head,
@@ -74,7 +74,7 @@ class Plane:
         else:
             _flat(cache)[self._index(cache, blocks, slots)] = values
 
-    def copy_out(self, cache: torch.Tensor, places: Places, host: torch.Tensor) -> None:
+    def copy_out(self, cache: torch.Tensor, places: TokenPlaces, host: torch.Tensor) -> None:
         """Read the tokens at `places` into `host`, shape (heads, n, dim), block by block.
 
         On a CPU that is 3 times (K transposed) to 10 times (V) as fast as indexing.
@@ -83,7 +83,7 @@ class Plane:
         for block, slots, tokens in places.runs:
             host[:, tokens].copy_(view[block, :, slots])
 
-    def copy_in(self, cache: torch.Tensor, places: Places, host: torch.Tensor) -> None:
+    def copy_in(self, cache: torch.Tensor, places: TokenPlaces, host: torch.Tensor) -> None:
         """Write `host`, shape (heads, n, dim), where `copy_out` would read it."""
         view = self._view(cache)
         for block, slots, tokens in places.runs:
@@ -107,8 +107,8 @@ class Plane:
 class BlockLayout:
     """Mapping of one layer's blocks to planes."""
 
-    keys: Plane
-    values: Plane
+    keys: BlockPlane
+    values: BlockPlane
     block_size: int
 
 
@@ -196,7 +196,7 @@ def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: Wr
     return BlockLayout(planes[0], planes[1], block_size)
 
 
-def _plane(offsets: torch.Tensor) -> Plane:
+def _plane(offsets: torch.Tensor) -> BlockPlane:
     base = int(offsets[0, 0, 0])
     strides = tuple(
         int(offsets.select(axis, 1)[0, 0]) - base if offsets.shape[axis] > 1 else 1 for axis in range(3)
@@ -204,5 +204,5 @@ def _plane(offsets: torch.Tensor) -> Plane:
     heads, tokens, dim = (torch.arange(n) for n in offsets.shape)
     affine = base + heads[:, None, None] * strides[0] + tokens[:, None] * strides[1] + dim * strides[2]
     if torch.equal(affine, offsets) and min(strides) >= 0:
-        return Plane(offsets, base, (strides[0], strides[1], strides[2]))
-    return Plane(offsets, base, None)
+        return BlockPlane(offsets, base, (strides[0], strides[1], strides[2]))
+    return BlockPlane(offsets, base, None)

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from cornplug.store.base import Location
+from cornplug.store.base import PayloadLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class PageRead:
 
     index: int
     key: bytes
-    location: Location
+    location: PayloadLocation
     checksums: tuple[int, ...]
 
 
@@ -28,11 +28,11 @@ class PageWrite:
 
     index: int
     token: int
-    location: Location
+    location: PayloadLocation
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PageLoad:
     """Fill tokens [start, end) of a request from pages; `blocks` are all its blocks, in order."""
 
     request_id: str
@@ -49,7 +49,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class PageSave:
     """Copy whole pages of a request out, once this step's forward has computed them."""
 
     request_id: str
@@ -61,8 +61,8 @@ class Save:
 class KVMoves(KVConnectorMetadata):
     """Scheduler half -> worker halves: the moves of one step."""
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
+    saves: list[PageSave] = field(default_factory=list)
     finishing: list[str] = field(default_factory=list)
     """Finished requests whose blocks stay until their saves are done."""
     preempted: list[str] = field(default_factory=list)

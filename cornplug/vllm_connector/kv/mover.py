@@ -13,7 +13,7 @@ Job = Generator[None, None, None]
 """Moves a slab between two `yield`s. What it must say however it ends stands in its `finally`."""
 
 
-class Mover:
+class KVMover:
     """Jobs of one urgency run in the order in which they came; one that is not urgent stands
     aside at its next `yield` while an urgent one is there."""
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.page_envelope import read_page_header
-from cornplug.engine_common.runtime import Runtime, miss
+from cornplug.engine_common.runtime import EngineRuntime, miss
 from cornplug.errors import CheckpointError, CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.base import Lease, Refusal
+from cornplug.store.base import Lease, ReserveRefusal
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import provenance
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.deferred_ops import WHAT, Errands, OpenSave
-from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves, Load, PageRead, PageWrite, Save
+from cornplug.vllm_connector.kv.deferred_ops import WHAT, DeferredStoreOps, OpenSave
+from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves, PageLoad, PageRead, PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 from cornplug.vllm_connector.model import weight_updates
@@ -70,17 +70,19 @@ class _Tracked:
 class KVScheduler:
     """One per engine core. Every call into the store has the store's deadline."""
 
-    def __init__(self, config: VllmConfig, runtime: Runtime, geometry: PageGeometry, tally: Tally) -> None:
+    def __init__(
+        self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
+    ) -> None:
         self._config = config
         self._run = runtime
         self._page = geometry
         self._tally = tally
         self._manager: KVCacheManager | None = None
         self._tracked: dict[str, _Tracked] = {}
-        self._loads: list[Load] = []
+        self._loads: list[PageLoad] = []
         self._open: dict[int, OpenSave] = {}
         self._finishing: list[str] = []
-        self._errands = Errands(runtime, geometry, tally)
+        self._errands = DeferredStoreOps(runtime, geometry, tally)
         self._off = ""
         self._others_load = provenance.others_load()
         self._identity: tuple[bytes, dict[str, Any]] | None = None
@@ -236,7 +238,7 @@ class KVScheduler:
         match.end = end
         self._costs.load_began(request.request_id, len(match.reads))
         self._loads.append(
-            Load(
+            PageLoad(
                 request.request_id,
                 match.computed,
                 end,
@@ -323,7 +325,7 @@ class KVScheduler:
             tracked.saved_pages = max(tracked.saved_pages, len(keys))
         return found
 
-    def _reserve(self, wanted: list[tuple[_Tracked, int, bytes]]) -> list[Save]:
+    def _reserve(self, wanted: list[tuple[_Tracked, int, bytes]]) -> list[PageSave]:
         assert self._manager is not None
         room = max(0, self._run.config.engine.max_open_saves_bytes // self._page.page_bytes - len(self._open))
         if len(wanted) > room:
@@ -338,9 +340,9 @@ class KVScheduler:
         )
         writes: dict[str, list[PageWrite]] = {}
         for (tracked, index, _), answer in zip(wanted, answers, strict=True):
-            if isinstance(answer, Refusal):
+            if isinstance(answer, ReserveRefusal):
                 self._tally.count("cornplug_saves_total", self._run.app, WHAT, answer.value)
-                if answer is Refusal.GROWING:
+                if answer is ReserveRefusal.GROWING:
                     tracked.again.add(index)
                 continue
             request_id = tracked.request.request_id
@@ -348,7 +350,7 @@ class KVScheduler:
             tracked.open_saves.add(answer.token)
             writes.setdefault(request_id, []).append(PageWrite(index, answer.token, answer.location))
         return [
-            Save(request_id, tuple(pages), tuple(self._manager.get_block_ids(request_id)[0]))
+            PageSave(request_id, tuple(pages), tuple(self._manager.get_block_ids(request_id)[0]))
             for request_id, pages in writes.items()
         ]
 

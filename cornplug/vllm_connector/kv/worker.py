@@ -28,8 +28,8 @@ from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, CpuSide, kernel_table
 from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
-from cornplug.vllm_connector.kv.metadata import KVAcks, Load, PageRead, PageWrite, Save
-from cornplug.vllm_connector.kv.mover import Job, Mover
+from cornplug.vllm_connector.kv.metadata import KVAcks, PageLoad, PageRead, PageSave, PageWrite
+from cornplug.vllm_connector.kv.mover import Job, KVMover
 
 Bytes = NDArray[np.uint8]
 Table = NDArray[np.int64]
@@ -39,7 +39,7 @@ Table = NDArray[np.int64]
 class _Saving:
     """A save that is under way."""
 
-    save: Save
+    save: PageSave
     given_up: bool = False
 
 
@@ -54,7 +54,7 @@ class KVWorker:
         self._copies: BlockCopies | None = None
         self._slots = block_size
         """Of one block of the caches, where the engine's is several of the kernels'."""
-        self._mover = Mover(lambda: self._side.enter_thread())
+        self._mover = KVMover(lambda: self._side.enter_thread())
         self._side: Any = CpuSide()
         self._lock = threading.Lock()
         self._acks = KVAcks()
@@ -113,13 +113,13 @@ class KVWorker:
 
     # -- the engine's step ------------------------------------------------------------------
 
-    def start_loads(self, loads: Sequence[Load]) -> None:
+    def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Begin loads; their requests run once `finished` names them."""
         mark = self._side.mark() if loads else None
         for load in loads:
             self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
-    def start_saves(self, saves: Sequence[Save]) -> None:
+    def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Begin copying out what this step's forward has computed."""
         mark = self._side.mark() if saves else None
         for save in saves:
@@ -182,7 +182,7 @@ class KVWorker:
 
     # -- the mover's thread -----------------------------------------------------------------
 
-    def _load(self, load: Load, mark: Any, asked: float) -> Job:
+    def _load(self, load: PageLoad, mark: Any, asked: float) -> Job:
         # Whatever happens here, the request must be told that its load is over.
         done, reason = 0, "load_error"
         began = time.monotonic()
@@ -280,7 +280,7 @@ class KVWorker:
                 np.copyto(there, here)
         return sums
 
-    def _read_slab(self, load: Load, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
+    def _read_slab(self, load: PageLoad, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
         """Copy neighbouring pages in, each segment verified in our own memory first; how many
         there were before a damaged one."""
         copies = self._mapped()

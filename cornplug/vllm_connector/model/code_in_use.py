@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from cornplug.engine_common.allow_lists import Verdict
+from cornplug.engine_common.allow_lists import SettingsVerdict
 
 _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.")
 
 
-def verdict(model: Any) -> Verdict:
+def verdict(model: Any) -> SettingsVerdict:
     """Refusals for model classes and processors that are not vLLM's own, `model` being its ModelConfig.
 
     A class that takes the place of a stock one counts whatever model is served: towers and language
@@ -18,7 +18,7 @@ def verdict(model: Any) -> Verdict:
     """
     registry = getattr(model, "registry", None)
     if registry is None:
-        return Verdict({}, {})
+        return SettingsVerdict({}, {})
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
     chosen = getattr(model, "architecture", None)
@@ -31,7 +31,7 @@ def verdict(model: Any) -> Verdict:
             refusals[f"model class {name}"] = f"it is {module}'s, not vLLM's own"
     if processor := _foreign_processor(registry.models.get(chosen)):
         refusals["processor"] = f"it is {processor}'s, not vLLM's own"
-    return Verdict({}, refusals)
+    return SettingsVerdict({}, refusals)
 
 
 def transformers_backend(model: Any) -> str | None:

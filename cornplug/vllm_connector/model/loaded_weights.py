@@ -1,4 +1,4 @@
-"""When a worker compares its loaded weights with the checkpoint's files (`engine_common.weight_comparison`)."""
+"""When a worker compares its loaded weights with the files (`engine_common.weight_comparison`)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_common.allow_lists import FieldTables, Verdict, defaults_of, judge
+from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge
 from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.engine_fields import (
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def of_everything(config: VllmConfig) -> Verdict:
+def of_everything(config: VllmConfig) -> SettingsVerdict:
     """On what changes embeddings and KV alike: model, loading, parallelism, code, environment."""
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
@@ -33,14 +33,14 @@ def of_everything(config: VllmConfig) -> Verdict:
     return found | code_in_use.verdict(config.model_config) | _environment()
 
 
-def of_embeddings(config: VllmConfig) -> Verdict:
+def of_embeddings(config: VllmConfig) -> SettingsVerdict:
     """On what changes embeddings only. KV follows, by the embedding keys in its chain."""
     from vllm.config import MultiModalConfig
 
     return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
 
 
-def of_kv(config: VllmConfig) -> Verdict:
+def of_kv(config: VllmConfig) -> SettingsVerdict:
     """On what changes KV only."""
     from vllm.config import CacheConfig, LoRAConfig, SpeculativeConfig
 
@@ -60,11 +60,11 @@ def _values(config_class: Any, found: Any) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names if hasattr(found, name)}
 
 
-def _judged(tables: FieldTables, config_class: Any, found: Any) -> Verdict:
+def _judged(tables: FieldTables, config_class: Any, found: Any) -> SettingsVerdict:
     return judge(tables, _values(config_class, found), defaults_of(config_class))
 
 
-def _model(model: Any) -> Verdict:
+def _model(model: Any) -> SettingsVerdict:
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
     if callable(model.hf_overrides):
@@ -73,21 +73,21 @@ def _model(model: Any) -> Verdict:
         overrides["ModelConfig.quantization"] = str(model.quantization)
     if getattr(model, "runner_type", "generate") != "generate":
         refusals["ModelConfig.runner"] = MODEL.refused["runner"]
-    return Verdict(overrides, refusals)
+    return SettingsVerdict(overrides, refusals)
 
 
-def _loader(load: Any) -> Verdict:
+def _loader(load: Any) -> SettingsVerdict:
     options = getattr(load, "model_loader_extra_config", None) or {}
     unknown = (
         sorted(set(options) - HARMLESS_LOADER_OPTIONS) if isinstance(options, Mapping) else ["its class"]
     )
     if not unknown:
-        return Verdict({}, {})
+        return SettingsVerdict({}, {})
     why = f"options of the loader that may change what is read: {', '.join(map(str, unknown))}"
-    return Verdict({}, {"LoadConfig.model_loader_extra_config": why})
+    return SettingsVerdict({}, {"LoadConfig.model_loader_extra_config": why})
 
 
-def _parallel(config_class: Any, parallel: Any) -> Verdict:
+def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     values = _values(config_class, parallel)
     # What the platform or the operator chose among vLLM's own is as good as the default.
     for name in ("worker_cls", "distributed_executor_backend"):
@@ -98,11 +98,11 @@ def _parallel(config_class: Any, parallel: Any) -> Verdict:
     return judge(PARALLEL, values, defaults_of(config_class))
 
 
-def _environment() -> Verdict:
+def _environment() -> SettingsVerdict:
     from vllm import envs
 
     known = sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))
     given = {name: os.environ[name] for name in known if name in os.environ}
     counted = {n: v for n, v in given.items() if v and not HARMLESS_VARIABLES.fullmatch(n)}
     refusals = {f"environment {n}": REFUSED_VARIABLES[n] for n in counted if n in REFUSED_VARIABLES}
-    return Verdict({f"environment {n}": v for n, v in counted.items()}, refusals)
+    return SettingsVerdict({f"environment {n}": v for n, v in counted.items()}, refusals)

@@ -78,7 +78,7 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the API process, which names pictures and takes vouchers."""
+    """In the API process, which names images and takes vouchers."""
     if method not in _HARMLESS:
         note_replaced(method if isinstance(method, str) else "a collective_rpc callable")
     return original(llm, method, *args, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
@@ -25,7 +25,7 @@ class _Host:
         store = MemoryStore(capacity_bytes=1 << 16, clock=lambda: self.now_s)
         self.mine, self.other = store.connect(), store.connect()
         outcome = entry.put(
-            self.other, memoryview(ROWS), kind=Kind.EMBEDDING, key=key("e"), dtype="float32",
+            self.other, memoryview(ROWS), kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float32",
             shape=ROWS.shape, app="test", deadline_s=1,
         )  # fmt: skip
         assert outcome == "stored"
@@ -71,7 +71,7 @@ def test_bfloat16_as_well(host: _Host) -> None:
     narrow = torch.from_numpy(ROWS).to(torch.bfloat16)
     raw = narrow.view(torch.uint16).numpy()
     entry.put(
-        host.other, memoryview(raw), kind=Kind.EMBEDDING, key=key("b"), dtype="bfloat16",
+        host.other, memoryview(raw), kind=PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16",
         shape=raw.shape, app="test", deadline_s=1,
     )  # fmt: skip
     ref = from_store(host.mine, key("b"), tower="reused", seconds=0.0)
@@ -101,7 +101,7 @@ def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
 
 def test_an_entry_of_another_kind_is_no_reference(host: _Host) -> None:
     entry.put(
-        host.other, b"12345678", kind=Kind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
+        host.other, b"12345678", kind=PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
         app="test", deadline_s=1,
     )  # fmt: skip
     assert from_store(host.mine, key("f"), tower="reused", seconds=0.0) is None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.config import Config
-from cornplug.encoder_service.client.multipart import Parts
+from cornplug.encoder_service.client.multipart import MultipartReader
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable
@@ -35,7 +35,7 @@ def packed(*bodies: bytes) -> bytes:
 )
 def test_parts_are_the_same_however_the_bytes_come(bodies: list[bytes], cuts: list[int]) -> None:
     wire = packed(*bodies)
-    parts, found, at = Parts(KIND), [], 0
+    parts, found, at = MultipartReader(KIND), [], 0
     for cut in [*cuts, len(wire)]:
         found += parts.feed(wire[at : at + cut])
         at += cut
@@ -56,9 +56,9 @@ def test_parts_are_the_same_however_the_bytes_come(bodies: list[bytes], cuts: li
 )
 def test_what_is_no_part_is_an_error(wire: bytes) -> None:
     with pytest.raises(EncoderUnavailable):
-        Parts(KIND).feed(wire)
+        MultipartReader(KIND).feed(wire)
     with pytest.raises(EncoderUnavailable):
-        Parts("application/json")
+        MultipartReader("application/json")
 
 
 @pytest.fixture

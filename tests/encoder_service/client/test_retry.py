@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.client.rendezvous import ranking, services
-from cornplug.encoder_service.client.retry import BASE_S, CAP_S, ROUNDS, Attempts, Circuits, Try, Wait
+from cornplug.encoder_service.client.retry import (
+    BASE_S,
+    CAP_S,
+    ROUNDS,
+    CircuitBreakers,
+    RetryPause,
+    RetrySequence,
+    SendAttempt,
+)
 from cornplug.errors import ConfigError
 
 URLS = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
@@ -76,21 +84,21 @@ class World:
         self.takes_s = takes_s
         self.tries: list[tuple[float, str]] = []
 
-    def circuits(self, urls: list[str]) -> Circuits:
-        return Circuits(urls, self.random)
+    def circuits(self, urls: list[str]) -> CircuitBreakers:
+        return CircuitBreakers(urls, self.random)
 
-    def request(self, circuits: Circuits, order: list[str], deadline_s: float) -> str:
-        attempts = Attempts(order, circuits, now=self.now, deadline_s=deadline_s, random=self.random)
+    def request(self, circuits: CircuitBreakers, order: list[str], deadline_s: float) -> str:
+        attempts = RetrySequence(order, circuits, now=self.now, deadline_s=deadline_s, random=self.random)
         end = self.now + deadline_s
         for _ in range(1000):
             step = attempts.next(self.now)
             if step is None:
                 return "given up"
-            if isinstance(step, Wait):
+            if isinstance(step, RetryPause):
                 assert step.seconds >= 0
                 self.now += step.seconds
                 continue
-            assert isinstance(step, Try)
+            assert isinstance(step, SendAttempt)
             assert 0 < step.timeout_s <= end - self.now
             self.tries.append((self.now, step.url))
             sent, outcome = self.now, self.does(step.url, self.now)
@@ -159,14 +167,14 @@ def test_it_comes_back_within_a_back_off() -> None:
 
 
 def test_a_burst_of_failures_counts_as_one() -> None:
-    circuits = Circuits(URLS[:1], lambda: 0.99)
+    circuits = CircuitBreakers(URLS[:1], lambda: 0.99)
     for _ in range(100):
         circuits.failed(URLS[0], 10.0, sent=9.9)
     assert circuits.opens_at(URLS[0]) <= 10.0 + BASE_S
 
 
 def test_of_many_that_wait_one_asks_again() -> None:
-    circuits = Circuits(URLS[:1], lambda: 0.5)
+    circuits = CircuitBreakers(URLS[:1], lambda: 0.5)
     circuits.failed(URLS[0], 10.0, sent=9.9)
     assert [circuits.take(URLS[0], 10.2) for _ in range(3)] == [True, False, False]
     circuits.answered(URLS[0])
@@ -210,10 +218,12 @@ def test_pauses_are_spread_over_their_whole_width() -> None:
     pauses = []
     for seed in range(300):
         world = World(lambda url, now: "busy 0", seed=seed)
-        attempts = Attempts(URLS[:1], world.circuits(URLS[:1]), now=0.0, deadline_s=9.0, random=world.random)
-        assert isinstance(attempts.next(0.0), Try)
+        attempts = RetrySequence(
+            URLS[:1], world.circuits(URLS[:1]), now=0.0, deadline_s=9.0, random=world.random
+        )
+        assert isinstance(attempts.next(0.0), SendAttempt)
         step = attempts.next(0.0)
-        assert isinstance(step, Wait)
+        assert isinstance(step, RetryPause)
         pauses.append(step.seconds)
     assert min(pauses) < 0.1 * BASE_S
     assert max(pauses) > 0.9 * BASE_S

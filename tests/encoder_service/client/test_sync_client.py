@@ -18,7 +18,7 @@ import torch
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.client import rendezvous
-from cornplug.encoder_service.client.media_payload import Outgoing
+from cornplug.encoder_service.client.media_payload import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
@@ -189,7 +189,7 @@ def test_a_fault_is_an_error_in_time_alone_and_nothing_beside_a_good_service(
         assert e.value.reason == reason
         assert time.monotonic() - began < deadline_s + 1
         bad.requests.clear()
-        content = Outgoing.of(picture(1)).content
+        content = MediaPayload.of(picture(1)).content
         # Weighted so that the bad one is first.
         urls = {bad.url: 1e6, good.url: 1.0}
         assert rendezvous.ranking(content, urls)[0] == bad.url
@@ -267,10 +267,10 @@ def test_a_service_that_fails_at_one_medium_is_not_left_alone(app: Any, llava: s
 
 
 def test_repeats_meet_their_cache(two: list[Served], llava: str) -> None:
-    """Each picture's tower runs once, wherever it is kept, and both services are used."""
+    """Each image's tower runs once, wherever it is kept, and both services are used."""
     urls = [served.url for served in two]
     firsts = Counter(
-        rendezvous.ranking(Outgoing.of(picture(seed)).content, rendezvous.services(urls))[0]
+        rendezvous.ranking(MediaPayload.of(picture(seed)).content, rendezvous.services(urls))[0]
         for seed in range(12)
     )
     assert set(firsts) == set(urls)

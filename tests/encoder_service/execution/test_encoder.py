@@ -13,13 +13,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from cornplug import identity
-from cornplug.codec import Kind
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.towers.base import Item, Tower
+from cornplug.encoder_service.towers.base import Tower, TowerItem
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.messages import Encoded, Refused, Tensor
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import payload as entry
@@ -33,19 +33,19 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
     return registry.get_sample_value(name, labels) or 0.0
 
 
-def ok(future: Future[Answer]) -> Encoded:
+def ok(future: Future[Answer]) -> EncodeReply:
     answer = future.result(20)
-    assert isinstance(answer, Encoded), answer
+    assert isinstance(answer, EncodeReply), answer
     return answer
 
 
-def no(future: Future[Answer]) -> Refused:
+def no(future: Future[Answer]) -> EncodeRefusal:
     answer = future.result(20)
-    assert isinstance(answer, Refused), answer
+    assert isinstance(answer, EncodeRefusal), answer
     return answer
 
 
-def passes(encoder: Encoder) -> float:
+def passes(encoder: EncoderCore) -> float:
     return value(encoder.meters.registry, "cornplug_encoder_tower_passes_total")
 
 
@@ -59,7 +59,7 @@ class Gate:
         self.fails: Any = lambda items: False
         real = TileTower.encode
 
-        def encode(tower: TileTower, items: list[Item]) -> list[torch.Tensor]:
+        def encode(tower: TileTower, items: list[TowerItem]) -> list[torch.Tensor]:
             self.batches.append(len(items))
             self.entered.set()
             assert self.open.wait(20)
@@ -75,18 +75,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def hold(encoder: Encoder, gate: Gate, request: Any) -> Future[Answer]:
+def hold(encoder: EncoderCore, gate: Gate, request: Any) -> Future[Answer]:
     """One request that is in the tower when this returns."""
     future = encoder.submit(request)
     assert gate.entered.wait(10)
     return future
 
 
-def queued(encoder: Encoder, count: int) -> None:
+def queued(encoder: EncoderCore, count: int) -> None:
     eventually(lambda: encoder._batcher.queued() == count)
 
 
-def test_towers_and_projectors_are_shared(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+def test_towers_and_projectors_are_shared(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
     a, b = (registry.by_name(str(p)) for p in llava_pair)
     assert a is not None
     assert b is not None
@@ -99,7 +99,7 @@ def test_towers_and_projectors_are_shared(registry: Registry, llava_pair: tuple[
     with pytest.raises(ConfigError, match="twice"):
         registry.add(str(llava_pair[0]))
     with pytest.raises(ConfigError, match="int8"):
-        Registry(dtype="int8", device="cpu")
+        ModelRegistry(dtype="int8", device="cpu")
 
 
 def test_inline_without_a_store(make_encoder: MakeEncoder, request_for: Requests, qwen: Path) -> None:
@@ -123,7 +123,7 @@ def test_published_and_then_reused(
     found = entry.get(reader, request.key, deadline_s=1)
     assert found is not None
     header, payload = found
-    assert (header.kind, header.dtype, header.shape) == (Kind.EMBEDDING, "float32", (16, 64))
+    assert (header.kind, header.dtype, header.shape) == (PayloadKind.EMBEDDING, "float32", (16, 64))
     assert reader.stat(deadline_s=1).bytes_by_app["test"] >= len(payload)
     second = ok(encoder.submit(request))
     assert (second.tower, second.stored) == ("reused", True)
@@ -157,7 +157,7 @@ def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
 ) -> None:
     """Qwen's features are larger than its embeddings: kept while a second LLM wants them, never stored."""
     wide = checkpoints.qwen2_vl(tmp_path / "wide", hidden_size=128, llm_seed=7)
-    two = Registry.open([str(qwen), str(wide)], dtype="float32", device="cpu")
+    two = ModelRegistry.open([str(qwen), str(wide)], dtype="float32", device="cpu")
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     encoder, request_for = make_encoder(store, registry=two), Requests(two)
     assert [ok(encoder.submit(request_for(path, 3))).tower for path in (qwen, wide)] == ["ran", "reused"]
@@ -236,7 +236,9 @@ def test_bad_inputs_harm_nobody(
         encoder.submit(request_for(llava_pair[0], 1, inputs={})),
         encoder.submit(request_for(llava_pair[0], 1, key=b"short")),
         encoder.submit(request_for(llava_pair[0], 1, app="")),
-        encoder.submit(request_for(llava_pair[0], 1, inputs={"pixel_values": Tensor("float32", (3,), b"")})),
+        encoder.submit(
+            request_for(llava_pair[0], 1, inputs={"pixel_values": WireTensor("float32", (3,), b"")})
+        ),
     ]
     assert [no(f).message.split(":")[0] for f in bad] == ["pixel_values", "key", "app", "pixel_values"]
     assert {no(f).reason for f in bad} == {"bad_input"}
@@ -310,11 +312,11 @@ def test_a_failing_batch_is_retried_one_by_one(
     gate.fails = lambda items: any(item.digests == poison for item in items)
     gate.open.set()
     ok(held)
-    answers = sorted((two.result(20), three.result(20)), key=lambda a: isinstance(a, Encoded))
-    assert isinstance(answers[0], Refused)
+    answers = sorted((two.result(20), three.result(20)), key=lambda a: isinstance(a, EncodeReply))
+    assert isinstance(answers[0], EncodeRefusal)
     assert answers[0].reason == "internal"
     assert answers[0].message == A_FAULT
-    assert isinstance(answers[1], Encoded)
+    assert isinstance(answers[1], EncodeReply)
     assert encoder.healthy()
     assert gate.batches == [1, 2, 1, 1]
 
@@ -366,12 +368,19 @@ def test_features_of_another_dtype_are_not_believed(
         None,
     )
     entry.put(
-        writer, b"x" * 64, kind=Kind.FEATURE, key=key, dtype="bfloat16", shape=(4, 8), app="t", deadline_s=1
+        writer,
+        b"x" * 64,
+        kind=PayloadKind.FEATURE,
+        key=key,
+        dtype="bfloat16",
+        shape=(4, 8),
+        app="t",
+        deadline_s=1,
     )
     assert ok(encoder.submit(request)).tower == "ran"
 
 
-def test_seam(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+def test_seam(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
     loaded = registry.by_name(str(llava_pair[0]))
     assert loaded is not None
     tower: Tower = loaded.tower

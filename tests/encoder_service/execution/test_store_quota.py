@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.codec import Kind
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.execution.store_quota import Quota
-from cornplug.qos import ONE_CLASS, Caller
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.execution.store_quota import StoreQuota
+from cornplug.qos import ONE_CLASS, QosCaller
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
 
@@ -34,14 +34,16 @@ def there(store: Store, account: str, numbers: range) -> int:
     return sum(store.contains([key(account, n) for n in numbers], deadline_s=1))
 
 
-def publish(shelf: Shelf, account: str | None, numbers: range, name: str = "") -> None:
+def publish(shelf: ResultCache, account: str | None, numbers: range, name: str = "") -> None:
     for n in numbers:
-        assert shelf.publish(Kind.EMBEDDING, key(name or str(account), n), ROWS, "http", account=account)
+        assert shelf.publish(
+            PayloadKind.EMBEDDING, key(name or str(account), n), ROWS, "http", account=account
+        )
 
 
 @pytest.mark.parametrize("part", [0.25, 1.0])
 def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
-    shelf = Shelf(store, deadline_s=1.0, account_part=part)
+    shelf = ResultCache(store, deadline_s=1.0, account_part=part)
     publish(shelf, None, range(10), "engine")
     publish(shelf, "acme", range(10))
     publish(shelf, "flood", range(200))
@@ -56,12 +58,12 @@ def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
 
 
 def test_what_alone_is_over_the_ceiling_is_not_published(store: Store) -> None:
-    shelf = Shelf(store, deadline_s=1.0, account_part=0.01)
+    shelf = ResultCache(store, deadline_s=1.0, account_part=0.01)
     failed: list[str] = []
     shelf.on_failure = failed.append
-    assert not shelf.publish(Kind.EMBEDDING, key("a", 1), ROWS, "http", account="a")
+    assert not shelf.publish(PayloadKind.EMBEDDING, key("a", 1), ROWS, "http", account="a")
     assert failed == ["over_quota"]
-    assert shelf.publish(Kind.EMBEDDING, key("e", 1), ROWS, "engine")
+    assert shelf.publish(PayloadKind.EMBEDDING, key("e", 1), ROWS, "engine")
 
 
 def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
@@ -78,7 +80,7 @@ def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
             return len(keys)
 
     measured = Measured()
-    quota = Quota(measured, 0.5, deadline_s=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
+    quota = StoreQuota(measured, 0.5, deadline_s=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
     for _ in range(10):
         assert quota.make_room("a", 100)
         quota.published("a", b"same", 100)
@@ -101,6 +103,6 @@ def test_requests_by_http_have_an_account_and_engines_none(
     seen: list[str | None] = []
     real = encoder._shelf.publish
     encoder._shelf.publish = lambda *a, account=None: seen.append(account) or real(*a, account=account)  # type: ignore[method-assign]
-    for n, caller in enumerate((None, Caller(qos=ONE_CLASS), Caller(qos=ONE_CLASS, tenant="acme"))):
+    for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
         encoder.submit(request_for(llava_pair[0], n), caller=caller).result(10)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 from devkit import checkpoints
 
 from ..conftest import MakeEncoder, picture, png
@@ -31,7 +31,7 @@ def service(make_encoder: MakeEncoder, config: Config, model: Path) -> Service:
 
 
 def _service(make: MakeEncoder, config: Config, model: Path, **changes: Any) -> Service:
-    registry = Registry.open([str(model)], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(model)], dtype="float32", device="cpu")
     section = type(config.encoder).model_validate({**config.encoder.model_dump(), **changes})
     return Service(make(registry=registry), config.model_copy(update={"encoder": section}))
 

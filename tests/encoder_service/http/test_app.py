@@ -16,7 +16,7 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.qos import Classes
+from cornplug.qos import QosClasses
 
 from ..conftest import SECRET, MakeEncoder, inputs_of, picture, png
 from ..http_service import Service
@@ -151,7 +151,7 @@ def test_a_key_brings_its_class_and_its_deadline(
     make_encoder: MakeEncoder, config: Config, llava: str
 ) -> None:
     gold = {"share": 0.5, "deadline_s": 1e-9, "api_keys": ["k"], "apps": ["shop"]}
-    classes = Classes(QosConfig.model_validate({"classes": {"gold": gold}}))
+    classes = QosClasses(QosConfig.model_validate({"classes": {"gold": gold}}))
     service = Service(make_encoder(classes=classes), config)
     form = {"data": {"model": llava}, "files": {"image": png(picture(1))}}
     late = service.post(headers={"authorization": "Bearer k", "x-cornplug-app": "shop"}, **form)

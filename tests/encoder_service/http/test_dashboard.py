@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from cornplug import __version__
 from cornplug.config import Config
 from cornplug.encoder_service.http.dashboard import POLICY
-from cornplug.encoder_service.telemetry.history import History, quantile
-from cornplug.encoder_service.telemetry.service_metrics import Meters
+from cornplug.encoder_service.telemetry.history import ServiceHistory, quantile
+from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from devkit.processes import EncoderProcess
 
 from ..conftest import MakeEncoder, eventually, picture, png
@@ -35,8 +35,8 @@ def service(make_encoder: MakeEncoder, config: Config) -> Service:
 
 def test_samples_hold_what_was_new_and_add_up() -> None:
     now = [100.0]
-    meters = Meters(lambda: 2, queue=lambda: {"default": (3, 99)})
-    history = History(meters, kept=3, clock=lambda: now[0])
+    meters = ServiceMetrics(lambda: 2, queue=lambda: {"default": (3, 99)})
+    history = ServiceHistory(meters, kept=3, clock=lambda: now[0])
     for n in (1, 2, 0):
         for _ in range(n):
             meters.answered("a", "default", "ran", 0.25)
@@ -103,7 +103,7 @@ def test_the_answer_is_as_openapi_says(service: Service) -> None:
     spec = service.call("GET", "/openapi.json").json()
     schemas = spec["components"]["schemas"]
     assert set(service.call("GET", "/v1/status").json()) == set(schemas["Overview"]["required"])
-    history = History(service.encoder.meters)
+    history = ServiceHistory(service.encoder.meters)
     assert set(history.sample().__struct_fields__) == set(schemas["SampleRow"]["required"])
 
 

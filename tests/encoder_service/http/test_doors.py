@@ -17,12 +17,12 @@ from starlette.requests import HTTPConnection
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig, load
-from cornplug.encoder_service.access.audit import Audit
+from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.http import requests as http_bodies
 from cornplug.encoder_service.media import image as media
 from cornplug.errors import ConfigError
-from cornplug.qos import Classes
+from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import SECRET, MakeEncoder, picture, png
@@ -50,7 +50,7 @@ def make(make_encoder: MakeEncoder, config: Config) -> Make:
     def made(store: Any = None, qos: QosConfig = QOS, **changes: Any) -> Service:
         changed = {"trust_salts": False, **changes}
         section = type(config.encoder).model_validate({**config.encoder.model_dump(), **changed})
-        encoder = make_encoder(store, classes=Classes(qos))
+        encoder = make_encoder(store, classes=QosClasses(qos))
         return Service(encoder, config.model_copy(update={"encoder": section}))
 
     return made
@@ -302,7 +302,7 @@ def test_uploads_are_not_written_to_disk(
     assert rolled == [False]
 
 
-# -- picture formats -----------------------------------------------------------------------------
+# -- image formats -----------------------------------------------------------------------------
 
 
 def saved(kind: str) -> bytes:
@@ -365,7 +365,7 @@ def test_reloads_and_refusals_are_in_the_audit(
 
 def test_a_flood_is_counted_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    audit = Audit(clock=lambda: now[0])
+    audit = AuditLog(clock=lambda: now[0])
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "client": ("192.0.2.1", 1)}
     for _ in range(5000):
         audit.refused(HTTPConnection(scope), "unauthorized")

@@ -1,4 +1,4 @@
-"""Sounds over HTTP: as good as pictures, and as hostile."""
+"""Sounds over HTTP: as good as images, and as hostile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 from devkit import checkpoints
 
 from ..conftest import MakeEncoder, picture, png
@@ -25,12 +25,12 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hearing(heard: Path) -> Registry:
-    return Registry.open([str(heard)], dtype="float32", device="cpu")
+def hearing(heard: Path) -> ModelRegistry:
+    return ModelRegistry.open([str(heard)], dtype="float32", device="cpu")
 
 
 @pytest.fixture
-def service(make_encoder: MakeEncoder, config: Config, hearing: Registry) -> Service:
+def service(make_encoder: MakeEncoder, config: Config, hearing: ModelRegistry) -> Service:
     small = config.encoder.model_copy(update={"max_audio_s": 10.0})
     return Service(make_encoder(registry=hearing), config.model_copy(update={"encoder": small}))
 

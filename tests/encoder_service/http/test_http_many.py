@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.preprocess.preparer import Preparer
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, picture, png
@@ -169,7 +169,7 @@ def test_who_goes_away_cancels_what_nobody_else_waits_for(
     async def scenario() -> httpx.Response:
         transport = httpx.ASGITransport(service.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
-            # The first picture is in the tower, the second waits for this caller too.
+            # The first image is in the tower, the second waits for this caller too.
             stays = asyncio.create_task(client.post("/v1/encode", json=body(range(2))))
             await asyncio.to_thread(eventually, lambda: held.passes == 1 and service.encoder.waiting() == 2)
             gone = asyncio.create_task(_post_and_leave(service, body(range(1, 1 + items)), leave))
@@ -289,15 +289,15 @@ def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) ->
 def test_a_medium_that_takes_for_ever_to_read_is_too_late(
     service: Service, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Preparer.prepare
+    real = MediaPreparer.prepare
     let_go = threading.Event()
 
-    def prepare(preparer: Preparer, model: str, modality: Any, data: bytes, **options: Any) -> Any:
+    def prepare(preparer: MediaPreparer, model: str, modality: Any, data: bytes, **options: Any) -> Any:
         if data == b"slow":
             let_go.wait(20)
         return real(preparer, model, modality, data, **options)
 
-    monkeypatch.setattr(Preparer, "prepare", prepare)
+    monkeypatch.setattr(MediaPreparer, "prepare", prepare)
     items = [{"image": image64(b"slow")}, {"image": image64(png(picture(1)))}]
     service.encoder.start_decoding()
     began = time.monotonic()

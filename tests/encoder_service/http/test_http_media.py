@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.towers.log_mel import ChunkedMels
 from devkit import checkpoints
 from devkit.checkpoints.audio import mel_json
@@ -45,7 +45,7 @@ def rows(answer: dict[str, Any]) -> torch.Tensor:
 def test_a_sound_is_encoded_once_for_two_llms(
     listening: tuple[Path, Path], make_encoder: MakeEncoder, config: Config
 ) -> None:
-    registry = Registry.open([str(p) for p in listening], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(p) for p in listening], dtype="float32", device="cpu")
     service = Service(make_encoder(registry=registry), config)
     one = service.post(data={"model": str(listening[0])}, files={"audio": wav(SPOKEN)})
     other = service.post(data={"model": str(listening[1])}, files={"audio": encoded(SPOKEN, "flac", "flac")})
@@ -60,7 +60,7 @@ def test_a_sound_is_encoded_once_for_two_llms(
 
 
 def test_a_video_by_file_and_by_its_pictures(
-    qwen: Path, qwen_registry: Registry, make_encoder: MakeEncoder, config: Config
+    qwen: Path, qwen_registry: ModelRegistry, make_encoder: MakeEncoder, config: Config
 ) -> None:
     service = Service(make_encoder(registry=qwen_registry), config)
     shown = moving(31)
@@ -75,7 +75,7 @@ def test_a_video_by_file_and_by_its_pictures(
 
     def jpeg(array: np.ndarray) -> str:
         out = io.BytesIO()
-        Image.fromarray(array).save(out, "PNG")  # the name in the URL is vLLM's; what counts is the picture
+        Image.fromarray(array).save(out, "PNG")  # the name in the URL is vLLM's; what counts is the image
         return base64.b64encode(out.getvalue()).decode()
 
     url = "data:video/jpeg;base64," + ",".join(jpeg(shown[i]) for i in (0, 5, 10, 15, 20, 25))
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_a_video_is_said(
     files: dict[str, bytes],
     reason: str,
     qwen: Path,
-    qwen_registry: Registry,
+    qwen_registry: ModelRegistry,
     make_encoder: MakeEncoder,
     config: Config,
 ) -> None:
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_a_video_is_said(
 
 
 def test_pictures_of_a_video_that_differ_in_size_are_refused(
-    qwen: Path, qwen_registry: Registry, make_encoder: MakeEncoder, config: Config
+    qwen: Path, qwen_registry: ModelRegistry, make_encoder: MakeEncoder, config: Config
 ) -> None:
     def jpeg(image: Image.Image) -> str:
         out = io.BytesIO()

@@ -17,7 +17,7 @@ import uvicorn
 
 from cornplug.config import Config
 from cornplug.encoder_service import server
-from cornplug.encoder_service.http.head_timeout import Impatient
+from cornplug.encoder_service.http.head_timeout import HeadTimeoutProtocol
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, picture, png
@@ -28,7 +28,7 @@ from ..http_service import Service
 def serving(app: Any, listener: socket.socket) -> Iterator[int]:
     """An application behind the server that `cornplug encoder` runs."""
     web = uvicorn.Server(
-        uvicorn.Config(app, http=Impatient, log_level="critical", timeout_graceful_shutdown=1)
+        uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="critical", timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -106,7 +106,7 @@ def test_who_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch, config: C
         finally:
             ended.set()
 
-    listeners = server.Listeners.open(config)
+    listeners = server.BoundListeners.open(config)
     try:
         with serving(app, listeners.http) as port, send(port, {}):
             assert ended.wait(20)

@@ -21,7 +21,7 @@ SETTINGS = {
     "request-timeout": 10,
     "generation": {"max-examples": 15, "deterministic": True, "database": "none", "no-shrink": True},
     "phases": {"stateful": {"enabled": False}},
-    # A base64 text that is no picture fits the schema, and is refused all the same.
+    # A base64 text that is no image fits the schema, and is refused all the same.
     "checks": {"positive_data_acceptance": {"enabled": False}},
 }
 
@@ -76,7 +76,7 @@ def test_every_answer_is_as_documented(service: Service, llava_pair: tuple[Path,
 
 
 def _give_examples(service: Service, model: str) -> None:
-    """Only this test knows a model that is served, and a picture: so that there are answers to check."""
+    """Only this test knows a model that is served, and an image: so that there are answers to check."""
     image = base64.b64encode(png(picture(1))).decode()
     document = service.app.openapi()
     content = document["paths"]["/v1/encode"]["post"]["requestBody"]["content"]

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cornplug.config import Config, load
-from cornplug.encoder_service.http.url_fetcher import Fetcher, Rules
+from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
 from cornplug.errors import ConfigError, EncoderRefused
 
 from ..conftest import MakeEncoder, picture, png
@@ -102,7 +102,7 @@ class Site:
         self.server.shutdown()
         self.server.server_close()
 
-    def fetcher(self, **changes: Any) -> Fetcher:
+    def fetcher(self, **changes: Any) -> UrlFetcher:
         settings = {
             "allow_hosts": "pictures.test, *.cdn.test",
             "allow_networks": "127.0.0.1/32",
@@ -111,7 +111,7 @@ class Site:
             "max_body_bytes": 100_000,
             **changes,
         }
-        return Fetcher.of(load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder)
+        return UrlFetcher.of(load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder)
 
     def url(self, path: str = "picture", host: str = "pictures.test", scheme: str = "http") -> str:
         return f"{scheme}://{host}:{self.port}/{path}"
@@ -154,14 +154,14 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return made
 
 
-def fetch(fetcher: Fetcher, url: str) -> bytes:
+def fetch(fetcher: UrlFetcher, url: str) -> bytes:
     async def run() -> bytes:
         return await fetcher.fetch("image", url, deadline_s=5)
 
     return anyio.run(run)
 
 
-def refusal(fetcher: Fetcher, url: str) -> str:
+def refusal(fetcher: UrlFetcher, url: str) -> str:
     with pytest.raises(EncoderRefused, match="image: ") as e:
         fetch(fetcher, url)
     return e.value.reason
@@ -356,7 +356,7 @@ def test_certificates_are_checked_against_the_name(
 
 
 def test_nothing_is_fetched_unless_configured(names: Names) -> None:
-    assert refusal(Fetcher.of(load({}, environ={}).encoder), "http://pictures.test/") == "remote_url"
+    assert refusal(UrlFetcher.of(load({}, environ={}).encoder), "http://pictures.test/") == "remote_url"
     assert not names.asked
 
 
@@ -392,10 +392,10 @@ def test_a_url_gives_what_its_bytes_give(
 )
 def test_settings_that_mean_nothing_are_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        Rules.of(load({f"encoder.{field}": value}, environ={}).encoder)
+        UrlRules.of(load({f"encoder.{field}": value}, environ={}).encoder)
 
 
-NO_RULES = Rules(hosts=(), networks=(), ports=frozenset())
+NO_RULES = UrlRules(hosts=(), networks=(), ports=frozenset())
 
 
 @given(st.ip_addresses(v=4))

@@ -33,7 +33,7 @@ WHOLE = {
 }
 
 
-def decode(data: bytes) -> sounds.Sound:
+def decode(data: bytes) -> sounds.AudioSamples:
     return sounds.decode(data, max_s=MAX_S)
 
 

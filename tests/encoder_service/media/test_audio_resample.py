@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from cornplug.encoder_service.media import audio_resample
-from cornplug.encoder_service.media.audio import Sound
+from cornplug.encoder_service.media.audio import AudioSamples
 from cornplug.encoder_service.media.audio_resample import resampled
 from cornplug.errors import MediaError
 
 
-def tone(rate: int, seconds: float = 0.5, pitch: float = 440.0) -> Sound:
+def tone(rate: int, seconds: float = 0.5, pitch: float = 440.0) -> AudioSamples:
     t = np.arange(int(rate * seconds)) / rate
-    return Sound(samples=np.sin(2 * np.pi * pitch * t).astype(np.float32), rate=rate)
+    return AudioSamples(samples=np.sin(2 * np.pi * pitch * t).astype(np.float32), rate=rate)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 24_000, 44_100, 48_000, 96_000, 384_000])

@@ -1,4 +1,4 @@
-"""Pictures good, odd and hostile."""
+"""Images good, odd and hostile."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.video import ClipLimits, Source
-from cornplug.encoder_service.preprocess.preprocessor import Sampling
+from cornplug.encoder_service.media.video import ClipLimits, VideoHeader
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -26,11 +26,11 @@ SHOWN = moving(31)
 MP4 = video(SHOWN)
 
 
-def evenly(source: Source) -> Sequence[int]:
+def evenly(source: VideoHeader) -> Sequence[int]:
     return np.linspace(0, source.total - 1, min(8, source.total), dtype=int).tolist()
 
 
-def decode(data: bytes) -> clips.Clip:
+def decode(data: bytes) -> clips.VideoFrames:
     return clips.decode(data, evenly, LIMITS)
 
 
@@ -178,16 +178,16 @@ def test_frames_are_chosen_as_vllm_chooses_them(
     want = backend.compute_frames_index_to_sample(
         module.VideoSourceMetadata(total, rate, total / rate), module.VideoTargetMetadata(32, fps or 2, 300)
     )
-    source = Source(total=total, fps=rate, width=8, height=8)
-    assert list(SAMPLERS[f"{name}VideoProcessor"](source, Sampling(fps=fps))) == want
+    source = VideoHeader(total=total, fps=rate, width=8, height=8)
+    assert list(SAMPLERS[f"{name}VideoProcessor"](source, FrameSampling(fps=fps))) == want
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(total=st.integers(1, 3000), count=st.integers(1, 5000))
 @settings(max_examples=100, deadline=None)
 def test_any_number_of_frames_lies_inside_the_video(name: str, total: int, count: int) -> None:
-    source = Source(total=total, fps=25.0, width=8, height=8)
-    found = list(SAMPLERS[name](source, Sampling(num_frames=count)))
+    source = VideoHeader(total=total, fps=25.0, width=8, height=8)
+    found = list(SAMPLERS[name](source, FrameSampling(num_frames=count)))
     assert found == sorted(found)
     assert 0 <= found[0] <= found[-1] < total
     assert len(found) <= max(count + 2, 4)  # whole patches, and a step that float32 rounds
@@ -196,5 +196,5 @@ def test_any_number_of_frames_lies_inside_the_video(name: str, total: int, count
 @pytest.mark.parametrize("wrong", [{"fps": 1, "num_frames": 2}, {"fps": 0}, {"fps": -1}, {"num_frames": 0}])
 def test_a_sampling_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(EncoderRefused) as e:
-        Sampling(**wrong)
+        FrameSampling(**wrong)
     assert e.value.reason == "bad_input"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 
 
-def test_a_model_is_found_by_the_identity_of_each_modality(registry: Registry, qwen: Path) -> None:
+def test_a_model_is_found_by_the_identity_of_each_modality(registry: ModelRegistry, qwen: Path) -> None:
     loaded = registry.by_name(str(qwen))
     assert loaded is not None
     served, checkpoint = loaded.served, Checkpoint.open(str(qwen))
@@ -20,7 +20,7 @@ def test_a_model_is_found_by_the_identity_of_each_modality(registry: Registry, q
         assert registry.by_identity(modality.identity) is loaded
 
 
-def test_models_of_equal_identities_are_one(registry: Registry, llava_pair: tuple[Path, Path]) -> None:
+def test_models_of_equal_identities_are_one(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
     first, second = (registry.by_name(str(path)) for path in llava_pair)
     assert first is not None
     assert second is not None

@@ -9,32 +9,32 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.models.torch_compile import Compiled
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.models.torch_compile import CompiledTower
 
 from ..conftest import Requests
 
 
 @pytest.mark.integration
-def test_compiled_layers_give_the_same(registry: Registry, request_for: Requests, qwen: Path) -> None:
+def test_compiled_layers_give_the_same(registry: ModelRegistry, request_for: Requests, qwen: Path) -> None:
     plain = registry.by_name(str(qwen))
     assert plain is not None
-    (loaded,) = Registry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
+    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
     tower = loaded.tower
-    assert isinstance(tower, Compiled)
+    assert isinstance(tower, CompiledTower)
     assert tower.layers
-    before = Compiled.failures
+    before = CompiledTower.failures
     items = [tower.prepare(request_for(qwen, seed).inputs) for seed in (1, 2)]
     for got, want in zip(tower.encode(items), plain.tower.encode(items), strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     # A longer batch is no other program.
     (alone,) = tower.encode(items[:1])
     torch.testing.assert_close(alone, plain.tower.encode(items[:1])[0], atol=1e-5, rtol=0)
-    assert Compiled.failures == before
+    assert CompiledTower.failures == before
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(
-    qwen: Path, registry: Registry, request_for: Requests, monkeypatch: pytest.MonkeyPatch
+    qwen: Path, registry: ModelRegistry, request_for: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = registry.by_name(str(qwen))
     assert plain is not None
@@ -46,13 +46,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         module._compiled_call_impl = fail
 
     monkeypatch.setattr(nn.Module, "compile", refuse)
-    (loaded,) = Registry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
-    before = Compiled.failures
+    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
+    before = CompiledTower.failures
     item = loaded.tower.prepare(request_for(qwen, 1).inputs)
     (want,) = plain.tower.encode([item])
     for _ in range(2):
         assert torch.equal(loaded.tower.encode([item])[0], want)
-    assert Compiled.failures == before + 1
+    assert CompiledTower.failures == before + 1
 
 
 def test_an_error_of_the_tower_is_no_error_of_the_compiler() -> None:
@@ -61,4 +61,4 @@ def test_an_error_of_the_tower_is_no_error_of_the_compiler() -> None:
             raise TorchDynamoException("not from any layer of ours")
 
     with pytest.raises(TorchDynamoException):
-        Compiled(Tower()).encode([])  # type: ignore[arg-type]
+        CompiledTower(Tower()).encode([])  # type: ignore[arg-type]

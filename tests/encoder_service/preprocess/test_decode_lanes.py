@@ -11,10 +11,10 @@ import pytest
 
 from cornplug.encoder_service.preprocess import decode_lanes
 from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
-from cornplug.encoder_service.preprocess.decode_lanes import Limits, Preparation, Turn, work_of
-from cornplug.encoder_service.preprocess.preprocessor import Bench
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header
-from cornplug.encoder_service.scheduling.admission import Verdict
+from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits, QueueTurn, work_of
+from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
+from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
@@ -25,31 +25,37 @@ STANDARD = ServiceClass(name="standard", share=0.3)
 NIGHTLY = ServiceClass(name="nightly", share=0.02, priority=-1)
 CLASSES = (PREMIUM, STANDARD, NIGHTLY)
 BUDGET = PreparedBudget(CLASSES, 1 << 30)
-LARGE, SMALL = work_of(Header(held_bytes=0, work=25e6)), work_of(Header(held_bytes=0, work=1e5))
+LARGE, SMALL = work_of(MediumHeader(held_bytes=0, work=25e6)), work_of(MediumHeader(held_bytes=0, work=1e5))
 
 
 class Rig:
     """Lanes whose work is to sleep, so that a second of work is a second."""
 
     def __init__(self, lanes: int) -> None:
-        self.preparation = Preparation(CLASSES, lanes=lanes, limits=Limits(), max_waiting=64)
+        self.preparation = DecodeLanes(CLASSES, lanes=lanes, limits=DecodeLimits(), max_waiting=64)
         self.order: list[str] = []
 
-    def ask(self, name: str, qos: ServiceClass, run: Callable[[Bench], Any], **changes: Any) -> Any:
-        def noted(bench: Bench) -> Any:
+    def ask(
+        self, name: str, qos: ServiceClass, run: Callable[[PreprocessContext], Any], **changes: Any
+    ) -> Any:
+        def noted(bench: PreprocessContext) -> Any:
             self.order.append(name)
             return run(bench)
 
         fields: dict[str, Any] = {"cost": SMALL, "qos": qos, "app": "a", "deadline_s": 30.0, **changes}
         return self.preparation.submit("image", noted, room=BUDGET.room(qos), **fields)
 
-    def sleep(self, name: str, qos: ServiceClass, seconds: float, **changes: Any) -> Turn[None] | Verdict:
-        made: Turn[None] | Verdict = self.ask(name, qos, lambda bench: time.sleep(seconds), **changes)
+    def sleep(
+        self, name: str, qos: ServiceClass, seconds: float, **changes: Any
+    ) -> QueueTurn[None] | AdmissionRefusal:
+        made: QueueTurn[None] | AdmissionRefusal = self.ask(
+            name, qos, lambda bench: time.sleep(seconds), **changes
+        )
         return made
 
-    def held(self, name: str, qos: ServiceClass, go: threading.Event) -> Turn[bool]:
+    def held(self, name: str, qos: ServiceClass, go: threading.Event) -> QueueTurn[bool]:
         """Work that ends when it is let go."""
-        made: Turn[bool] = self.ask(name, qos, lambda bench: go.wait(20))
+        made: QueueTurn[bool] = self.ask(name, qos, lambda bench: go.wait(20))
         return made
 
 
@@ -60,8 +66,8 @@ def rig() -> Iterator[Rig]:
     one.preparation.close()
 
 
-def turn(made: Turn[Any] | Verdict) -> Turn[Any]:
-    assert isinstance(made, Turn), made
+def turn(made: QueueTurn[Any] | AdmissionRefusal) -> QueueTurn[Any]:
+    assert isinstance(made, QueueTurn), made
     return made
 
 
@@ -103,11 +109,11 @@ def test_premium_keeps_its_deadlines_while_decoding_is_the_bottleneck(rig: Rig) 
         turn(rig.sleep("warm", PREMIUM, 0.004)).future.result(5)
         turn(rig.sleep("warm", NIGHTLY, 0.1, cost=LARGE)).future.result(5)
     late, refused, asked, ends = 0, 0, 40, []
-    flood: list[Turn[None]] = []
+    flood: list[QueueTurn[None]] = []
     for i in range(asked):
         for _ in range(3):
             made = rig.sleep(f"n{i}", NIGHTLY, 0.1, cost=LARGE, deadline_s=3.0)
-            if isinstance(made, Verdict):
+            if isinstance(made, AdmissionRefusal):
                 refused += 1
                 assert made.retry_after_s > 0
             else:
@@ -144,23 +150,23 @@ def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig
 
 
 def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
-    def fault(bench: Bench) -> None:
+    def fault(bench: PreprocessContext) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         turn(rig.ask("fault", NIGHTLY, fault)).future.result(5)
     go = threading.Event()
     made = [rig.ask("n", NIGHTLY, lambda bench: go.wait(20)) for _ in range(64)]
-    full = [each for each in made if isinstance(each, Verdict)]
+    full = [each for each in made if isinstance(each, AdmissionRefusal)]
     assert full
     assert full[0].reason == "over_share" or full[0].reason == "overloaded"
-    assert isinstance(rig.sleep("p", PREMIUM, 0.0), Turn)
+    assert isinstance(rig.sleep("p", PREMIUM, 0.0), QueueTurn)
     go.set()
 
 
 def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
-    def reprice(bench: Bench) -> None:
-        bench.admit(Header(held_bytes=0, work=25e6), 0)
+    def reprice(bench: PreprocessContext) -> None:
+        bench.admit(MediumHeader(held_bytes=0, work=25e6), 0)
 
     turn(rig.ask("one", NIGHTLY, reprice)).future.result(5)
     assert rig.preparation._batcher._order._turns[NIGHTLY].apps["a"] == LARGE

@@ -12,9 +12,9 @@ from PIL import Image
 from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from cornplug.encoder_service.media import audio as sounds
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.preprocess.preparer import Prepared, Preparer
-from cornplug.encoder_service.preprocess.preprocessor import Limits, Sampling
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, PreprocessedMedium
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
 from cornplug.encoder_service.towers.input_checks import FLOATS, INTEGERS, from_wire
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
@@ -32,16 +32,16 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def preparer(heard: Path) -> Preparer:
-    registry = Registry.open([str(heard)], dtype="float32", device="cpu")
-    return Preparer(registry, secret=SECRET, limits=Limits(max_audio_s=10))
+def preparer(heard: Path) -> MediaPreparer:
+    registry = ModelRegistry.open([str(heard)], dtype="float32", device="cpu")
+    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_audio_s=10))
 
 
-def prepare(preparer: Preparer, path: Path, data: bytes) -> Prepared:
+def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMedium:
     return preparer.prepare(str(path), "audio", data, salt=None, deadline_s=5)
 
 
-def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: Preparer, heard: Path) -> None:
+def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: MediaPreparer, heard: Path) -> None:
     made = prepare(preparer, heard, wav(SPOKEN)).request.inputs
     processor = Qwen2AudioProcessor(
         WhisperFeatureExtractor.from_pretrained(heard), AutoTokenizer.from_pretrained(heard)
@@ -53,7 +53,7 @@ def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: Prepar
     assert torch.equal(mask.long(), torch.as_tensor(theirs["feature_attention_mask"]).long())
 
 
-def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: Preparer, heard: Path) -> None:
+def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: MediaPreparer, heard: Path) -> None:
     by_wav, by_flac = (prepare(preparer, heard, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac")))
     assert by_wav.request == by_flac.request
     served = preparer._registry.served()[0]
@@ -64,7 +64,7 @@ def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: Preparer, 
     assert salted.request.key != by_wav.request.key
 
 
-def test_another_rate_is_brought_to_the_model_s(preparer: Preparer, heard: Path) -> None:
+def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, heard: Path) -> None:
     made = prepare(preparer, heard, wav(tone(1.3, 48_000), 48_000)).request.inputs
     ours = from_wire("x", made["input_features"], FLOATS)
     theirs = from_wire("x", prepare(preparer, heard, wav(SPOKEN)).request.inputs["input_features"], FLOATS)
@@ -82,14 +82,14 @@ def test_another_rate_is_brought_to_the_model_s(preparer: Preparer, heard: Path)
     ],
 )
 def test_what_the_model_cannot_hear_is_a_media_error(
-    data: bytes, reason: str, preparer: Preparer, heard: Path
+    data: bytes, reason: str, preparer: MediaPreparer, heard: Path
 ) -> None:
     with pytest.raises(MediaError) as e:
         prepare(preparer, heard, data)
     assert e.value.reason == reason
 
 
-def test_a_modality_that_the_model_does_not_take_is_refused(preparer: Preparer, heard: Path) -> None:
+def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPreparer, heard: Path) -> None:
     with pytest.raises(EncoderRefused, match="audio only") as e:
         preparer.prepare(str(heard), "image", png(picture(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
@@ -99,14 +99,14 @@ def test_a_modality_that_the_model_does_not_take_is_refused(preparer: Preparer, 
 
 
 def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(qwen: Path) -> None:
-    registry = Registry.open([str(qwen)], dtype="float32", device="cpu")
-    preparer = Preparer(registry, secret=SECRET, limits=Limits())
+    registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     data = video(moving(31), "matroska", "libx264rgb", pix_fmt="rgb24", crf="0")
 
-    def prepare(**options: Any) -> Prepared:
+    def prepare(**options: Any) -> PreprocessedMedium:
         return preparer.prepare(str(qwen), "video", data, salt=None, deadline_s=5, **options)
 
-    made, denser = prepare(), prepare(sampling=Sampling(fps=5))
+    made, denser = prepare(), prepare(sampling=FrameSampling(fps=5))
     shown = np.stack([moving(31)[i] for i in (0, 5, 10, 15, 20, 25)])
     theirs = AutoVideoProcessor.from_pretrained(qwen)(
         videos=[torch.from_numpy(shown).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
@@ -120,7 +120,7 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
     by_pictures = preparer.prepare_frames(
         str(qwen),
         [png(Image.fromarray(f)) for f in shown],
-        sampling=Sampling(fps=2.0),
+        sampling=FrameSampling(fps=2.0),
         salt=None,
         deadline_s=5,
     )
@@ -129,10 +129,10 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
 
 
 def test_a_picture_has_no_frames_to_sample(qwen: Path) -> None:
-    registry = Registry.open([str(qwen)], dtype="float32", device="cpu")
-    preparer = Preparer(registry, secret=SECRET, limits=Limits())
+    registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     with pytest.raises(EncoderRefused, match="of a video") as e:
         preparer.prepare(
-            str(qwen), "image", png(picture(1)), salt=None, deadline_s=5, sampling=Sampling(fps=1)
+            str(qwen), "image", png(picture(1)), salt=None, deadline_s=5, sampling=FrameSampling(fps=1)
         )
     assert e.value.reason == "bad_input"

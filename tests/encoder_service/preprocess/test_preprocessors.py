@@ -1,4 +1,4 @@
-"""A picture that comes as bytes becomes what a model's whole processor, as engines call it, makes of it."""
+"""An image that comes as bytes becomes what a model's whole processor, as engines call it, makes of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.preprocess.image import Pictures
-from cornplug.encoder_service.preprocess.preprocessor import Limits, Sampling
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
 from devkit import checkpoints
 
 from ..conftest import picture, png
@@ -33,19 +33,19 @@ def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path
     """Its class may ask the image processor for more than the image processor's own file says."""
     recipe, token = RECIPES[name]
     path = recipe(tmp_path / "m")
-    (loaded,) = Registry.open([str(path)], dtype="float32", device="cpu").loaded()
-    reader = Pictures(loaded, Limits())
+    (loaded,) = ModelRegistry.open([str(path)], dtype="float32", device="cpu").loaded()
+    reader = ImagePreprocessor(loaded, MediumLimits())
     whole: Any = AutoProcessor.from_pretrained(path)
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = picture(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        found = reader.read(png(image), Sampling()).inputs
+        found = reader.read(png(image), FrameSampling()).inputs
         for field in loaded.checkpoint.family.inputs["image"]:
             assert torch.equal(found[field], wanted[field])
 
 
 def test_a_picture_in_several_crops_is_one_item(tmp_path: Path) -> None:
-    """Gemma 3 with pan and scan, as a deployment may ask for: the whole picture's rows, then each crop's."""
+    """Gemma 3 with pan and scan, as a deployment may ask for: the whole image's rows, then each crop's."""
     path = checkpoints.gemma3(tmp_path / "m")
     whole: Any = AutoProcessor.from_pretrained(path)
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}

@@ -15,17 +15,17 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.execution.executor import Task, compute
-from cornplug.encoder_service.execution.result_cache import Shelf
-from cornplug.encoder_service.models.registry import Registry
-from cornplug.encoder_service.models.torch_compile import Compiled
-from cornplug.encoder_service.replicas.ipc import Memory
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.executor import EncodeBatch, compute
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.models.torch_compile import CompiledTower
+from cornplug.encoder_service.replicas.ipc import SharedBuffer
 from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
-from cornplug.encoder_service.replicas.replica import Replica, Settings
+from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire.messages import Encoded, Refused
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 from devkit import checkpoints
 
@@ -35,17 +35,17 @@ from ..towers.test_towers import CASES
 
 pytestmark = pytest.mark.integration
 
-ONE_THREAD = Settings(dtype="float32", threads=1)
+ONE_THREAD = ReplicaSettings(dtype="float32", threads=1)
 
 
 @pytest.fixture(scope="module")
-def front(llava_pair: tuple[Path, Path], qwen: Path) -> Registry:
+def front(llava_pair: tuple[Path, Path], qwen: Path) -> ModelRegistry:
     """As the service holds it beside replicas: it checks inputs, and has no weights."""
-    return Registry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="meta")
+    return ModelRegistry.open([str(p) for p in (*llava_pair, qwen)], dtype="float32", device="meta")
 
 
 @pytest.fixture(scope="module")
-def replicas(front: Registry) -> Iterator[list[Replica]]:
+def replicas(front: ModelRegistry) -> Iterator[list[ReplicaExecutor]]:
     """Two, on the CPU."""
     made = open_replicas(["cpu", "cpu"], ONE_THREAD, front.loaded())
     yield made
@@ -54,29 +54,33 @@ def replicas(front: Registry) -> Iterator[list[Replica]]:
 
 
 @pytest.fixture
-def encoder(front: Registry, replicas: list[Replica]) -> Iterator[Encoder]:
+def encoder(front: ModelRegistry, replicas: list[ReplicaExecutor]) -> Iterator[EncoderCore]:
     for replica in replicas:
         assert replica.wait_ready(60)
-    made = Encoder(front, Shelf(None, deadline_s=1.0), secret=SECRET, executors=replicas)
+    made = EncoderCore(front, ResultCache(None, deadline_s=1.0), secret=SECRET, executors=replicas)
     yield made
     made.close()
 
 
-def kill(replica: Replica) -> int:
+def kill(replica: ReplicaExecutor) -> int:
     pid = replica.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-def ok(future: Future[Answer]) -> Encoded:
+def ok(future: Future[Answer]) -> EncodeReply:
     answer = future.result(60)
-    assert isinstance(answer, Encoded), answer
+    assert isinstance(answer, EncodeReply), answer
     return answer
 
 
 def test_a_replica_gives_what_this_process_gives(
-    encoder: Encoder, registry: Registry, request_for: Requests, llava_pair: tuple[Path, Path], qwen: Path
+    encoder: EncoderCore,
+    registry: ModelRegistry,
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+    qwen: Path,
 ) -> None:
     for path in (*llava_pair, qwen):
         request = request_for(path, 1)
@@ -84,7 +88,7 @@ def test_a_replica_gives_what_this_process_gives(
         here = registry.by_identity(request.identity)
         assert here is not None
         item = here.tower.prepare(request.inputs)
-        task = Task(items=(item,), features=(None,), wanted=((here, 0),), keep=False)
+        task = EncodeBatch(items=(item,), features=(None,), wanted=((here, 0),), keep=False)
         (want,) = compute(task).embeddings
         assert answer.tensor is not None
         got = torch.frombuffer(bytearray(answer.tensor.data), dtype=torch.float32).reshape(want.shape)
@@ -93,7 +97,7 @@ def test_a_replica_gives_what_this_process_gives(
     assert ok(encoder.submit(request_for(llava_pair[1], 1))).tower == "reused"
 
 
-def test_the_front_process_holds_no_weights(front: Registry) -> None:
+def test_the_front_process_holds_no_weights(front: ModelRegistry) -> None:
     for loaded in front.loaded():
         parts = [v for half in (loaded.tower, loaded.projector) for v in vars(half).values()]
         tensors = [p for m in parts if isinstance(m, torch.nn.Module) for p in m.parameters()]
@@ -107,36 +111,36 @@ def test_every_family_checks_inputs_without_weights_and_has_layers_to_compile(
 ) -> None:
     """What the front process does where replicas have the weights."""
     path = CASES[name].make(tmp_path / "tiny")
-    front, whole = (Registry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
+    front, whole = (ModelRegistry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
     given = wire(CASES[name].inputs(path)[0])
     here, there = front.loaded()[0].tower.prepare(given), whole.loaded()[0].tower.prepare(given)
-    assert Compiled(whole.loaded()[0].tower).layers, "--compile would do nothing"
+    assert CompiledTower(whole.loaded()[0].tower).layers, "--compile would do nothing"
     assert (here.digests, here.tokens, here.geometry) == (there.digests, there.tokens, there.geometry)
 
 
 def test_every_field_of_an_item_reaches_a_replica() -> None:
     """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it."""
-    assert {field.name for field in fields(Item)} == {"tensors", "digests", "tokens", "geometry"}
+    assert {field.name for field in fields(TowerItem)} == {"tensors", "digests", "tokens", "geometry"}
 
 
 def test_what_a_tower_fails_on_is_that_requests_error_and_no_restart(
-    replicas: list[Replica], front: Registry, request_for: Requests, qwen: Path
+    replicas: list[ReplicaExecutor], front: ModelRegistry, request_for: Requests, qwen: Path
 ) -> None:
     loaded = front.by_name(str(qwen))
     assert loaded is not None
     assert replicas[0].wait_ready(60)
     item = loaded.tower.prepare(request_for(qwen, 1).inputs)
-    broken = Item(tensors=(item.tensors[0][:-1], item.tensors[1]), digests=(), tokens=item.tokens)
+    broken = TowerItem(tensors=(item.tensors[0][:-1], item.tensors[1]), digests=(), tokens=item.tokens)
     pid = replicas[0].pid
     with pytest.raises(RuntimeError, match="Error"):
-        replicas[0].run(Task(items=(broken,), features=(None,), wanted=((loaded, 0),), keep=False))
-    good = replicas[0].run(Task(items=(item,), features=(None,), wanted=((loaded, 0),), keep=True))
+        replicas[0].run(EncodeBatch(items=(broken,), features=(None,), wanted=((loaded, 0),), keep=False))
+    good = replicas[0].run(EncodeBatch(items=(item,), features=(None,), wanted=((loaded, 0),), keep=True))
     assert set(good.features) == {0}
     assert replicas[0].pid == pid
 
 
 def test_killed_while_idle_costs_nobody_anything(
-    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+    encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     old = kill(replicas[0])
     for seed in range(10, 16):
@@ -149,7 +153,7 @@ def test_killed_while_idle_costs_nobody_anything(
 
 
 def test_killed_while_it_computes_the_batch_is_run_again(
-    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+    encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     # Stopped, a process holds what it was given until it is killed.
     stopped = [replica for replica in replicas if replica.pid]
@@ -158,11 +162,11 @@ def test_killed_while_it_computes_the_batch_is_run_again(
     futures = [encoder.submit(request_for(qwen, seed)) for seed in range(20, 26)]
     time.sleep(0.3)
     kill(stopped[0])
-    assert {type(f.result(60)) for f in futures} == {Encoded}
+    assert {type(f.result(60)) for f in futures} == {EncodeReply}
 
 
 def test_all_dead_is_said_at_once_and_passes(
-    encoder: Encoder, replicas: list[Replica], request_for: Requests, qwen: Path
+    encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     for replica in replicas:
         os.kill(replica.pid or 0, signal.SIGSTOP)
@@ -172,12 +176,12 @@ def test_all_dead_is_said_at_once_and_passes(
         kill(replica)
     for future in held:
         refused = future.result(10)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, EncodeRefusal)
         assert refused.reason == "internal"
         assert refused.retry_after_s
     if not encoder.healthy():
         answer = encoder.submit(request_for(qwen, 35)).result(5)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, EncodeRefusal)
         assert (answer.reason, bool(answer.retry_after_s)) == ("overloaded", True)
         assert "no replica" in answer.message
     registry = CollectorRegistry()
@@ -190,18 +194,18 @@ def test_all_dead_is_said_at_once_and_passes(
     assert sum(filter(None, died)) >= 3
 
 
-def test_a_closed_replica_leaves_no_process(replicas: list[Replica]) -> None:
+def test_a_closed_replica_leaves_no_process(replicas: list[ReplicaExecutor]) -> None:
     eventually(lambda: replicas[0].pid is not None)
     pid = replicas[0].pid
     replicas[0].close()
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(ReplicaLost):
-        replicas[0].run(Task(items=(), features=(), wanted=(), keep=False))
+        replicas[0].run(EncodeBatch(items=(), features=(), wanted=(), keep=False))
 
 
 def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path: Path) -> None:
     path = checkpoints.qwen2_vl(tmp_path / "q")
-    served = Registry.open([str(path)], dtype="float32", device="meta").loaded()
+    served = ModelRegistry.open([str(path)], dtype="float32", device="meta").loaded()
     # Other weights by the time the replica reads them.
     shutil.rmtree(path)
     checkpoints.qwen2_vl(path, tower_seed=9)
@@ -225,8 +229,8 @@ def test_more_replicas_than_devices_is_a_config_error(device: str, replicas: int
 
 
 def test_memory_grows_and_gives_back_every_dtype() -> None:
-    one = Memory.new()
-    other = Memory(os.dup(one.fd))
+    one = SharedBuffer.new()
+    other = SharedBuffer(os.dup(one.fd))
     for rows in (3, 3000):
         tensors = [
             torch.randn(rows, 5), torch.randn(2, rows).bfloat16(), torch.arange(rows), torch.empty(0, 4),

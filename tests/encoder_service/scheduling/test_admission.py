@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from cornplug.encoder_service.scheduling.admission import Admission
-from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
+from cornplug.encoder_service.scheduling.admission import EncodeAdmission
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
-from cornplug.encoder_service.wire.messages import Encode
+from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.qos import ONE_CLASS, ServiceClass
 
 GOLD = ServiceClass(name="gold", share=0.5, priority=1)
@@ -28,9 +28,9 @@ class Service:
     def __init__(self, lanes: int = 1) -> None:
         self.now = 0.0
         self.tower = Tower()
-        self.late: list[Wait] = []
+        self.late: list[PendingRequest] = []
         self._numbers = itertools.count()
-        self.gate = Admission(max_items=4, max_tokens=1000, clock=self.clock, lanes=lambda: lanes)
+        self.gate = EncodeAdmission(max_items=4, max_tokens=1000, clock=self.clock, lanes=lambda: lanes)
         self.batcher: Batcher[int] = Batcher(
             max_items=4, max_tokens=1000, clock=self.clock, on_late=self.late.append
         )
@@ -40,14 +40,14 @@ class Service:
 
     def flight(
         self, qos: ServiceClass = ONE_CLASS, *, deadline_s: float = 10.0, tokens: int = 100, app: str = "a"
-    ) -> Flight[int]:
+    ) -> EncodeJob[int]:
         number = next(self._numbers)
         key = number.to_bytes(8, "big")
-        request = Encode(
+        request = EncodeRequest(
             id=number, identity=b"i", key=key, salt=None, inputs={}, app=app, deadline_s=deadline_s
         )
-        wait = Wait(request=request, received_s=self.now, qos=qos)
-        return Flight(
+        wait = PendingRequest(request=request, received_s=self.now, qos=qos)
+        return EncodeJob(
             key=(key, b"i"), feature_key=key, tower=self.tower, tokens=tokens, work=number, waits=[wait]
         )
 
@@ -57,14 +57,14 @@ class Service:
             self.gate.computed(batch, PASS_S + TOKEN_S * 100 * count)
         return self
 
-    def come(self, flight: Flight[int]) -> str | None:
+    def come(self, flight: EncodeJob[int]) -> str | None:
         """Let it in, or the reason why not."""
         no = self.gate.refusal(flight, self.batcher)
         if no is None:
             self.batcher.join_or_add(flight)
         return no and no.reason
 
-    def work(self) -> list[Flight[int]]:
+    def work(self) -> list[EncodeJob[int]]:
         """One batch, from its beginning to its end."""
         batch = self.batcher.take()
         self.now += PASS_S + TOKEN_S * sum(flight.tokens for flight in batch)
@@ -148,7 +148,7 @@ def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None
 def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
     """Its own pass is kept short, so that is what is predicted; and so are those that it may find."""
     service = Service().measured()
-    service.gate = Admission(max_items=64, max_tokens=100_000, clock=service.clock)
+    service.gate = EncodeAdmission(max_items=64, max_tokens=100_000, clock=service.clock)
     service.measured()
     assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
     for _ in range(40):
@@ -235,7 +235,7 @@ def test_each_class_is_told_apart_in_the_forecast() -> None:
     assert 0.5 < predicted["gold"] < predicted["tin"] / 2
 
 
-def wait_of(qos: ServiceClass) -> Wait:
+def wait_of(qos: ServiceClass) -> PendingRequest:
     return Service().flight(qos).waits[0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from cornplug.encoder_service.scheduling.batcher import Batcher, Flight, Wait
-from cornplug.encoder_service.wire.messages import Encode, Encoded
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 
 TOWER, OTHER = object(), object()
 
@@ -14,21 +14,23 @@ TOWER, OTHER = object(), object()
 @dataclass
 class Clock:
     now: float = 0.0
-    late: list[Wait] = field(default_factory=list)
+    late: list[PendingRequest] = field(default_factory=list)
 
     def __call__(self) -> float:
         return self.now
 
 
-def wait(clock: Clock, deadline_s: float = 10) -> Wait:
-    request = Encode(id=1, identity=b"i", key=b"k", salt=None, inputs={}, app="a", deadline_s=deadline_s)
-    return Wait(request=request, received_s=clock.now)
+def wait(clock: Clock, deadline_s: float = 10) -> PendingRequest:
+    request = EncodeRequest(
+        id=1, identity=b"i", key=b"k", salt=None, inputs={}, app="a", deadline_s=deadline_s
+    )
+    return PendingRequest(request=request, received_s=clock.now)
 
 
 def flight(
     clock: Clock, name: str, *, feature: str = "", tokens: int = 10, tower: object = TOWER, **w: float
-) -> Flight[str]:
-    return Flight(
+) -> EncodeJob[str]:
+    return EncodeJob(
         key=(name.encode(), b"m"),
         feature_key=(feature or name).encode(),
         tower=tower,
@@ -42,7 +44,7 @@ def batcher(clock: Clock, *, items: int = 3, tokens: int = 100) -> Batcher[str]:
     return Batcher(max_items=items, max_tokens=tokens, clock=clock, on_late=clock.late.append)
 
 
-def names(batch: list[Flight[str]]) -> str:
+def names(batch: list[EncodeJob[str]]) -> str:
     return "".join(f.work for f in batch)
 
 
@@ -135,7 +137,7 @@ def test_close_empties_and_ends() -> None:
 
 def test_an_answer_is_given_once() -> None:
     w = wait(Clock())
-    answer = Encoded(id=1, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)
+    answer = EncodeReply(id=1, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)
     assert w.answer(answer)
     assert not w.answer(answer)
     gone = wait(Clock())

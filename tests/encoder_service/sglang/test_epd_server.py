@@ -22,11 +22,11 @@ from PIL import Image
 
 from cornplug import identity
 from cornplug.config import Config, load
-from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media import image as media
-from cornplug.encoder_service.sglang.delivery import Guard, Rendezvous, Sender
-from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
@@ -38,7 +38,7 @@ RECEIVERS = {"encoder.receivers": "10.1.0.0/16"}
 class Service:
     """A service, an HTTP client of an address, and a PULL socket that receives."""
 
-    def __init__(self, encoder: Encoder, config: Config, address: str = "127.0.0.1") -> None:
+    def __init__(self, encoder: EncoderCore, config: Config, address: str = "127.0.0.1") -> None:
         self.encoder = encoder
         self.app = create_app(encoder, config.encoder, secret=SECRET)
         transport = httpx.ASGITransport(self.app, client=(address, 1))
@@ -124,7 +124,7 @@ def test_two_pictures_arrive_as_one_part(run: Run) -> None:
             alone.append(np.frombuffer(base64.b64decode(made["data"]), dtype=np.float32))
         np.testing.assert_allclose(rows(frames), np.concatenate(alone), atol=1e-5)
         width = loaded.served.hidden_size
-        said = Statement.sign(
+        said = SignedClaim.sign(
             SECRET,
             identity=loaded.served.identity,
             media=[media.digest_image(p) for p in pictures],
@@ -299,7 +299,7 @@ def test_a_stranger_names_no_tenant(run: Run, proof: str | None) -> None:
 
 def test_rendezvous_forgets_and_insists_on_one_count() -> None:
     async def scenario() -> None:
-        meeting = Rendezvous(forget_s=0.05)
+        meeting = ReceiverRendezvous(forget_s=0.05)
         meeting.register("a", "here", 2, "tcp://h:1")
         with pytest.raises(EncoderRefused, match="receive_count"):
             meeting.register("a", "here", 3, "tcp://h:2")
@@ -315,7 +315,10 @@ def test_rendezvous_forgets_and_insists_on_one_count() -> None:
 
 def test_a_stranger_who_knows_a_request_s_id_gets_none_of_its_rows() -> None:
     async def scenario() -> None:
-        meeting, guard = Rendezvous(forget_s=60), Guard(load(RECEIVERS, environ={}).encoder.networks())
+        meeting, guard = (
+            ReceiverRendezvous(forget_s=60),
+            ReceiverGuard(load(RECEIVERS, environ={}).encoder.networks()),
+        )
         stranger, mine = guard.group("203.0.113.9"), guard.group("127.0.0.1")
         meeting.register("r", stranger, 7, "tcp://203.0.113.9:1")
         meeting.register("r", mine, 1, "tcp://127.0.0.1:2")
@@ -344,7 +347,7 @@ def test_a_name_that_nobody_answers_for_holds_up_nothing_else(monkeypatch: pytes
         raise OSError
 
     async def scenario() -> None:
-        guard = Guard()
+        guard = ReceiverGuard()
         asks = [guard.endpoint(f"h{n}.example", 5, asked_by="127.0.0.1") for n in range(40)]
         began = time.monotonic()
         waiting = asyncio.gather(*asks, return_exceptions=True)
@@ -363,7 +366,7 @@ def test_a_name_that_nobody_answers_for_holds_up_nothing_else(monkeypatch: pytes
 
 def test_guard_knows_this_host_by_any_name() -> None:
     async def scenario() -> None:
-        guard = Guard()
+        guard = ReceiverGuard()
         assert await guard.endpoint("127.0.0.1", 5, asked_by="::ffff:127.0.0.1") == "tcp://127.0.0.1:5"
         assert await guard.endpoint("198.51.100.7", 5, asked_by="198.51.100.7") == "tcp://198.51.100.7:5"
         for host, asker in (("198.51.100.8", "198.51.100.7"), ("127.0.0.1", "198.51.100.7"), ("::", "::1")):
@@ -377,7 +380,7 @@ def test_guard_knows_this_host_by_any_name() -> None:
 
 def test_sender_that_was_closed_keeps_nothing_open() -> None:
     async def scenario() -> None:
-        sender = Sender()
+        sender = ZmqSender()
         with pytest.raises(EncoderRefused, match="no connection"):
             await sender.send("tcp://127.0.0.1:9", [b"x"], deadline_s=0.1)
         sender.close()

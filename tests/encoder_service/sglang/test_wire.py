@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.encoder_service.sglang import wire
-from cornplug.encoder_service.wire.signed_claims import Statement
+from cornplug.encoder_service.wire.signed_claims import SignedClaim
 from cornplug.errors import CodecError, EncoderRefused
 
 SECRET = b"s" * 32
@@ -33,8 +33,8 @@ ASK: dict[str, Any] = {
 GRID = [[1, 2, 2], [1, 4, 400]]
 
 
-def statement() -> Statement:
-    return Statement.sign(
+def statement() -> SignedClaim:
+    return SignedClaim.sign(
         SECRET,
         identity=b"i" * 32,
         media=[b"m" * 32, b"n" * 32],
@@ -136,7 +136,7 @@ def test_a_request_cannot_write_opcodes() -> None:
 
 def test_statements_hold_for_these_bytes_only() -> None:
     said = statement()
-    read = Statement.read(dict(said.fields()))
+    read = SignedClaim.read(dict(said.fields()))
     assert read == said
     of: dict[str, Any] = {"dtype": "bfloat16", "shape": (3, 4), "grid": GRID, "payload": PAYLOAD}
     assert read.holds(SECRET, **of)
@@ -149,9 +149,9 @@ def test_statements_hold_for_these_bytes_only() -> None:
         {"grid": [[1, 2, 2, 1], [4, 400]]},
     ):
         assert not read.holds(SECRET, **{**of, **changed})
-    swapped = Statement(identity=said.identity, media=said.media[::-1], proof=said.proof)
+    swapped = SignedClaim(identity=said.identity, media=said.media[::-1], proof=said.proof)
     assert not swapped.holds(SECRET, **of)
-    other = Statement(identity=b"j" * 32, media=said.media, proof=said.proof)
+    other = SignedClaim(identity=b"j" * 32, media=said.media, proof=said.proof)
     assert not other.holds(SECRET, **of)
 
 
@@ -166,6 +166,6 @@ def test_statements_hold_for_these_bytes_only() -> None:
     ],
 )
 def test_no_statement_is_told_from_a_broken_one(fields: dict[str, object]) -> None:
-    assert Statement.read({"req_id": "r"}) is None
+    assert SignedClaim.read({"req_id": "r"}) is None
     with pytest.raises(CodecError):
-        Statement.read(fields)
+        SignedClaim.read(fields)

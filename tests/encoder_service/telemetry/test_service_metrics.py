@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.encoder_service.execution.encoder import Encoder
-from cornplug.encoder_service.telemetry.service_metrics import APPS_MAX, OTHER, STAGES, Bounded, Meters
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.telemetry.service_metrics import (
+    APPS_MAX,
+    OTHER,
+    STAGES,
+    BoundedLabels,
+    ServiceMetrics,
+)
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, Requests, eventually
@@ -46,7 +52,7 @@ LABELS = {
 """Dashboards stand on these: a change here is a change for their owners."""
 
 
-def scraped(encoder: Encoder) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def scraped(encoder: EncoderCore) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(encoder.meters.text().decode())
@@ -54,7 +60,7 @@ def scraped(encoder: Encoder) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
     }
 
 
-def one(encoder: Encoder, name: str, **labels: str) -> float:
+def one(encoder: EncoderCore, name: str, **labels: str) -> float:
     return scraped(encoder)[f"cornplug_encoder_{name}", frozenset(labels.items())]
 
 
@@ -125,7 +131,7 @@ def test_models_are_told_apart_by_fingerprint(make_encoder: MakeEncoder) -> None
 @settings(deadline=None)
 @given(st.lists(st.text(), max_size=300))
 def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
-    bounded = Bounded(8, known=("mine",))
+    bounded = BoundedLabels(8, known=("mine",))
     labels = [bounded.label(name) for name in names]
     assert len(set(labels)) <= 9
     assert all(label in (name, OTHER) for label, name in zip(labels, names, strict=True))
@@ -134,7 +140,7 @@ def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
 
 
 def test_the_sixty_fifth_app_is_other() -> None:
-    meters = Meters(lambda: 0)
+    meters = ServiceMetrics(lambda: 0)
     for number in range(APPS_MAX + 5):
         meters.answered(f"app-{number}", "default", "ran", 0.1)
     text = meters.text().decode()

@@ -21,8 +21,8 @@ from opentelemetry.trace import StatusCode
 from cornplug.config import Config
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.telemetry import tracing as tracing_module
-from cornplug.encoder_service.telemetry.tracing import OFF, Tracing, open_tracing
-from cornplug.encoder_service.wire.messages import Encode, trace_of
+from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing, open_tracing
+from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
 from ..execution.test_encoder import Gate, gate, hold, no, ok, queued  # noqa: F401
@@ -39,7 +39,7 @@ class Collector:
         self._exporter = InMemorySpanExporter()
         self._provider = TracerProvider(shutdown_on_exit=False)
         self._provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracing = Tracing(self._provider.get_tracer("test"))
+        self.tracing = RequestTracing(self._provider.get_tracer("test"))
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
@@ -195,7 +195,7 @@ def test_an_older_peer_understands_a_traced_request_and_the_other_way_round(
     assert msgspec.msgpack.decode(packed, type=OldEncode).app == new.app
     fields = msgspec.structs.asdict(new)
     del fields["trace"]
-    assert msgspec.convert({"type": "encode", **fields}, Encode).trace is None
+    assert msgspec.convert({"type": "encode", **fields}, EncodeRequest).trace is None
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def unused_port() -> int:
     return free_port()
 
 
-def spans_of_a_request(tracing: Tracing) -> Callable[[], None]:
+def spans_of_a_request(tracing: RequestTracing) -> Callable[[], None]:
     def run() -> None:
         span = tracing.request(None, tracing_module.SpanKind.INTERNAL, "cornplug.encode")
         span.set_attributes({"cornplug.app": "a"})

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.encoder_service.execution.executor import InProcess, Task
+from cornplug.encoder_service.execution.executor import EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.models import loader
-from cornplug.encoder_service.models.loader import Loaded, Place
+from cornplug.encoder_service.models.loader import LoadedModel, WeightPlacement
 from cornplug.encoder_service.towers import varlen_attention
-from cornplug.encoder_service.towers.base import Item
+from cornplug.encoder_service.towers.base import TowerItem
 from devkit.checkpoints import llava
 
 from ..fake_cuda import FakeCuda, fake_cuda
@@ -24,17 +24,19 @@ __all__ = ["tiny"]
 SECOND = torch.device("cuda:1")
 
 
-def loaded(path: Path, dtype: str, device: torch.device) -> Loaded:
+def loaded(path: Path, dtype: str, device: torch.device) -> LoadedModel:
     checkpoint, served = loader.read(str(path), dtype)
-    return loader.load(checkpoint, served, Place(dtype=dtype, device=device))
+    return loader.load(checkpoint, served, WeightPlacement(dtype=dtype, device=device))
 
 
-def items_of(name: str, path: Path, model: Loaded) -> list[Item]:
+def items_of(name: str, path: Path, model: LoadedModel) -> list[TowerItem]:
     return [model.tower.prepare(wire(made)) for made in CASES[name].inputs(path)]
 
 
-def task(model: Loaded, items: Sequence[Item], kept: Sequence[torch.Tensor | None] = ()) -> Task:
-    return Task(
+def task(
+    model: LoadedModel, items: Sequence[TowerItem], kept: Sequence[torch.Tensor | None] = ()
+) -> EncodeBatch:
+    return EncodeBatch(
         items=tuple(items),
         features=tuple(kept) or (None,) * len(items),
         wanted=tuple((model, i) for i in range(len(items))),
@@ -52,10 +54,10 @@ def test_a_batch_on_cuda_is_staged_encoded_projected_and_brought_back(
     path = tiny(name)
     here = loaded(path, dtype, CPU)
     items = items_of(name, path, here)
-    wanted = InProcess(CPU).run(task(here, items))
+    wanted = InProcessExecutor(CPU).run(task(here, items))
     with fake_cuda() as cuda:
         there = loaded(path, dtype, SECOND)
-        executor = InProcess(SECOND)
+        executor = InProcessExecutor(SECOND)
         made = executor.run(task(there, items))
         # Features of one of them are kept on the host from before.
         kept = [wanted.features[0], *[None] * (len(items) - 1)]
@@ -93,12 +95,12 @@ def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
         there = loaded(path, "float32", SECOND)
         real = there.tower.encode
 
-        def encode(batch: Sequence[Item]) -> list[torch.Tensor]:
+        def encode(batch: Sequence[TowerItem]) -> list[torch.Tensor]:
             seen.append(cuda.device)
             return real(batch)
 
         there.tower.encode = encode  # type: ignore[method-assign]
-        executor = InProcess(SECOND)
+        executor = InProcessExecutor(SECOND)
         executor.run(task(there, items[:1]))
         assert cuda.device == 0
     assert seen == [1]
@@ -108,7 +110,7 @@ def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: 
     calls: list[Any] = []
 
     def kernel(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: varlen_attention.Segments
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: varlen_attention.SegmentOffsets
     ) -> torch.Tensor:
         calls.append((q.dtype, segments.offsets.device, segments.offsets.dtype, segments.longest))
         return torch.empty_like(q)
@@ -117,7 +119,7 @@ def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: 
     with fake_cuda():
         for dtype in (torch.float32, torch.bfloat16):
             q = torch.zeros(10, 2, 64, device=SECOND, dtype=dtype)
-            out = varlen_attention.attention(q, q, q, varlen_attention.Segments([6, 4], SECOND))
+            out = varlen_attention.attention(q, q, q, varlen_attention.SegmentOffsets([6, 4], SECOND))
             assert (out.device, out.shape) == (SECOND, q.shape)
     assert calls == [(torch.bfloat16, SECOND, torch.int32, 6)]
 

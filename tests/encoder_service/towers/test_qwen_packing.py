@@ -1,4 +1,4 @@
-"""Any pictures and videos in one batch of a Qwen tower give what each gives alone."""
+"""Any images and videos in one batch of a Qwen tower give what each gives alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.towers.qwen2_5_vl import Qwen25VlTower
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import EncoderRefused
 from devkit import checkpoints
 
@@ -32,7 +32,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return name, Halves.load(RECIPES[name](tmp_path_factory.mktemp("packing") / name))
 
 
-def medium(name: str, kind: str, grid: tuple[int, int, int], seed: int) -> dict[str, Tensor]:
+def medium(name: str, kind: str, grid: tuple[int, int, int], seed: int) -> dict[str, WireTensor]:
     t, h, w = grid
     values = 3 * 2 * PATCH[name] ** 2
     pixels = torch.randn(t * h * w, values, generator=torch.Generator().manual_seed(seed))
@@ -64,7 +64,7 @@ def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
 
 
 def test_windows_of_one_size_lie_side_by_side_in_each_frame(tmp_path: Path) -> None:
-    """Two frames of 10 x 10 patches in windows of 4 x 4, then a picture of 4 x 8: few calls, not 20."""
+    """Two frames of 10 x 10 patches in windows of 4 x 4, then an image of 4 x 8: few calls, not 20."""
     tower = Halves.load(checkpoints.qwen2_5_vl(tmp_path / "m")).tower
     assert isinstance(tower, Qwen25VlTower)
     order, lengths = tower._windows(torch.tensor([[2, 10, 10], [1, 4, 8]]))
@@ -84,7 +84,7 @@ def test_a_video_of_one_frame_is_the_picture(tower: tuple[str, Halves]) -> None:
 
 
 def test_frames_of_a_video_do_not_see_each_other(tower: tuple[str, Halves]) -> None:
-    """Each equals the picture of itself."""
+    """Each equals the image of itself."""
     name, halves = tower
     frames = [halves.tower.prepare(medium(name, "image", (1, 4, 4), seed)) for seed in (1, 2)]
     pixels = torch.cat([frame.tensors[0] for frame in frames])

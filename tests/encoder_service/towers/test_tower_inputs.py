@@ -12,7 +12,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.towers.input_checks import from_wire
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
@@ -82,19 +82,19 @@ GOOD = torch.zeros(3, 56, 56)
         ({}, "pixel_values: missing"),
         ({"pixel_values": to_wire(GOOD), "extra": to_wire(GOOD)}, "extra: unknown"),
         ({"pixel_values": to_wire(GOOD.to(torch.int64))}, "pixel_values: dtype"),
-        ({"pixel_values": Tensor(dtype="uint8", shape=(3, 56, 56), data=b"")}, "pixel_values: dtype"),
+        ({"pixel_values": WireTensor(dtype="uint8", shape=(3, 56, 56), data=b"")}, "pixel_values: dtype"),
         ({"pixel_values": to_wire(GOOD[:, :28])}, "pixel_values: shape"),
         ({"pixel_values": to_wire(torch.zeros(2, 3, 56, 56))}, "pixel_values: shape"),
         ({"pixel_values": to_wire(GOOD + torch.nan)}, "NaN"),
         ({"pixel_values": to_wire(GOOD + torch.inf)}, "infinite"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(3, 56, 56), data=b"1234")}, "4 bytes"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(-3, -56, 56), data=b"1234")}, "empty"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(), data=b"1234")}, "empty"),
-        ({"pixel_values": Tensor(dtype="float32", shape=(2**62, 2**62), data=b"1234")}, "4 bytes"),
+        ({"pixel_values": WireTensor(dtype="float32", shape=(3, 56, 56), data=b"1234")}, "4 bytes"),
+        ({"pixel_values": WireTensor(dtype="float32", shape=(-3, -56, 56), data=b"1234")}, "empty"),
+        ({"pixel_values": WireTensor(dtype="float32", shape=(), data=b"1234")}, "empty"),
+        ({"pixel_values": WireTensor(dtype="float32", shape=(2**62, 2**62), data=b"1234")}, "4 bytes"),
     ],
 )
 def test_bad_clip_inputs_name_the_field(
-    inputs: dict[str, Tensor], says: str, llava_pair: tuple[Path, Path]
+    inputs: dict[str, WireTensor], says: str, llava_pair: tuple[Path, Path]
 ) -> None:
     tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
     with pytest.raises(EncoderRefused, match=says) as e:
@@ -161,7 +161,7 @@ def test_a_picture_of_any_proportion_has_rows(size: tuple[int, int], tiled: Halv
 
 
 def test_tiles_that_only_fill_up_a_batch_change_nothing(tiled: Halves) -> None:
-    """Processors pad to the longest picture of a batch: the same picture has the same key alone."""
+    """Processors pad to the longest image of a batch: the same image has the same key alone."""
     sizes = to_wire(torch.tensor([50, 110]))  # two tiles beside each other, and the whole
     alone, padded = TILES[:3], torch.cat([TILES[:3], torch.zeros(2, 3, 56, 56)])
     items = [

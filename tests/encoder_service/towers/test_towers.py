@@ -15,9 +15,9 @@ import torch
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint, ModelIdentity
 from cornplug.checkpoints.families import FAMILIES
-from cornplug.encoder_service.models.registry import Loaded, Registry
-from cornplug.encoder_service.towers.base import Item
-from cornplug.encoder_service.wire.messages import Tensor
+from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.messages import WireTensor
 from devkit import checkpoints
 
 from ..tower_rig import (
@@ -200,7 +200,7 @@ def test_llms_of_two_widths_share_the_features_of_one_tower(name: str, tiny: Tin
     if not Checkpoint.open(str(path)).family.shares_features:
         pytest.skip("its tower's output is not kept before the projector")
     wide = case.make(tmp_path / "wide", **{"llm_seed": 7, **case.wider})
-    registry = Registry.open([str(path), str(wide)], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(path), str(wide)], dtype="float32", device="cpu")
     one, other = registry.loaded()
     assert one.tower is other.tower
     assert one.served.identity != other.served.identity
@@ -215,7 +215,7 @@ def test_llms_of_two_widths_share_the_features_of_one_tower(name: str, tiny: Tin
 def test_a_fine_tune_with_a_quantised_llm_shares_embeddings(name: str, tiny: Tiny, tmp_path: Path) -> None:
     path = tiny(name)
     tuned = fine_tuned_and_quantised(path, tmp_path / "tuned")
-    registry = Registry.open([str(path), str(tuned)], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")
     one, other = registry.loaded()
     assert one.served.identity == other.served.identity
     assert (one.tower, one.projector) == (other.tower, other.projector)
@@ -229,7 +229,7 @@ def test_a_fine_tune_whose_tower_differs_in_one_value_never_shares(
 ) -> None:
     case, path = CASES[name], tiny(name)
     tuned = nudged(path, tmp_path / "tuned", "tower")
-    registry = Registry.open([str(path), str(tuned)], dtype="float32", device="cpu")
+    registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")
     one, other = registry.loaded()
     assert one.tower is not other.tower
     assert one.served.identity != other.served.identity
@@ -237,9 +237,9 @@ def test_a_fine_tune_whose_tower_differs_in_one_value_never_shares(
     assert feature_key(one, item) != feature_key(other, item)
 
 
-def first(case: Case, path: Path) -> dict[str, Tensor]:
+def first(case: Case, path: Path) -> dict[str, WireTensor]:
     return wire(case.inputs(path)[0])
 
 
-def feature_key(loaded: Loaded, item: Item) -> bytes:
+def feature_key(loaded: LoadedModel, item: TowerItem) -> bytes:
     return identity.feature_key(SECRET, loaded.served.tower_fp, loaded.tower_spec_fp, item.digests, None)

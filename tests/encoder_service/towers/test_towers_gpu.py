@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cornplug.encoder_service.execution.executor import InProcess
+from cornplug.encoder_service.execution.executor import InProcessExecutor
 
 from ..tower_rig import CPU
 from .test_cuda_branches import items_of, loaded, task
@@ -35,8 +35,8 @@ def test_a_family_on_a_gpu_equals_itself_on_the_cpu(name: str, tiny: Tiny) -> No
     path = tiny(name)
     here, there = loaded(path, "float32", CPU), loaded(path, "float32", GPU)
     items = items_of(name, path, here)
-    wanted = InProcess(CPU).run(task(here, items))
-    executor = InProcess(GPU)
+    wanted = InProcessExecutor(CPU).run(task(here, items))
+    executor = InProcessExecutor(GPU)
     made = executor.run(task(there, items))
     # Features kept on the host go through the projector alone.
     kept = executor.run(task(there, items, [made.features[i] for i in range(len(items))]))
@@ -51,8 +51,8 @@ def test_half_precision_on_a_gpu_is_near(name: str, tiny: Tiny) -> None:
     path = tiny(name)
     exact, half = loaded(path, "float32", CPU), loaded(path, "bfloat16", GPU)
     items = items_of(name, path, half)
-    wanted = InProcess(CPU).run(task(exact, items_of(name, path, exact)))
-    executor = InProcess(GPU)
+    wanted = InProcessExecutor(CPU).run(task(exact, items_of(name, path, exact)))
+    executor = InProcessExecutor(GPU)
     together = executor.run(task(half, items)).embeddings
     for i, (ours, theirs) in enumerate(zip(together, wanted.embeddings, strict=True)):
         assert torch.nn.functional.cosine_similarity(ours.float(), theirs, dim=-1).min() > 0.98

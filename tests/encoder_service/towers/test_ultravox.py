@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.models.registry import Registry
+from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.towers.log_mel import ChunkedMels
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_whisper_under_two_llms_is_one_tower_with_one_feature(pair: tuple[Path, Path]) -> None:
-    one, other = Registry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded()
+    one, other = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded()
     assert one.tower is other.tower
     assert one.served.identity != other.served.identity
     assert (one.projector.hidden_size, other.projector.hidden_size) == (64, 96)

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.qwen_patches import HalfTurns
-from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Segments
+from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 
 CPU = torch.device("cpu")
 HEADS, DIM = 2, 8
@@ -44,22 +44,22 @@ def looped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
 def test_any_segments_equal_the_plain_loop(lengths: list[int], seed: int) -> None:
     q, k, v = random(sum(lengths), seed)
-    ours = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
+    ours = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
     torch.testing.assert_close(ours, looped(q, k, v, lengths), atol=1e-6, rtol=0)
 
 
 def test_a_segment_sees_nothing_of_the_others() -> None:
     lengths = [3, 5, 3, 4]
     q, k, v = random(15)
-    before = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
+    before = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
     k[3:8], v[3:8] = 7.0, torch.nan
-    after = varlen_attention.attention(q, k, v, Segments(lengths, CPU))
+    after = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
     assert torch.equal(torch.cat([before[:3], before[8:]]), torch.cat([after[:3], after[8:]]))
     assert not torch.isfinite(after[3:8]).any()
 
 
 def test_neighbours_of_one_length_are_one_run() -> None:
-    segments = Segments([4, 4, 2, 4, 4, 4], CPU)
+    segments = SegmentOffsets([4, 4, 2, 4, 4, 4], CPU)
     assert segments.runs == ((4, slice(0, 8)), (2, slice(8, 10)), (4, slice(10, 22)))
     assert segments.longest == 4
     assert segments.offsets.tolist() == [0, 4, 8, 10, 14, 18, 22]
@@ -68,7 +68,7 @@ def test_neighbours_of_one_length_are_one_run() -> None:
 @pytest.mark.parametrize("lengths", [[], [0], [4, 0], [-1]])
 def test_an_empty_segment_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="segments"):
-        Segments(lengths, CPU)
+        SegmentOffsets(lengths, CPU)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.M
     monkeypatch.setattr(varlen_attention, "batched_attention", lambda *_: called.append("batched"))
     with FakeTensorMode():
         q, k, v = torch.empty(3, 10, 16, 80, dtype=torch.bfloat16, device="cuda").unbind(0)
-        segments = Segments([4, 6], CPU)
+        segments = SegmentOffsets([4, 6], CPU)
         segments.__dict__["offsets"] = torch.empty(3, dtype=torch.int32, device="cuda")
         made = varlen_attention.attention(q, k, v, segments)
     assert (made.shape, made.device.type, called) == (q.shape, "cuda", [])
@@ -114,10 +114,10 @@ def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> Non
     rotary = Qwen2VLVisionRotaryEmbedding(config)
     lengths = [4, 6, 4, 1]
     hidden, positions = torch.randn(15, 64).to(dtype), torch.randint(0, 30, (15, 2))
-    offsets = Segments(lengths, CPU).offsets
+    offsets = SegmentOffsets(lengths, CPU).offsets
     with torch.inference_mode():
         wanted = theirs(hidden, offsets, rotary(hidden, positions))
-        made = ours(hidden, Segments(lengths, CPU), HalfTurns(rotary)(hidden, positions))
+        made = ours(hidden, SegmentOffsets(lengths, CPU), HalfTurns(rotary)(hidden, positions))
     torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
 
 
@@ -136,7 +136,7 @@ def test_a_compiled_block_takes_other_batches_without_being_compiled_again() -> 
             rows = sum(lengths)
             hidden, turns = torch.randn(rows, 64), (torch.randn(rows, 16), torch.randn(rows, 16))
             batch: dict[str, Any] = {
-                "cu_seqlens": Segments(lengths, CPU),
+                "cu_seqlens": SegmentOffsets(lengths, CPU),
                 "position_embeddings": turns,
             }
             torch.testing.assert_close(compiled(hidden, **batch), plain(hidden, **batch), atol=1e-5, rtol=0)

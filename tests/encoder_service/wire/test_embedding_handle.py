@@ -21,13 +21,13 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media import image as media
-from cornplug.encoder_service.wire.embedding_handle import PREFIX, Voucher
+from cornplug.encoder_service.wire.embedding_handle import PREFIX, EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import SECRET, MakeEncoder, picture
 
-VOUCHER = Voucher(
+VOUCHER = EmbeddingHandle(
     family="qwen2_vl",
     modality="image",
     identity=bytes(32),
@@ -42,12 +42,12 @@ TEXT = VOUCHER.signed(SECRET)
 
 def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
     with pytest.raises(CodecError) as e:
-        Voucher.checked(text, secret, now=now)
+        EmbeddingHandle.checked(text, secret, now=now)
     return e.value.reason
 
 
 def test_what_was_signed_is_read_and_believed() -> None:
-    assert Voucher.read(TEXT) == Voucher.checked(TEXT, SECRET, now=1999.0) == VOUCHER
+    assert EmbeddingHandle.read(TEXT) == EmbeddingHandle.checked(TEXT, SECRET, now=1999.0) == VOUCHER
     assert len(TEXT) < 1000
     assert TEXT.isascii()
     assert not set(TEXT) & set(' ",;=/+\r\n')
@@ -85,7 +85,7 @@ def test_no_claim_can_be_changed(changes: dict[str, Any]) -> None:
 def test_no_character_can_be_changed(at: int, other: str) -> None:
     changed = TEXT[:at] + other + TEXT[at + 1 :]
     try:
-        found = Voucher.checked(changed, SECRET, now=1000.0)
+        found = EmbeddingHandle.checked(changed, SECRET, now=1000.0)
     except CodecError:
         return
     # The last character of base64 has bits that say nothing.
@@ -117,7 +117,7 @@ def test_the_service_says_what_it_computed(
     for model in (llava_pair[0], qwen):
         ref = client.encode(picture(1), model=str(model), salt="tenant")
         assert ref.voucher is not None
-        said = Voucher.checked(ref.voucher, SECRET, now=time.time())
+        said = EmbeddingHandle.checked(ref.voucher, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))
         assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
         assert said.media == media.digest_image(picture(1))
@@ -140,13 +140,13 @@ def test_a_reference_into_the_store_has_one_too(
         ref = client.encode(picture(1), model=str(qwen))
     assert ref.in_store
     assert ref.voucher is not None
-    assert Voucher.read(ref.voucher).key == ref.key
+    assert EmbeddingHandle.read(ref.voucher).key == ref.key
 
 
 # -- request parts ---------------------------------------------------------------------------------
 
 
-def ref_of(voucher: Voucher | None, dtype: str = "float32") -> EmbeddingRef:
+def ref_of(voucher: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingRef:
     rows = np.arange(6 * 8, dtype="<u2" if dtype == "bfloat16" else dtype)
     text = None if voucher is None else voucher.signed(SECRET)
     return EmbeddingRef.inline(

@@ -14,11 +14,17 @@ import pytest
 
 from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.execution.encoder import Encoder
+from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.unix_server import claim
 from cornplug.encoder_service.wire import handshake
-from cornplug.encoder_service.wire.handshake import Answering, Asking, Challenge, Proof, Untrusted
-from cornplug.encoder_service.wire.messages import Describe, Encode
+from cornplug.encoder_service.wire.handshake import (
+    EngineHandshake,
+    EngineProof,
+    ServiceChallenge,
+    ServiceHandshake,
+    UntrustedPeer,
+)
+from cornplug.encoder_service.wire.messages import DescribeRequest, EncodeRequest
 from cornplug.errors import ConfigError, EncoderUnavailable
 from devkit.strangers import NOBODY, listener
 
@@ -30,7 +36,7 @@ OTHER = b"o" * 32
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 
 
-def refused(path: Path, request: Encode) -> str:
+def refused(path: Path, request: EncodeRequest) -> str:
     with SocketEncoder(path, SECRET) as client:
         return reason(client.submit(msgspec.structs.replace(request, deadline_s=10.0)), 12)
 
@@ -62,7 +68,7 @@ def test_a_listener_without_the_secret_is_not_believed_and_gets_no_pixels(
 
 def test_while_nobody_is_trusted_requests_fail_at_once_and_a_real_service_is_found(
     make_encoder: MakeEncoder,
-    serve: Callable[[Encoder], Path],
+    serve: Callable[[EncoderCore], Path],
     short_path: Path,
     request_for: Requests,
     qwen: Path,
@@ -99,32 +105,34 @@ def converse(path: Path, *messages: bytes) -> bytes:
 
 
 def test_an_engine_without_the_secret_is_told_nothing(
-    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path]
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
 ) -> None:
     path = serve(make_encoder())
-    describe = msgspec.msgpack.encode(Describe())
+    describe = msgspec.msgpack.encode(DescribeRequest())
     assert converse(path, describe) == b""
-    answer = converse(path, Asking(OTHER).hello(), msgspec.msgpack.encode(Proof(proof=bytes(32))))
+    answer = converse(
+        path, EngineHandshake(OTHER).hello(), msgspec.msgpack.encode(EngineProof(proof=bytes(32)))
+    )
     assert b"challenge" in answer
     assert b"described" not in answer
 
 
 @needs_root
 def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
-    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path]
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
 ) -> None:
     path = serve(make_encoder())
     path.chmod(0o666)
     path.parent.chmod(0o755)
     os.seteuid(NOBODY)
     try:
-        assert converse(path, Asking(SECRET).hello()) == b""
+        assert converse(path, EngineHandshake(SECRET).hello()) == b""
     finally:
         os.seteuid(0)
 
 
 def test_a_silent_connection_is_closed(
-    make_encoder: MakeEncoder, serve: Callable[[Encoder], Path], monkeypatch: pytest.MonkeyPatch
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unix_server, "PATIENCE_S", 0.2)
     path = serve(make_encoder())
@@ -133,33 +141,37 @@ def test_a_silent_connection_is_closed(
 
 
 def test_nothing_of_a_handshake_is_of_use_in_another() -> None:
-    first, service = Asking(SECRET), Answering(SECRET)
+    first, service = EngineHandshake(SECRET), ServiceHandshake(SECRET)
     challenge = service.challenge(first.hello())
     proof = first.proof(challenge)
     service.check(proof)
     # The service's answer, played to another connection of an engine.
     with pytest.raises(EncoderUnavailable) as e:
-        Asking(SECRET).proof(challenge)
+        EngineHandshake(SECRET).proof(challenge)
     assert e.value.reason == "encoder_untrusted"
     # The engine's words, played to another connection of the service.
-    again = Answering(SECRET)
+    again = ServiceHandshake(SECRET)
     again.challenge(first.hello())
-    with pytest.raises(Untrusted):
+    with pytest.raises(UntrustedPeer):
         again.check(proof)
     # An engine's nonce back to it as the service's, and the service's proof as the engine's.
     mirror = msgspec.msgpack.decode(first.hello())["nonce"]
-    said = msgspec.msgpack.decode(challenge, type=Challenge)
+    said = msgspec.msgpack.decode(challenge, type=ServiceChallenge)
     with pytest.raises(EncoderUnavailable):
-        first.proof(msgspec.msgpack.encode(Challenge(version=said.version, nonce=mirror, proof=said.proof)))
-    with pytest.raises(Untrusted):
-        service.check(msgspec.msgpack.encode(Proof(proof=said.proof)))
+        first.proof(
+            msgspec.msgpack.encode(ServiceChallenge(version=said.version, nonce=mirror, proof=said.proof))
+        )
+    with pytest.raises(UntrustedPeer):
+        service.check(msgspec.msgpack.encode(EngineProof(proof=said.proof)))
 
 
 @pytest.mark.parametrize("short", [b"", b"n" * 31, b"n" * 33])
 def test_nonces_have_one_length(short: bytes) -> None:
     """Else two handshakes could be cut at different places and give one proof."""
-    with pytest.raises(Untrusted):
-        Answering(SECRET).challenge(msgspec.msgpack.encode(handshake.Hello(version=2, nonce=short)))
+    with pytest.raises(UntrustedPeer):
+        ServiceHandshake(SECRET).challenge(
+            msgspec.msgpack.encode(handshake.EngineHello(version=2, nonce=short))
+        )
 
 
 @needs_root

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from cornplug.planner.candidates.dominance import loosest
-from cornplug.planner.optimizer.optimization_problem import Need, Variant
+from cornplug.planner.optimizer.optimization_problem import PathVariant, ServiceDemand
 
 
-def variant(name: str, *tiers: float, work: float = 1.0) -> Variant:
-    needs = tuple(Need(service, tier, work) for service, tier in zip("EP", tiers, strict=True))
-    return Variant(name, "chat/text", "E+PD", needs)
+def variant(name: str, *tiers: float, work: float = 1.0) -> PathVariant:
+    needs = tuple(ServiceDemand(service, tier, work) for service, tier in zip("EP", tiers, strict=True))
+    return PathVariant(name, "chat/text", "E+PD", needs)
 
 
-def names(*variants: Variant) -> set[str]:
+def names(*variants: PathVariant) -> set[str]:
     return {v.name for v in loosest(variants)}
 
 

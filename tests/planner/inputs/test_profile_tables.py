@@ -8,21 +8,21 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import profile_tables
-from cornplug.planner.inputs.profile_tables import Row, Table
-from cornplug.planner.inputs.schema import Measured
+from cornplug.planner.inputs.profile_tables import ProfileRow, ProfileTable
+from cornplug.planner.inputs.schema import MeasuredProfile
 
 HEADER = ",".join(profile_tables.COLUMNS)
 
 
 def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
     rows = (
-        Row("prefill", "H100", 2048, 0.252, tp=8),
-        Row("decode", "H100", 64, 1 / 3, tp=8, engine="vllm", quantisation="fp8"),
-        Row("generate", "L4", 0.5, 1e-7),
-        Row("kv_tokens", "H100", 89_235),
-        Row("mixed", "H100", 1.1),
+        ProfileRow("prefill", "H100", 2048, 0.252, tp=8),
+        ProfileRow("decode", "H100", 64, 1 / 3, tp=8, engine="vllm", quantisation="fp8"),
+        ProfileRow("generate", "L4", 0.5, 1e-7),
+        ProfileRow("kv_tokens", "H100", 89_235),
+        ProfileRow("mixed", "H100", 1.1),
     )
-    table = Table(rows, {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a\nb"})
+    table = ProfileTable(rows, {"machine": "two cores, 24 GiB", "command": "vllm bench serve: a\nb"})
     profile_tables.write(tmp_path / "t.csv", table)
     again = profile_tables.read(tmp_path / "t.csv")
     assert again.rows == rows
@@ -70,18 +70,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = (
-        Row("decode", "L4", 8, 0.03),
-        Row("decode", "L4", 1, 0.02),
-        Row("decode", "L4", 1, 0.01, engine="vllm"),
-        Row("decode", "L4", 1, 0.05, engine="sglang"),
-        Row("decode", "L4", 1, 0.09, tp=2),
-        Row("kv_token", "L4", 1000, 1e-4),
-        Row("overhead", "L4", 1, 0.004),
-        Row("kv_tokens", "L4", 5000),
-        Row("mixed", "L4", 1.1),
+        ProfileRow("decode", "L4", 8, 0.03),
+        ProfileRow("decode", "L4", 1, 0.02),
+        ProfileRow("decode", "L4", 1, 0.01, engine="vllm"),
+        ProfileRow("decode", "L4", 1, 0.05, engine="sglang"),
+        ProfileRow("decode", "L4", 1, 0.09, tp=2),
+        ProfileRow("kv_token", "L4", 1000, 1e-4),
+        ProfileRow("overhead", "L4", 1, 0.004),
+        ProfileRow("kv_tokens", "L4", 5000),
+        ProfileRow("mixed", "L4", 1.1),
     )
-    profile_tables.write(path, Table(rows, {"date": "2026-11-21"}))
-    given = Measured(gpu="L4", file=path, prefill_tokens=[64], prefill_s=[0.1])
+    profile_tables.write(path, ProfileTable(rows, {"date": "2026-11-21"}))
+    given = MeasuredProfile(gpu="L4", file=path, prefill_tokens=[64], prefill_s=[0.1])
     profile = profile_tables.loaded(given, "vllm")
     assert (profile.decode_requests, profile.decode_s) == ([1, 8], [0.01, 0.03])
     assert (profile.prefill_tokens, profile.prefill_s) == ([64], [0.1])
@@ -92,7 +92,7 @@ def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_
 
 def test_a_profile_without_rows_in_its_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    profile_tables.write(path, Table((Row("decode", "L4", 8, 0.03, engine="vllm"),)))
+    profile_tables.write(path, ProfileTable((ProfileRow("decode", "L4", 8, 0.03, engine="vllm"),)))
     with pytest.raises(ConfigError, match="no rows for L4 TP2 PP1 vllm none") as caught:
-        profile_tables.loaded(Measured(gpu="L4", tp=2, file=path), "vllm")
+        profile_tables.loaded(MeasuredProfile(gpu="L4", tp=2, file=path), "vllm")
     assert caught.value.remedy == "It has: L4 TP1 PP1 vllm none"

@@ -8,36 +8,43 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.inputs.request_sampling import Hits, draw
-from cornplug.planner.inputs.schema import Generation, Histogram, LogNormal, Media, Request, SharedPrefix
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_sampling import HitShares, draw
+from cornplug.planner.inputs.schema import (
+    Histogram,
+    LogNormal,
+    RampGeneration,
+    RequestMedia,
+    RequestSpec,
+    SharedPrefix,
+)
 
-COLD = Hits({}, 0.0)
+COLD = HitShares({}, 0.0)
 PATCHES = {"vit": 4}
 
 
-def _draw(n: int = 4000, hits: Hits = COLD, seed: int = 0, **fields: Any) -> list[Draw]:
-    request = Request(name="r", rate=1, **fields)
+def _draw(n: int = 4000, hits: HitShares = COLD, seed: int = 0, **fields: Any) -> list[SampledRequest]:
+    request = RequestSpec(name="r", rate=1, **fields)
     return draw(request, np.random.default_rng(seed), n, patches_per_token=PATCHES, hits=hits)
 
 
 def test_text_alone() -> None:
-    assert set(_draw(10, prompt=100, output=20)) == {Draw(100, 0, (), 20, 0.0)}
+    assert set(_draw(10, prompt=100, output=20)) == {SampledRequest(100, 0, (), 20, 0.0)}
 
 
 def test_items_add_their_tokens_and_their_patches() -> None:
-    one = _draw(1, prompt=100, media=[Media(encoder="vit", items=3, tokens=256)])[0]
+    one = _draw(1, prompt=100, media=[RequestMedia(encoder="vit", items=3, tokens=256)])[0]
     assert one.prompt_tokens == 100 + 3 * 256
     assert one.patches == (1024, 1024, 1024)
 
 
 def test_an_encoder_of_unknown_shape_computes_a_patch_a_token() -> None:
-    assert _draw(1, media=[Media(encoder="other", tokens=50)])[0].patches == (50,)
+    assert _draw(1, media=[RequestMedia(encoder="other", tokens=50)])[0].patches == (50,)
 
 
 def test_a_cached_embedding_saves_the_encoder_and_keeps_the_tokens() -> None:
-    media = [Media(encoder="vit", items=2, tokens=10), Media(encoder="ear", tokens=5)]
-    drawn = _draw(prompt=7, media=media, hits=Hits({"vit": 0.75}, 0.0))
+    media = [RequestMedia(encoder="vit", items=2, tokens=10), RequestMedia(encoder="ear", tokens=5)]
+    drawn = _draw(prompt=7, media=media, hits=HitShares({"vit": 0.75}, 0.0))
     assert {d.prompt_tokens for d in drawn} == {32}
     assert np.mean([d.patches.count(40) for d in drawn]) == pytest.approx(2 * 0.25, abs=0.04)
     assert all(d.patches.count(5) == 1 for d in drawn), "the other encoder has no cache"
@@ -45,21 +52,23 @@ def test_a_cached_embedding_saves_the_encoder_and_keeps_the_tokens() -> None:
 
 def test_the_shared_prefix_is_text_at_the_head() -> None:
     fields = {"prompt": Histogram(values=[100, 900], weights=[1, 1]), "prefix": SharedPrefix(tokens=500)}
-    media = [Media(encoder="vit", tokens=256)]
-    drawn = _draw(hits=Hits({}, 0.6), media=media, **fields)
+    media = [RequestMedia(encoder="vit", tokens=256)]
+    drawn = _draw(hits=HitShares({}, 0.6), media=media, **fields)
     assert {d.cached_tokens for d in drawn} == {0, 100, 500}, "never a picture's tokens"
     assert np.mean([d.cached_tokens > 0 for d in drawn]) == pytest.approx(0.6, abs=0.03)
     assert all(d.cached_tokens == 0 for d in _draw(**fields))
-    assert all(d.cached_tokens == 0 for d in _draw(hits=Hits({}, 1.0))), "no prefix, no hits"
+    assert all(d.cached_tokens == 0 for d in _draw(hits=HitShares({}, 1.0))), "no prefix, no hits"
 
 
 def test_a_prompt_that_is_all_prefix_still_computes_a_token() -> None:
-    one = _draw(1, hits=Hits({}, 1.0), prompt=64, prefix=SharedPrefix(tokens=64))[0]
+    one = _draw(1, hits=HitShares({}, 1.0), prompt=64, prefix=SharedPrefix(tokens=64))[0]
     assert (one.cached_tokens, one.computed_tokens) == (64, 1)
 
 
 def test_generated_units() -> None:
-    units = [d.units for d in _draw(generates=Generation(generator="tts", units=LogNormal(mean=8, cv=0.5)))]
+    units = [
+        d.units for d in _draw(generates=RampGeneration(generator="tts", units=LogNormal(mean=8, cv=0.5)))
+    ]
     assert np.mean(units) == pytest.approx(8, rel=0.05)
 
 
@@ -70,10 +79,10 @@ def test_an_answer_has_at_least_one_token() -> None:
 def test_a_trace_gives_both_lengths_of_one_request(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("at_s,prompt_tokens,output_tokens\n0,1000,10\n1,2000,20\n2,3000,30\n")
-    drawn = _draw(300, trace=file, media=[Media(encoder="vit", tokens=1)])
+    drawn = _draw(300, trace=file, media=[RequestMedia(encoder="vit", tokens=1)])
     assert {(d.prompt_tokens, d.output_tokens) for d in drawn} == {(1001, 10), (2001, 20), (3001, 30)}
 
 
 def test_one_seed_draws_the_same() -> None:
-    fields = {"prompt": LogNormal(mean=600), "media": [Media(encoder="vit", items=2, tokens=9)]}
+    fields = {"prompt": LogNormal(mean=600), "media": [RequestMedia(encoder="vit", items=2, tokens=9)]}
     assert _draw(50, seed=3, **fields) == _draw(50, seed=3, **fields) != _draw(50, seed=4, **fields)

@@ -12,9 +12,9 @@ import pytest
 from cornplug.config import load
 from cornplug.encoder_service.server_flags import parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.command_lines import LaunchCommand, commands
 from cornplug.planner.launch.scripts import write
-from cornplug.planner.plan import Plan, Reservation, Stage
+from cornplug.planner.plan import Plan, QosReservation, RouteStage
 from cornplug.store.daemon.main import _parser as store_parser
 
 from ..plans import Case, matrix, plan
@@ -22,7 +22,7 @@ from ..plans import Case, matrix, plan
 GOLDEN = Path(__file__).parents[2] / "golden" / "planner" / "commands.json"
 
 
-def only(kind: str, found: list[Command]) -> list[Command]:
+def only(kind: str, found: list[LaunchCommand]) -> list[LaunchCommand]:
     return [command for command in found if command.kind == kind]
 
 
@@ -129,7 +129,7 @@ def test_a_generator_of_another_server_is_left_to_its_owner() -> None:
     group = made.groups[0].model_copy(
         update={"name": "tts/G", "tasks": "G", "engine": "external", "settings": None, "model": "org/tts"}
     )
-    stages = [Stage(tasks="G", groups={"tts/G": 1.0})]
+    stages = [RouteStage(tasks="G", groups={"tts/G": 1.0})]
     route = made.routes[0].model_copy(update={"stages": stages})
     (command,) = commands(made.model_copy(update={"groups": [group], "routes": [route]}))
     assert (command.kind, command.argv) == ("external", ())
@@ -153,7 +153,7 @@ def test_the_classes_of_service_are_a_file_that_cornplug_reads(tmp_path: Path) -
 def test_shares_are_rounded_down(tmp_path: Path) -> None:
     """Six sixths, each to four digits, would be refused."""
     made = plan(Case(classes=True))
-    sixths = [Reservation(qos=f"c{n}", share=1 / 6, priority=0) for n in range(6)]
+    sixths = [QosReservation(qos=f"c{n}", share=1 / 6, priority=0) for n in range(6)]
     write(made.model_copy(update={"reservations": sixths}), tmp_path)
     classes = load(environ={"CORNPLUG_CONFIG": str(tmp_path / "qos.toml")}).qos.classes
     assert sum(one.share for one in classes.values()) == pytest.approx(1, abs=1e-3)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cornplug.planner.launch.addresses import sites
-from cornplug.planner.launch.command_lines import Command, commands, files
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.routers import routers
-from cornplug.planner.plan import Plan, Route, Stage
+from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 
 from ..plans import Case, matrix, plan
 
@@ -45,14 +45,14 @@ def parser(name: str) -> argparse.ArgumentParser:
 PARSERS = {name: parser(name) for name in FLAGS}
 
 
-def parsed(command: Command) -> argparse.Namespace:
+def parsed(command: LaunchCommand) -> argparse.Namespace:
     if command.argv[0] == "vllm-router":
         return PARSERS["vllm_router 0.1.17"].parse_args(list(command.argv[1:]))
     assert command.argv[:3] == ("python", "-m", "sglang_router.launch_router")
     return PARSERS["sglang_router 0.3.2"].parse_args(list(command.argv[3:]))
 
 
-def of(made: Plan) -> list[Command]:
+def of(made: Plan) -> list[LaunchCommand]:
     return [c for c in commands(made) if c.kind == "router"]
 
 
@@ -136,14 +136,14 @@ def test_a_pair_of_two_engines_is_two_pairs() -> None:
         update={
             "groups": groups,
             "routes": [
-                Route(
+                PlanRoute(
                     app="chat",
                     request="short",
                     structure="P+D",
                     rate=2.0,
                     stages=[
-                        Stage(tasks="EP", groups={"vllm-EP": 0.75, "sglang-EP": 0.25}),
-                        Stage(tasks="D", groups={"vllm-D": 0.75, "sglang-D": 0.25}),
+                        RouteStage(tasks="EP", groups={"vllm-EP": 0.75, "sglang-EP": 0.25}),
+                        RouteStage(tasks="D", groups={"vllm-D": 0.75, "sglang-D": 0.25}),
                     ],
                 )
             ],

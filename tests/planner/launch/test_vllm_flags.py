@@ -17,7 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from cornplug.planner.launch.command_lines import Command, commands
+from cornplug.planner.launch.command_lines import LaunchCommand, commands
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.vllm_connector import plugin
 from devkit.checkpoints import qwen2_vl
@@ -37,20 +37,20 @@ def parser() -> FlexibleArgumentParser:
     return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
 
 
-def engines(case: Case, transfer: Transfer = "nixl") -> list[Command]:
+def engines(case: Case, transfer: Transfer = "nixl") -> list[LaunchCommand]:
     found = [c.resolved(VALUES) for c in commands(plan(case), transfer=transfer) if c.kind == "engine"]
     assert found
     return found
 
 
-def parsed(command: Command) -> Namespace:
+def parsed(command: LaunchCommand) -> Namespace:
     assert command.argv[:2] == ("vllm", "serve")
     args = parser().parse_args(list(command.argv[2:]))
     validate_parsed_serve_args(args)
     return args
 
 
-def engine_args(command: Command) -> AsyncEngineArgs:
+def engine_args(command: LaunchCommand) -> AsyncEngineArgs:
     args = parsed(command)
     # A folder that is there: without a network vLLM looks for anything else in the hub's cache.
     args.model = str(Path(__file__).parent)

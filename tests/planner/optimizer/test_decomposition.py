@@ -8,17 +8,25 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.inputs.schema import Solver
+from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import decomposition, milp
 from cornplug.planner.optimizer.incumbent import Incumbent
-from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Need, Nodes, Pool, Progress, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    RateDemand,
+    ServiceDemand,
+    SolveProgress,
+)
 from cornplug.planner.optimizer.subproblems import alone, groups
 
 APPS = 5
 
 
 @pytest.fixture(scope="module")
-def pool() -> Pool:
+def pool() -> OptimizationProblem:
     """Applications with their own LLM, one tower for all: five groups and one."""
     services = {"vit/E": 3.1} | {
         f"llm{a}/{role}": 1.3 + 0.2 * a for a in range(APPS) for role in ("PD", "P", "D")
@@ -30,25 +38,25 @@ def pool() -> Pool:
     ]
     variants = []
     for a in range(APPS):
-        tower = Need("vit/E", 1.0, 0.5)
-        variants.append(Variant(f"{a}m", f"a{a}/u", "E+PD", (tower, Need(f"llm{a}/PD", 1.0))))
-        apart = (tower, Need(f"llm{a}/P", 1.0, 0.6), Need(f"llm{a}/D", 1.0, 0.5))
-        variants.append(Variant(f"{a}s", f"a{a}/u", "E+P+D", apart))
-    return Pool(
-        nodes=(Nodes("small", "L4", 4, 3.0, 40), Nodes("large", "H100", 8, 8.9, 40)),
+        tower = ServiceDemand("vit/E", 1.0, 0.5)
+        variants.append(PathVariant(f"{a}m", f"a{a}/u", "E+PD", (tower, ServiceDemand(f"llm{a}/PD", 1.0))))
+        apart = (tower, ServiceDemand(f"llm{a}/P", 1.0, 0.6), ServiceDemand(f"llm{a}/D", 1.0, 0.5))
+        variants.append(PathVariant(f"{a}s", f"a{a}/u", "E+P+D", apart))
+    return OptimizationProblem(
+        nodes=(MachineClass("small", "L4", 4, 3.0, 40), MachineClass("large", "H100", 8, 8.9, 40)),
         cells=tuple(cells),
-        demands=tuple(Demand(f"a{a}/u", 1.7 + 0.9 * a) for a in range(APPS)),
+        demands=tuple(RateDemand(f"a{a}/u", 1.7 + 0.9 * a) for a in range(APPS)),
         variants=tuple(variants),
     )
 
 
-def test_services_that_stand_in_for_one_another_form_a_group(pool: Pool) -> None:
+def test_services_that_stand_in_for_one_another_form_a_group(pool: OptimizationProblem) -> None:
     parts = {frozenset(part) for part in groups(pool)}
     llms = {frozenset({f"llm{a}/PD", f"llm{a}/P", f"llm{a}/D"}) for a in range(APPS)}
     assert parts == {frozenset({"vit/E"}), *llms}
 
 
-def test_no_plan_costs_less_than_its_groups_alone(pool: Pool) -> None:
+def test_no_plan_costs_less_than_its_groups_alone(pool: OptimizationProblem) -> None:
     """Each group's GPUs, at the price of a GPU, in a plan that is proven to be the cheapest."""
     plan = milp.solve(pool, EXACT)
     gpu = {n.name: n.price / n.gpus for n in pool.nodes}
@@ -56,20 +64,20 @@ def test_no_plan_costs_less_than_its_groups_alone(pool: Pool) -> None:
     for part in groups(pool):
         cells = [c for c in pool.cells if c.service in part]
         spent = sum(gpu[c.nodes] * c.gpus * plan.replicas.get(c.name, 0) for c in cells)
-        by_gpu = tuple(Nodes(n.name, n.gpu, 1, gpu[n.name], n.stock * n.gpus) for n in pool.nodes)
+        by_gpu = tuple(MachineClass(n.name, n.gpu, 1, gpu[n.name], n.stock * n.gpus) for n in pool.nodes)
         least = milp.solve(replace(alone(pool, part), nodes=by_gpu), EXACT).objective
         assert least <= spent + 1e-6
         total += least
     assert total <= plan.objective + 1e-6
 
 
-def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: Pool) -> None:
+def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationProblem) -> None:
     """Without the solver's first seconds on the whole, which would settle so small a pool."""
-    seen: list[Progress] = []
+    seen: list[SolveProgress] = []
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
     money = milp.money(model).expression
-    best = Incumbent(model, money, Solver(gap=0.001, time_limit_s=20), 20.0, seen.append)
+    best = Incumbent(model, money, SolverOptions(gap=0.001, time_limit_s=20), 20.0, seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(alone(pool, part)) for part in groups(pool)]
     decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
@@ -85,12 +93,12 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: Pool) -> None:
     assert max(bounds) <= min(costs) + 1e-6
 
 
-def test_rounds_at_other_prices_bound_as_truly(pool: Pool) -> None:
+def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> None:
     """A gap of nothing keeps them going for three quarters of a second."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
     money = milp.money(model).expression
-    best = Incumbent(model, money, Solver(gap=0, time_limit_s=1), 1.0, None)
+    best = Incumbent(model, money, SolverOptions(gap=0, time_limit_s=1), 1.0, None)
     decomposition.rounds(best, [milp.build(alone(pool, part)) for part in groups(pool)], 1.1 * money)
     assert best.bound <= exact + 1e-6
     assert best.dollars >= exact - 1e-6

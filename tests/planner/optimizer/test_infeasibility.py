@@ -13,18 +13,18 @@ from cornplug.planner.optimizer.milp import solve
 from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
-    Limits,
-    Need,
-    Pool,
-    Running,
-    Variant,
+    CurrentState,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    ServiceDemand,
 )
-from cornplug.planner.optimizer.solvers import Run
+from cornplug.planner.optimizer.solvers import SolverRun
 
 POOL = one_service({"g": {"u": 1.0}}, {"g": 2.0}, {"u": 6.3}, stock=4)
 
 
-def told(pool: Pool, **more: dict[str, str]) -> str:
+def told(pool: OptimizationProblem, **more: dict[str, str]) -> str:
     with pytest.raises(PlanInfeasible) as error:
         solve(pool, EXACT, **more)
     return str(error.value)
@@ -49,7 +49,7 @@ def test_what_is_asked_for_there_is_enough() -> None:
 
 
 def test_a_change_budget_that_is_too_small() -> None:
-    running = Running({"s@g": 1}, start_cost={"s@g": 1.0}, max_changes=2)
+    running = CurrentState({"s@g": 1}, start_cost={"s@g": 1.0}, max_changes=2)
     message = told(replace(POOL, nodes=(replace(POOL.nodes[0], stock=10),), running=running))
     assert "change_budget: 2 changes, 6 needed. Raise max_changes to 6." in message
     assert "stock" not in message
@@ -57,7 +57,7 @@ def test_a_change_budget_that_is_too_small() -> None:
 
 def test_spare_replicas_that_do_not_fit() -> None:
     pool = one_service(
-        {"g": {"u": 1.0}}, {"g": 2.0}, {"u": 0.7}, stock=1, limits=Limits(spare=frozenset("s"))
+        {"g": {"u": 1.0}}, {"g": 2.0}, {"u": 0.7}, stock=1, limits=PoolLimits(spare=frozenset("s"))
     )
     message = told(pool)
     assert "stock[g]: 1 nodes, 2 needed" in message
@@ -82,14 +82,16 @@ def test_caches_that_no_node_holds() -> None:
 
 
 def test_a_tier_that_no_cell_keeps() -> None:
-    strict = replace(POOL, variants=(Variant("u", "u", "monolith", (Need("s", 0.05),)),))
+    strict = replace(POOL, variants=(PathVariant("u", "u", "monolith", (ServiceDemand("s", 0.05),)),))
     message = told(strict)
     assert "demand[u]: s within 0.05 s is asked for, and its fastest cell, s@g, keeps 1 s" in message
     assert "no profile" in told(strict, notes={"u": "no profile fits the GPU"})
 
 
 def test_a_service_without_cells_and_a_demand_without_ways() -> None:
-    assert "t has no cell" in told(replace(POOL, variants=(Variant("u", "u", "E+PD", (Need("t", 1.0),)),)))
+    assert "t has no cell" in told(
+        replace(POOL, variants=(PathVariant("u", "u", "E+PD", (ServiceDemand("t", 1.0),)),))
+    )
     assert "no way through the services" in told(replace(POOL, variants=()))
     deaf = (replace(POOL.cells[0], capacity={}),)
     assert "none of the 1 cells of s carries it" in told(replace(POOL, cells=deaf))
@@ -97,7 +99,7 @@ def test_a_service_without_cells_and_a_demand_without_ways() -> None:
 
 def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
-    monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: Run("none", 0.1))
+    monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: SolverRun("none", 0.1))
     with pytest.raises(PlanUnfinished, match="none was proven impossible"):
         solve(POOL, EXACT.model_copy(update={"time_limit_s": 0.5}))
 
@@ -116,11 +118,11 @@ def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPat
         (replace(POOL, demands=(replace(POOL.demands[0], rate=-1.0),)), r"demands\[u\]\.rate"),
         (replace(POOL, variants=(replace(POOL.variants[0], demand="x"),)), r"variants\[u\]\.demand"),
         (replace(POOL, variants=(replace(POOL.variants[0], levels=frozenset("l")),)), r"levels"),
-        (replace(POOL, running=Running({"x": 1})), r"running\.replicas\[x\]"),
-        (replace(POOL, running=Running({"s@g": 1}, young={"s@g": 2})), r"running\.replicas\[s@g\]"),
+        (replace(POOL, running=CurrentState({"x": 1})), r"running\.replicas\[x\]"),
+        (replace(POOL, running=CurrentState({"s@g": 1}, young={"s@g": 2})), r"running\.replicas\[s@g\]"),
     ],
 )  # fmt: skip
-def test_pools_that_mean_nothing_are_refused(pool: Pool, field: str) -> None:
+def test_pools_that_mean_nothing_are_refused(pool: OptimizationProblem, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         solve(pool, EXACT)
 

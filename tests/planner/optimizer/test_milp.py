@@ -14,29 +14,29 @@ from cornplug.planner.optimizer.milp import solve
 from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
-    Demand,
-    Limits,
-    Need,
-    Nodes,
-    Pool,
-    Progress,
-    Running,
-    Variant,
+    CurrentState,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    PoolLimits,
+    RateDemand,
+    ServiceDemand,
+    SolveProgress,
 )
 
 
-def two_tiers(tight: float, loose: float) -> Pool:
+def two_tiers(tight: float, loose: float) -> OptimizationProblem:
     """A tight cell that carries less than a loose one, and a demand for each tier."""
-    return Pool(
-        nodes=(Nodes("n", "g", 1, 1.0, 50),),
+    return OptimizationProblem(
+        nodes=(MachineClass("n", "g", 1, 1.0, 50),),
         cells=(
             Cell("tight", "s", "n", 1, 0.2, {"fast": 1.0, "slow": 1.0}),
             Cell("loose", "s", "n", 1, 1.0, {"fast": 2.0, "slow": 2.0}),
         ),
-        demands=(Demand("fast", tight), Demand("slow", loose)),
+        demands=(RateDemand("fast", tight), RateDemand("slow", loose)),
         variants=(
-            Variant("fast", "fast", "monolith", (Need("s", 0.2),)),
-            Variant("slow", "slow", "monolith", (Need("s", 1.0),)),
+            PathVariant("fast", "fast", "monolith", (ServiceDemand("s", 0.2),)),
+            PathVariant("slow", "slow", "monolith", (ServiceDemand("s", 1.0),)),
         ),
         limits=NO_RESERVE,
     )
@@ -64,7 +64,7 @@ def test_flows_add_up_to_the_work_and_keep_their_tiers(tight: float, loose: floa
 
 def test_work_that_can_wait_may_use_what_is_kept_free_for_peaks() -> None:
     pool = one_service(
-        {"g": {"on": 1.0, "off": 1.0}}, {"g": 1.0}, {"on": 0.8, "off": 0.15}, limits=Limits(0.95, 0.8)
+        {"g": {"on": 1.0, "off": 1.0}}, {"g": 1.0}, {"on": 0.8, "off": 0.15}, limits=PoolLimits(0.95, 0.8)
     )
     waits = tuple(replace(u, online=u.name == "on") for u in pool.demands)
     assert solve(replace(pool, demands=waits), EXACT).nodes == {"g": 1}
@@ -74,17 +74,17 @@ def test_work_that_can_wait_may_use_what_is_kept_free_for_peaks() -> None:
 @pytest.mark.parametrize(("rate", "alone", "spared"), [(0.7, 1, 2), (2.3, 3, 4), (7.5, 10, 10)])
 def test_a_service_survives_the_loss_of_a_replica(rate: float, alone: int, spared: int) -> None:
     """With ten replicas, what is kept for peaks (0.8 of 10 <= 0.95 of 9) already is the spare one."""
-    pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": rate}, limits=Limits(0.95, 0.8))
+    pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": rate}, limits=PoolLimits(0.95, 0.8))
     assert solve(pool, EXACT).replicas == {"s@g": alone}
     spare = replace(pool, limits=replace(pool.limits, spare=frozenset({"s"})))
     assert solve(spare, EXACT).replicas == {"s@g": spared}
 
 
 def test_a_cache_is_bought_when_it_saves_more_than_it_takes() -> None:
-    def pool(dram: float) -> Pool:
+    def pool(dram: float) -> OptimizationProblem:
         plain = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 4.0})
         ways = tuple(
-            Variant(name, "u", "E+PD", (Need("s", 1.0, work),), levels=frozenset({name}))
+            PathVariant(name, "u", "E+PD", (ServiceDemand("s", 1.0, work),), levels=frozenset({name}))
             for name, work in (("none", 1.0), ("large", 0.5))
         )
         nodes = tuple(replace(n, dram=dram) for n in plain.nodes)
@@ -97,13 +97,13 @@ def test_a_cache_is_bought_when_it_saves_more_than_it_takes() -> None:
 
 def test_a_slow_network_forbids_the_split() -> None:
     cells = {"mono": 1.0, "P": 4.0, "D": 4.0}
-    pool = Pool(
-        nodes=(Nodes("n", "g", 1, 1.0, 50, nic=2.0),),
+    pool = OptimizationProblem(
+        nodes=(MachineClass("n", "g", 1, 1.0, 50, nic=2.0),),
         cells=tuple(Cell(name, name, "n", 1, 1.0, {"u": rate}) for name, rate in cells.items()),
-        demands=(Demand("u", 4.0),),
+        demands=(RateDemand("u", 4.0),),
         variants=(
-            Variant("mono", "u", "monolith", (Need("mono", 1.0),)),
-            Variant("apart", "u", "P+D", (Need("P", 1.0), Need("D", 1.0)), network=0.7),
+            PathVariant("mono", "u", "monolith", (ServiceDemand("mono", 1.0),)),
+            PathVariant("apart", "u", "P+D", (ServiceDemand("P", 1.0), ServiceDemand("D", 1.0)), network=0.7),
         ),
         limits=NO_RESERVE,
     )
@@ -133,16 +133,16 @@ def test_the_least_served_comes_first_where_that_is_asked_for() -> None:
 # Re-planning ----------------------------------------------------------------------------------
 
 
-def prefill_decode(rate: float, running: Running) -> Pool:
+def prefill_decode(rate: float, running: CurrentState) -> OptimizationProblem:
     cells = (
         Cell("P", "P", "n", 1, 1.0, {"u": 2.0}, switches_with=("D",)),
         Cell("D", "D", "n", 1, 1.0, {"u": 1.0}, switches_with=("P",)),
     )
-    return Pool(
-        nodes=(Nodes("n", "g", 1, 1.0, 20),),
+    return OptimizationProblem(
+        nodes=(MachineClass("n", "g", 1, 1.0, 20),),
         cells=cells,
-        demands=(Demand("u", rate),),
-        variants=(Variant("u", "u", "P+D", (Need("P", 1.0), Need("D", 1.0))),),
+        demands=(RateDemand("u", rate),),
+        variants=(PathVariant("u", "u", "P+D", (ServiceDemand("P", 1.0), ServiceDemand("D", 1.0))),),
         limits=NO_RESERVE,
         running=running,
     )
@@ -152,7 +152,7 @@ COSTS = {"P": 0.5, "D": 0.5}
 
 
 def test_roles_switch_before_anything_restarts() -> None:
-    running = Running({"P": 3, "D": 3}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
+    running = CurrentState({"P": 3, "D": 3}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
     plan = solve(prefill_decode(4.0, running), EXACT)
     assert plan.replicas == {"P": 2, "D": 4}
     assert (plan.switched, plan.started) == ({("P", "D"): 1}, {})
@@ -163,7 +163,7 @@ def test_a_short_horizon_keeps_what_runs() -> None:
     """Another GPU type would be cheaper by 0.1 an hour: after 10 hours that pays a start of 0.5."""
 
     def plan(hours: float) -> dict[str, int]:
-        running = Running({"s@old": 1}, start_cost={"s@new": 0.5}, horizon_hours=hours)
+        running = CurrentState({"s@old": 1}, start_cost={"s@new": 0.5}, horizon_hours=hours)
         pool = one_service({"old": {"u": 1.0}, "new": {"u": 1.0}}, {"old": 1.0, "new": 0.9}, {"u": 1.0})
         return dict(solve(replace(pool, running=running), EXACT).replicas)
 
@@ -172,7 +172,7 @@ def test_a_short_horizon_keeps_what_runs() -> None:
 
 
 def test_young_replicas_stay_and_the_budget_holds() -> None:
-    running = Running({"P": 4, "D": 4}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
+    running = CurrentState({"P": 4, "D": 4}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
     young = replace(running, young={"P": 4})
     assert solve(prefill_decode(2.0, running), EXACT).replicas == {"P": 1, "D": 2}
     assert solve(prefill_decode(2.0, young), EXACT).replicas == {"P": 4, "D": 2}
@@ -185,7 +185,7 @@ def test_young_replicas_stay_and_the_budget_holds() -> None:
 
 
 def test_progress_is_told_and_the_proof_is_reported() -> None:
-    seen: list[Progress] = []
+    seen: list[SolveProgress] = []
     pool = one_service({"a": {"u": 0.37}, "b": {"u": 2.0}}, {"a": 1.01, "b": 3.67}, {"u": 4.3})
     plan = solve(pool, EXACT, seen.append)
     assert seen
@@ -206,7 +206,7 @@ def test_slacks_name_what_binds() -> None:
 
 
 def test_what_is_maximised_is_told_with_its_own_sign() -> None:
-    seen: list[Progress] = []
+    seen: list[SolveProgress] = []
     pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 4.5}, stock=3)
     plan = solve(replace(pool, objective="goodput"), EXACT, seen.append)
     assert plan.objective == pytest.approx(3)

@@ -11,30 +11,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.perf_model import simulated_capacity
-from cornplug.planner.perf_model.capacity import Bound, capacity
-from cornplug.planner.simulator.simulator import Job, Visit, simulate
+from cornplug.planner.perf_model.capacity import LatencyBound, capacity
+from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 from ..closed_forms import ttft_pipeline, ttft_single
 
-STEPS = StepTimes(
-    prefill=Curve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
-    decode=Curve.through([1, 32, 256], [0.018, 0.022, 0.04]),
+STEPS = EngineStepTimes(
+    prefill=PiecewiseCurve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
+    decode=PiecewiseCurve.through([1, 32, 256], [0.018, 0.022, 0.04]),
     kv_token_s=4e-8,
     request_overhead_s=0.005,
 )
-ENCODE = Curve.through([256, 1024, 4096, 16384], [0.012, 0.03, 0.1, 0.42])
+ENCODE = PiecewiseCurve.through([256, 1024, 4096, 16384], [0.012, 0.03, 0.1, 0.42])
 
 
-def drawn(prompt: float, output: float, *, patches: int = 0, units: float = 0.0, n: int = 200) -> list[Draw]:
+def drawn(
+    prompt: float, output: float, *, patches: int = 0, units: float = 0.0, n: int = 200
+) -> list[SampledRequest]:
     """Log-normal lengths of cv 0.7."""
     rng, sigma = np.random.default_rng(5), math.sqrt(math.log(1.49))
     spread = rng.lognormal(-sigma * sigma / 2, sigma, (n, 2))
     return [
-        Draw(
+        SampledRequest(
             prompt_tokens=max(int(prompt * p), 1),
             cached_tokens=0,
             patches=(patches,) if patches else (),
@@ -50,41 +52,41 @@ PREFILL = Station("p", 1, "P", steps=STEPS, chunk_tokens=2048)
 CHATTING = Station("pd", 2, "PD", steps=STEPS, kv_tokens=200_000, chunk_tokens=2048)
 
 
-def exponential(n: int = 400) -> list[Draw]:
+def exponential(n: int = 400) -> list[SampledRequest]:
     """Service times of M/M/c, by their quantiles, so that the sample's mean is the law's."""
     shares = (np.arange(n) + 0.5) / n
-    return [Draw(1, 0, (), 1, float(-math.log(1 - u))) for u in shares]
+    return [SampledRequest(1, 0, (), 1, float(-math.log(1 - u))) for u in shares]
 
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_one_exponential_server_is_mm1(confirm: bool) -> None:
     # Time in M/M/1 is exponential of rate mu - lambda: P95 is ln 20 over that.
-    station = Station("g", 1, "G", generate=Curve.line(0.0, 1.0))
-    found = capacity(station, exponential(), Bound("p95", 12.0), confirm=confirm)
+    station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
+    found = capacity(station, exponential(), LatencyBound("p95", 12.0), confirm=confirm)
     assert found == pytest.approx(1 - math.log(20) / 12, rel=0.07)
 
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_one_constant_server_is_md1(confirm: bool) -> None:
-    station = Station("g", 1, "G", generate=Curve.line(0.0, 1.0))
+    station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
     rate = 0.7
-    bound = Bound("mean", ttft_single(1.0, rate))
-    found = capacity(station, [Draw(1, 0, (), 1, 1.0)], bound, confirm=confirm)
+    bound = LatencyBound("mean", ttft_single(1.0, rate))
+    found = capacity(station, [SampledRequest(1, 0, (), 1, 1.0)], bound, confirm=confirm)
     assert found == pytest.approx(rate, rel=0.06)
 
 
 @pytest.mark.parametrize(
     ("station", "draws", "bound"),
     [
-        (replace(PREFILL, replicas=4), CHAT, Bound("p95", 0.6)),
-        (Station("e", 2, "E", encode=ENCODE), drawn(100, 1, patches=1024), Bound("p95", 0.2)),
-        (Station("d", 1, "D", steps=STEPS, kv_tokens=100_000), CHAT, Bound("p95", None, 0.03)),
-        (CHATTING, CHAT, Bound("p95", 1.0, 0.05)),
+        (replace(PREFILL, replicas=4), CHAT, LatencyBound("p95", 0.6)),
+        (Station("e", 2, "E", encode=ENCODE), drawn(100, 1, patches=1024), LatencyBound("p95", 0.2)),
+        (Station("d", 1, "D", steps=STEPS, kv_tokens=100_000), CHAT, LatencyBound("p95", None, 0.03)),
+        (CHATTING, CHAT, LatencyBound("p95", 1.0, 0.05)),
     ],
     ids=lambda value: value.tasks if isinstance(value, Station) else "",
 )
 def test_what_is_confirmed_holds_in_other_and_longer_traffic(
-    station: Station, draws: list[Draw], bound: Bound
+    station: Station, draws: list[SampledRequest], bound: LatencyBound
 ) -> None:
     found = capacity(station, draws, bound)
     assert _stress(station, draws, bound, 0.9 * found) <= 1.05
@@ -93,10 +95,10 @@ def test_what_is_confirmed_holds_in_other_and_longer_traffic(
     assert 0.7 < screened / found < 1.5, "near enough to prune by"
 
 
-def _stress(station: Station, draws: Sequence[Draw], bound: Bound, rate: float) -> float:
+def _stress(station: Station, draws: Sequence[SampledRequest], bound: LatencyBound, rate: float) -> float:
     rng = np.random.default_rng(77)
     at_s = np.cumsum(rng.exponential(1 / rate, 2500))
-    jobs = [Job(float(at), 0, draws[rng.integers(len(draws))], (Visit(0),)) for at in at_s]
+    jobs = [StationJob(float(at), 0, draws[rng.integers(len(draws))], (StationVisit(0),)) for at in at_s]
     outcome = simulate([station], jobs)
     times = outcome.ttft if "P" in station.tasks else outcome.stage_s[:, 0]
     stage = bound.of(times[500:]) / bound.seconds if bound.seconds else 0.0
@@ -105,63 +107,65 @@ def _stress(station: Station, draws: Sequence[Draw], bound: Bound, rate: float) 
 
 
 def test_without_bounds_it_is_what_full_iterations_give() -> None:
-    draws = [Draw(1024, 0, (), 1, 0.0)]
-    found = capacity(replace(PREFILL, replicas=3), draws, Bound("p95"))
+    draws = [SampledRequest(1024, 0, (), 1, 0.0)]
+    found = capacity(replace(PREFILL, replicas=3), draws, LatencyBound("p95"))
     assert found == pytest.approx(3 * 2 / STEPS.prefill(2048), rel=0.02)
-    held = Draw(1000, 0, (), 201, 0.0)
+    held = SampledRequest(1000, 0, (), 201, 0.0)
     decoder = Station("d", 1, "D", steps=replace(STEPS, kv_token_s=0.0), kv_tokens=32 * 1201)
-    most = capacity(decoder, [held], Bound("p95"))
+    most = capacity(decoder, [held], LatencyBound("p95"))
     assert most == pytest.approx(32 / (200 * STEPS.decode(32)), rel=0.05), "32 fit the KV cache"
 
 
 def test_routers_that_see_less_carry_less() -> None:
     draws = drawn(1500, 1)
     least, shortest, at_random = (
-        capacity(replace(PREFILL, replicas=8, router=router), draws, Bound("p95", 0.5))
+        capacity(replace(PREFILL, replicas=8, router=router), draws, LatencyBound("p95", 0.5))
         for router in ("least_work", "join_shortest_queue", "random")
     )
     assert least > shortest > 1.1 * at_random
 
 
 def test_bursts_cost_capacity() -> None:
-    even, bursty = (capacity(PREFILL, CHAT, Bound("p95", 0.5), burst=burst) for burst in (1.0, 4.0))
+    even, bursty = (capacity(PREFILL, CHAT, LatencyBound("p95", 0.5), burst=burst) for burst in (1.0, 4.0))
     assert bursty < 0.9 * even
 
 
 def test_two_replicas_that_share_a_queue_carry_more_than_twice() -> None:
-    one, four = (capacity(replace(PREFILL, replicas=n), CHAT, Bound("p95", 0.4)) for n in (1, 4))
+    one, four = (capacity(replace(PREFILL, replicas=n), CHAT, LatencyBound("p95", 0.4)) for n in (1, 4))
     assert four > 4.3 * one
 
 
 def test_what_cannot_be_met_has_no_capacity() -> None:
-    assert capacity(PREFILL, CHAT, Bound("p95", 0.05)) == 0.0, "a lone prompt takes longer"
-    assert capacity(CHATTING, CHAT, Bound("p95", 1.0, 0.01)) == 0.0, "a lone token takes longer"
-    assert capacity(replace(CHATTING, kv_tokens=1000), CHAT, Bound("p95")) == 0.0, "longer than the cache"
+    assert capacity(PREFILL, CHAT, LatencyBound("p95", 0.05)) == 0.0, "a lone prompt takes longer"
+    assert capacity(CHATTING, CHAT, LatencyBound("p95", 1.0, 0.01)) == 0.0, "a lone token takes longer"
+    assert capacity(replace(CHATTING, kv_tokens=1000), CHAT, LatencyBound("p95")) == 0.0, (
+        "longer than the cache"
+    )
 
 
 def test_what_is_all_cached_costs_an_encoder_nothing() -> None:
     station = Station("e", 1, "E", encode=ENCODE)
-    assert capacity(station, drawn(100, 1), Bound("p95", 0.1)) == math.inf
+    assert capacity(station, drawn(100, 1), LatencyBound("p95", 0.1)) == math.inf
 
 
 def test_cached_embeddings_leave_room_for_others() -> None:
     station = Station("e", 1, "E", encode=ENCODE)
-    new, cached = Draw(100, 0, (1024,), 1, 0.0), Draw(100, 0, (), 1, 0.0)
-    for bound in (Bound("p95"), Bound("p95", 0.6)):
+    new, cached = SampledRequest(100, 0, (1024,), 1, 0.0), SampledRequest(100, 0, (), 1, 0.0)
+    for bound in (LatencyBound("p95"), LatencyBound("p95", 0.6)):
         all_new, one_in_five = (capacity(station, draws, bound) for draws in ([new], [new] + [cached] * 4))
         assert one_in_five == pytest.approx(5 * all_new, rel=0.15)
 
 
 def test_a_class_without_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="give draws"):
-        capacity(PREFILL, [], Bound("p95"))
+        capacity(PREFILL, [], LatencyBound("p95"))
 
 
 def test_an_equal_question_is_not_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = drawn(700, 1)
-    first = capacity(PREFILL, draws, Bound("p95", 0.5))
+    first = capacity(PREFILL, draws, LatencyBound("p95", 0.5))
     monkeypatch.setattr(simulated_capacity, "simulate", None)
-    assert capacity(replace(PREFILL, name="another"), list(draws), Bound("p95", 0.5)) == first
+    assert capacity(replace(PREFILL, name="another"), list(draws), LatencyBound("p95", 0.5)) == first
 
 
 @settings(max_examples=25)
@@ -176,12 +180,18 @@ def test_looser_bounds_and_more_replicas_never_screen_lower(
     tasks: str, replicas: int, seconds: float, tpot_s: float, percentile: str
 ) -> None:
     station = Station(
-        "s", replicas, tasks, steps=STEPS, encode=ENCODE, generate=Curve.line(0.1, 1.0), kv_tokens=200_000
+        "s",
+        replicas,
+        tasks,
+        steps=STEPS,
+        encode=ENCODE,
+        generate=PiecewiseCurve.line(0.1, 1.0),
+        kv_tokens=200_000,
     )
     draws = drawn(1000, 200, patches=1024, units=0.5, n=40)
 
     def screened(station: Station, *bounds: float) -> float:
-        return capacity(station, draws, Bound(percentile, *bounds), confirm=False)
+        return capacity(station, draws, LatencyBound(percentile, *bounds), confirm=False)
 
     tight = screened(station, seconds, tpot_s)
     # The search ends within 2 %.
@@ -193,9 +203,9 @@ def test_looser_bounds_and_more_replicas_never_screen_lower(
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_pipeline_of_two_answers_as_its_queue_does(confirm: bool) -> None:
     # A prompt takes 1 s on one stage after the other; the queue is that of one stage, 0.5 s.
-    steps = StepTimes(Curve.line(0.0, 0.5 / 1024), Curve.line(0.02, 0.0), pipeline=2)
+    steps = EngineStepTimes(PiecewiseCurve.line(0.0, 0.5 / 1024), PiecewiseCurve.line(0.02, 0.0), pipeline=2)
     station = Station("p", 1, "P", steps=steps, chunk_tokens=1024)
-    bound = Bound("mean", ttft_pipeline(1.0, 1.2))
-    assert capacity(station, [Draw(1024, 0, (), 1, 0.0)], bound, confirm=confirm) == pytest.approx(
+    bound = LatencyBound("mean", ttft_pipeline(1.0, 1.2))
+    assert capacity(station, [SampledRequest(1024, 0, (), 1, 0.0)], bound, confirm=confirm) == pytest.approx(
         1.2, rel=0.06
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.inputs.schema import Gpu, LLMShape
+from cornplug.planner.inputs.schema import GpuSpec, LLMShape
 from cornplug.planner.perf_model.kv_memory import engine_share, kv_tokens
 
-A40 = Gpu(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
-H100 = Gpu(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")
+A40 = GpuSpec(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
+H100 = GpuSpec(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")
 # InternVL3-38B's language model, Qwen2.5-32B, without its tower.
 INTERNVL3_38B = LLMShape(
     layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, parameters=32.8e9, embedding_parameters=1.55e9
@@ -20,7 +20,7 @@ QWEN2_7B = LLMShape(
 )
 
 
-def _tokens(shape: LLMShape = QWEN2_7B, gpu: Gpu = H100, **other: Any) -> int:
+def _tokens(shape: LLMShape = QWEN2_7B, gpu: GpuSpec = H100, **other: Any) -> int:
     cell: dict[str, Any] = {"engine": "vllm", "tp": 1, "pp": 1, "share": 1.0, "quantisation": "none"}
     return kv_tokens(shape, gpu, **{**cell, "chunk_tokens": 8192, "max_batch": 256, **other})
 
@@ -65,7 +65,7 @@ def test_sglang_keeps_ten_gib_of_a_large_gpu() -> None:
 
 
 def test_an_engine_is_told_to_take_what_was_counted_with() -> None:
-    l4 = Gpu(name="L4", memory_gib=24, bandwidth_gb_s=300, bf16_tflops=121)
+    l4 = GpuSpec(name="L4", memory_gib=24, bandwidth_gb_s=300, bf16_tflops=121)
     cell = {"ranks": 1, "chunk_tokens": 4096, "max_batch": 256}
     assert engine_share(l4, engine="vllm", share=0.5, **cell) == pytest.approx(0.46)
     # 24 GiB less 512 + 6144 + 128 + 512 MiB: 0.92 would leave too little for a chunk.
@@ -80,7 +80,7 @@ def test_an_engine_is_told_to_take_what_was_counted_with() -> None:
 
 
 def test_cores_of_a_cpu() -> None:
-    core = Gpu(name="cpu-core", memory_gib=4, bandwidth_gb_s=10, bf16_tflops=0.05, generation="cpu")
+    core = GpuSpec(name="cpu-core", memory_gib=4, bandwidth_gb_s=10, bf16_tflops=0.05, generation="cpu")
     tiny = LLMShape(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, parameters=2e5)
     assert _tokens(tiny, core) * 512 == pytest.approx(4 * 2**30 - 0.5e9, rel=1e-2)
     assert _tokens(QWEN2_7B, core) == 0

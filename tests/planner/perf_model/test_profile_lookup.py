@@ -9,11 +9,11 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import profile_tables
-from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, TowerShape
+from cornplug.planner.inputs.schema import Component, GeneratorShape, GpuSpec, LLMShape, TowerShape
 from cornplug.planner.perf_model import profile_lookup
-from cornplug.planner.simulator.step_times import ANY, Hardware
+from cornplug.planner.simulator.step_times import ANY, CellHardware
 
-L4 = Gpu(
+L4 = GpuSpec(
     name="L4",
     memory_gib=24,
     bandwidth_gb_s=300,
@@ -22,7 +22,7 @@ L4 = Gpu(
     generation="ada",
     source="a table",
 )
-A10G = Gpu(name="A10G", memory_gib=22.35, bandwidth_gb_s=600, bf16_tflops=70)
+A10G = GpuSpec(name="A10G", memory_gib=22.35, bandwidth_gb_s=600, bf16_tflops=70)
 LLM = LLMShape(layers=28, hidden=1536, heads=12, kv_heads=2, head_dim=128, parameters=1.54e9)
 TOWER = TowerShape(layers=32, hidden=1280, intermediate=5120, parameters=0.67e9)
 GENERATOR = GeneratorShape(parameters=1e9, flops_per_unit=1e13)
@@ -38,8 +38,8 @@ def encoder(*given: dict[str, Any]) -> Component:
 
 
 def take(
-    component: Component, shape: profile_lookup.Shape | None = LLM, gpu: Gpu = L4, **cell: Any
-) -> Hardware | None:
+    component: Component, shape: profile_lookup.Shape | None = LLM, gpu: GpuSpec = L4, **cell: Any
+) -> CellHardware | None:
     given: dict[str, Any] = {
         "engine": "vllm",
         "tp": 1,
@@ -168,8 +168,11 @@ def test_a_generator_in_the_engine() -> None:
 
 
 def test_a_table_in_a_file(tmp_path: Path) -> None:
-    rows = (profile_tables.Row("prefill", "L4", 512, 0.05), profile_tables.Row("decode", "L4", 1, 0.01))
-    profile_tables.write(tmp_path / "t.csv", profile_tables.Table(rows, {"date": "today"}))
+    rows = (
+        profile_tables.ProfileRow("prefill", "L4", 512, 0.05),
+        profile_tables.ProfileRow("decode", "L4", 1, 0.01),
+    )
+    profile_tables.write(tmp_path / "t.csv", profile_tables.ProfileTable(rows, {"date": "today"}))
     component = llm({"kind": "table", "gpu": "L4", "file": tmp_path / "t.csv", "source": "bench"})
     found = take(component)
     assert found is not None

@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.demand import Draw
+from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.perf_model import request_costs
 from cornplug.planner.simulator import replicas
 from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
-STEPS = StepTimes(
-    Curve.through([1, 100, 400], [0.01, 0.02, 0.1]), Curve.through([1, 8], [0.01, 0.02]), kv_token_s=1e-6
+STEPS = EngineStepTimes(
+    PiecewiseCurve.through([1, 100, 400], [0.01, 0.02, 0.1]),
+    PiecewiseCurve.through([1, 8], [0.01, 0.02]),
+    kv_token_s=1e-6,
 )
 DRAWS = st.lists(
     st.builds(
-        Draw,
+        SampledRequest,
         prompt_tokens=st.integers(1, 3000),
         cached_tokens=st.integers(0, 500),
         patches=st.lists(st.integers(1, 900), max_size=3).map(tuple),
@@ -30,14 +32,16 @@ DRAWS = st.lists(
 
 
 @given(DRAWS, st.sampled_from(["E", "P", "EPD", "PDG", "D"]), st.booleans(), st.integers(1, 700))
-def test_as_the_simulator_has_them(draws: list[Draw], tasks: str, chunked: bool, chunk: int) -> None:
+def test_as_the_simulator_has_them(
+    draws: list[SampledRequest], tasks: str, chunked: bool, chunk: int
+) -> None:
     station = Station(
         "s",
         1,
         tasks,
         steps=STEPS,
-        encode=Curve.through([1000], [0.1]),
-        generate=Curve.line(0.1, 1.0) if "G" in tasks else None,
+        encode=PiecewiseCurve.through([1000], [0.1]),
+        generate=PiecewiseCurve.line(0.1, 1.0) if "G" in tasks else None,
         chunk_tokens=chunk,
         max_patches=1000,
         chunked=chunked,

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.inputs.schema import Component, GeneratorShape, Gpu, LLMShape, Roofline, TowerShape
+from cornplug.planner.inputs.schema import (
+    Component,
+    GeneratorShape,
+    GpuSpec,
+    LLMShape,
+    RooflineProfile,
+    TowerShape,
+)
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.simulator.step_times import StepTimes
+from cornplug.planner.simulator.step_times import EngineStepTimes
 
-H100 = Gpu(
+H100 = GpuSpec(
     name="H100",
     memory_gib=80,
     bandwidth_gb_s=3350,
@@ -26,12 +33,12 @@ MIXTRAL = LLAMA_8B.model_copy(update={"parameters": 46.7e9, "active_parameters":
 
 def steps(
     shape: LLMShape, *, quantisation: str = "none", tp: int = 1, pp: int = 1, **component: object
-) -> StepTimes:
+) -> EngineStepTimes:
     return roofline.llm_steps(
         Component.model_validate({"name": "m", "kind": "llm", **component}),
         shape,
         H100,
-        Roofline(),
+        RooflineProfile(),
         tp=tp,
         pp=pp,
         quantisation=quantisation,
@@ -97,7 +104,7 @@ def test_prompts_longer_than_an_iteration_attend_to_all_of_it() -> None:
     def prefill(context: int | None) -> float:
         component = Component(name="m", kind="llm")
         return roofline.llm_steps(
-            component, LLAMA_8B, H100, Roofline(), tp=1, pp=1, quantisation="none", chunk_tokens=2048,
+            component, LLAMA_8B, H100, RooflineProfile(), tp=1, pp=1, quantisation="none", chunk_tokens=2048,
             max_batch=256, context_tokens=context,
         ).prefill(2048)  # fmt: skip
 
@@ -107,16 +114,16 @@ def test_prompts_longer_than_an_iteration_attend_to_all_of_it() -> None:
 
 def test_a_tower_takes_longer_for_more_pictures_and_less_than_apart() -> None:
     shape = TowerShape(layers=32, hidden=1280, intermediate=5120, parameters=0.67e9, patches_per_token=4)
-    curve = roofline.encode(shape, H100, Roofline(), tp=1)
+    curve = roofline.encode(shape, H100, RooflineProfile(), tp=1)
     one, eight = curve(1024), curve(8192)
     assert one < eight < 8 * one + curve(4096)
     assert curve(16384) == pytest.approx(2 * curve(8192) - 0.003, rel=0.01), (
         "pictures do not attend to each other"
     )
-    assert roofline.encode(shape, H100, Roofline(), tp=2)(4096) < curve(4096)
+    assert roofline.encode(shape, H100, RooflineProfile(), tp=2)(4096) < curve(4096)
 
 
 def test_a_generators_time_is_its_work() -> None:
     shape = GeneratorShape(parameters=20e9, flops_per_unit=4e15)
-    curve = roofline.generate(shape, H100, Roofline(), tp=1, quantisation="none")
+    curve = roofline.generate(shape, H100, RooflineProfile(), tp=1, quantisation="none")
     assert curve(2) == pytest.approx(2 * 4e15 / (0.5 * 989e12) + 0.003, rel=0.01)

@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.candidates.latency_tiers import Tier
-from cornplug.planner.inputs.schema import Change
+from cornplug.planner.candidates.latency_tiers import LatencyTier
+from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.optimizer import milp
-from cornplug.planner.optimizer.optimization_problem import Cell, Demand, Need, Nodes, Pool, Running, Variant
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    CurrentState,
+    MachineClass,
+    OptimizationProblem,
+    PathVariant,
+    RateDemand,
+    ServiceDemand,
+)
 from cornplug.planner.pipeline import current_deployment
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
@@ -19,13 +27,15 @@ from .. import sample_input
 from ..pools import EXACT, NO_RESERVE
 
 
-def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
+def two_tiers() -> tuple[Plan, dict[str, CellSpec], OptimizationProblem]:
     """A plan, and the cells that it would have if its service had two tiers."""
     decision = decide(sample_input.given(rate=7.5), digest="0" * 64)
     (home,) = [decision.problem.cells[name] for name, n in decision.solution.replicas.items() if n]
     assert home.hardware is None
     loose = replace(
-        home, cell=replace(home.cell, name=f"{home.cell.name}:t1", tier=5.0), tier=Tier(5.0, 1.0, 1, 5.0)
+        home,
+        cell=replace(home.cell, name=f"{home.cell.name}:t1", tier=5.0),
+        tier=LatencyTier(5.0, 1.0, 1, 5.0),
     )
     cells = {spec.cell.name: spec for spec in (home, loose)}
     return decision.plan, cells, replace(decision.pool, cells=tuple(s.cell for s in cells.values()))
@@ -33,7 +43,7 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], Pool]:
 
 def test_another_tier_of_the_same_processes_is_free() -> None:
     plan, cells, pool = two_tiers()
-    taken, known = current_deployment.take_over(pool, cells, Change(plan="x"), plan, now=1e9)
+    taken, known = current_deployment.take_over(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
     one, other = cells
     assert taken.running is not None
     assert taken.running.free == {(one, other), (other, one)}
@@ -47,7 +57,7 @@ def test_young_replicas_are_told_by_their_age() -> None:
     plan, cells, pool = two_tiers()
     aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
     for now, young in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
-        taken, _ = current_deployment.take_over(pool, cells, Change(plan="x"), aged, now=now)
+        taken, _ = current_deployment.take_over(pool, cells, ChangeRules(plan="x"), aged, now=now)
         assert taken.running is not None
         assert sum(taken.running.young.values()) == young
 
@@ -60,8 +70,8 @@ def test_dominated_cells_stay_where_something_runs() -> None:
 
 
 def test_what_has_no_cell_is_no_longer_counted() -> None:
-    runs = Running({"a": 2, "b": 1}, {"b": 1})
-    assert current_deployment.limited_to(runs, ["a"]) == Running({"a": 2}, {})
+    runs = CurrentState({"a": 2, "b": 1}, {"b": 1})
+    assert current_deployment.limited_to(runs, ["a"]) == CurrentState({"a": 2}, {})
     assert current_deployment.limited_to(None, ["a"]) is None
 
 
@@ -69,13 +79,13 @@ def test_what_has_no_cell_is_no_longer_counted() -> None:
 def test_a_free_switch_counts_for_no_change(free: bool, changes: int) -> None:
     """The loose cell's replica is needed at the tight tier: with a budget of 0 only free switches may."""
     loose = Cell("loose", "s", "n", 1, 5.0, {"u": 1.0}, switches_with=("tight",))
-    pool = Pool(
-        nodes=(Nodes("n", "G", 1, 1.0, 1),),
+    pool = OptimizationProblem(
+        nodes=(MachineClass("n", "G", 1, 1.0, 1),),
         cells=(loose, Cell("tight", "s", "n", 1, 1.0, {"u": 1.0})),
-        demands=(Demand("u", 1.0),),
-        variants=(Variant("v", "u", "monolith", (Need("s", 1.0),)),),
+        demands=(RateDemand("u", 1.0),),
+        variants=(PathVariant("v", "u", "monolith", (ServiceDemand("s", 1.0),)),),
         limits=NO_RESERVE,
-        running=Running(
+        running=CurrentState(
             {"loose": 1},
             start_cost={"tight": 2.0},
             switch_cost=0.5,

@@ -10,7 +10,7 @@ from planner.made_inputs import two_apps
 
 from cornplug.errors import ConfigError, PlanInfeasible
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.pipeline.decide import Decision, decide
+from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
 
 
@@ -36,11 +36,11 @@ def nodes(gpu: str, price: float, gpus: int = 1, stock: int = 99) -> dict[str, A
     return {"name": f"{gpu}x{gpus}", "gpu": gpu, "gpus": gpus, "price_per_hour": price, "stock": stock}
 
 
-def decided(given: PlanInput) -> Decision:
+def decided(given: PlanInput) -> PlanDecision:
     return decide(given, digest="0" * 64)
 
 
-def replicas(decision: Decision) -> dict[tuple[str, str], int]:
+def replicas(decision: PlanDecision) -> dict[tuple[str, str], int]:
     """(service, GPU) -> replicas."""
     found: dict[tuple[str, str], int] = {}
     for g in decision.plan.groups:
@@ -92,11 +92,11 @@ def test_a_bound_that_nothing_keeps_is_named_with_the_best_there_is() -> None:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Decision:
+def shared() -> PlanDecision:
     return decided(two_apps(simulate=False))
 
 
-def test_every_class_is_routed_in_full(shared: Decision) -> None:
+def test_every_class_is_routed_in_full(shared: PlanDecision) -> None:
     for o in shared.plan.outlook:
         routes = [r for r in shared.plan.routes if (r.app, r.request) == (o.app, o.request)]
         assert sum(r.rate for r in routes) == pytest.approx(o.rate)
@@ -105,7 +105,7 @@ def test_every_class_is_routed_in_full(shared: Decision) -> None:
                 assert sum(stage.groups.values()) == pytest.approx(1)
 
 
-def test_no_group_has_more_than_its_online_share(shared: Decision) -> None:
+def test_no_group_has_more_than_its_online_share(shared: PlanDecision) -> None:
     load = dict.fromkeys((g.name for g in shared.plan.groups), 0.0)
     groups = {g.name: g for g in shared.plan.groups}
     for route in shared.plan.routes:
@@ -118,7 +118,7 @@ def test_no_group_has_more_than_its_online_share(shared: Decision) -> None:
         assert load[name] == pytest.approx(g.utilisation, rel=1e-4)
 
 
-def test_every_replica_has_its_own_gpus(shared: Decision) -> None:
+def test_every_replica_has_its_own_gpus(shared: PlanDecision) -> None:
     taken: dict[tuple[str, int, int], float] = {}
     nodes = {n.name: n for n in shared.plan.nodes}
     for g in shared.plan.groups:
@@ -131,7 +131,7 @@ def test_every_replica_has_its_own_gpus(shared: Decision) -> None:
     assert all(share <= 1 for share in taken.values())
 
 
-def test_one_replica_of_each_service_may_be_lost(shared: Decision) -> None:
+def test_one_replica_of_each_service_may_be_lost(shared: PlanDecision) -> None:
     """A busy machine's solver may leave a replica without work: nobody misses that one."""
     busy = [g for g in shared.plan.groups if g.utilisation > 0]
     assert busy
@@ -139,7 +139,7 @@ def test_one_replica_of_each_service_may_be_lost(shared: Decision) -> None:
         assert sum(other.replicas for other in shared.plan.groups if other.service == g.service) >= 2
 
 
-def test_engines_have_the_settings_that_become_flags(shared: Decision) -> None:
+def test_engines_have_the_settings_that_become_flags(shared: PlanDecision) -> None:
     for g in shared.plan.groups:
         if set(g.tasks) & set("PD"):
             assert g.settings is not None
@@ -147,12 +147,12 @@ def test_engines_have_the_settings_that_become_flags(shared: Decision) -> None:
         assert (g.kv is not None) == bool(set(g.tasks) & set("PD"))
 
 
-def test_a_plan_is_read_back_as_it_was_written(shared: Decision, tmp_path: Path) -> None:
+def test_a_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Path) -> None:
     shared.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == shared.plan
 
 
-def test_a_plan_that_was_edited_into_none_is_refused(shared: Decision, tmp_path: Path) -> None:
+def test_a_plan_that_was_edited_into_none_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
     with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*`cornplug plan` writes a new one"):

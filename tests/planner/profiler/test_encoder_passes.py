@@ -5,12 +5,12 @@ import pytest
 
 from cornplug.errors import ConfigError, CornplugError
 from cornplug.planner.profiler import encoder_passes
-from cornplug.planner.profiler.encoder_passes import Passes, Round, passes, points
+from cornplug.planner.profiler.encoder_passes import BenchRound, PassCounter, passes, points
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
     tower_s = a * passes_ + b * pictures * tokens
-    return Round(pictures, pictures * tokens, around + tower_s, Passes(passes_, tower_s))
+    return BenchRound(pictures, pictures * tokens, around + tower_s, PassCounter(passes_, tower_s))
 
 
 def test_a_batch_takes_the_towers_time_and_what_is_around_it():

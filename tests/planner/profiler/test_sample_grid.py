@@ -5,22 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler.sample_grid import Ask, Grid, Timed
+from cornplug.planner.profiler.sample_grid import GridPoint, SampleGrid, TimedPoint
 
-GRID = Grid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
+GRID = SampleGrid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
 CELL = {"gpu": "cpu-core", "engine": "vllm"}
 
 
 def answered(asks, *, overhead, per_token, base, context=0.0, batch=1):
     """By an engine whose iterations take base + per_token for each token of prompt or output."""
 
-    def seconds(ask: Ask) -> float:
+    def seconds(ask: GridPoint) -> float:
         steps = ask.output_tokens - 1
         read = ask.prompt_tokens * steps + steps * (steps + 1) / 2
         decoding = steps * (base + per_token * batch) + context * batch * read
         return overhead + base + per_token * ask.prompt_tokens + decoding
 
-    return [Timed(ask, seconds(ask)) for ask in asks]
+    return [TimedPoint(ask, seconds(ask)) for ask in asks]
 
 
 def measured(grid, **engine):
@@ -59,14 +59,14 @@ def test_slow_first_answers_do_not_count():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
     alone = answered(GRID.alone(), **engine)
     kinds = len(alone) // (GRID.repeats + 1)
-    cold = [Timed(t.ask, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
+    cold = [TimedPoint(t.ask, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
     together = {b: answered(GRID.together(b), batch=b, **engine) for b in GRID.batches[1:]}
 
     assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
 
 
 def test_noise_larger_than_the_work_is_no_measurement():
-    alone = [Timed(ask, 0.1) for ask in GRID.alone()]
+    alone = [TimedPoint(ask, 0.1) for ask in GRID.alone()]
 
     with pytest.raises(CornplugError, match="busy with other work"):
         GRID.rows(alone, {}, **CELL)
@@ -85,5 +85,5 @@ def test_a_grid_that_cannot_be_measured_says_which_part(field, values):
     given_ = {"prompts": (64,), "batches": (1,), "output_tokens": 32, "repeats": 3, field: values}
 
     with pytest.raises(ConfigError) as e:
-        Grid(**given_)
+        SampleGrid(**given_)
     assert e.value.field == field

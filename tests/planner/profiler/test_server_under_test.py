@@ -4,18 +4,18 @@ import subprocess
 
 import pytest
 
-from cornplug.planner.launch.command_lines import Command
+from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.launch.process_runner import ProcessEnded
-from cornplug.planner.profiler.sample_grid import Grid
+from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.profiler.server_under_test import engine, free_port, running
 
-GRID = Grid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
+GRID = SampleGrid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 
 
-def served(port: int, *argv: str) -> Command:
+def served(port: int, *argv: str) -> LaunchCommand:
     """Any program, as if it were an engine."""
     health = f"http://127.0.0.1:{port}/"
-    return Command("profile", 0, "127.0.0.1", argv, {}, "engine", port, health)
+    return LaunchCommand("profile", 0, "127.0.0.1", argv, {}, "engine", port, health)
 
 
 def test_a_server_that_ends_at_once_is_explained_by_its_log(tmp_path):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from cornplug.errors import CornplugError
-from cornplug.planner.profiler.sample_grid import Ask
-from cornplug.planner.profiler.vllm_bench import Served, command, timed, trace_lines
+from cornplug.planner.profiler.sample_grid import GridPoint
+from cornplug.planner.profiler.vllm_bench import BenchedModel, command, timed, trace_lines
 
-ASKS = [Ask(1, 1), Ask(40, 8), Ask(16, 8)]
+ASKS = [GridPoint(1, 1), GridPoint(40, 8), GridPoint(16, 8)]
 
 
 def result(**changed):
@@ -43,7 +43,7 @@ def test_an_answer_that_stopped_early_is_no_measurement():
 
 
 def test_it_sends_nothing_that_would_warm_the_prefix_cache(tmp_path):
-    served = Served("http://127.0.0.1:1", "model", "/m", 2048)
+    served = BenchedModel("http://127.0.0.1:1", "model", "/m", 2048)
     line = command(served, tmp_path / "trace.jsonl", tmp_path / "result.json", requests=3, concurrency=2)
 
     assert line[line.index("--ready-check-timeout-sec") + 1] == "0"

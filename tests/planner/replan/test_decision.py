@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.schema import Change, PlanInput
-from cornplug.planner.pipeline.decide import Decision, decide
+from cornplug.planner.inputs.schema import ChangeRules, PlanInput
+from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import decision as verdict
-from cornplug.planner.replan.decision import Verdict
+from cornplug.planner.replan.decision import ReplanDecision
 
 from .. import sample_input
 
@@ -31,14 +31,14 @@ def running(folder: Path, of: PlanInput) -> Plan:
     return plan
 
 
-def replanned(folder: Path, of: PlanInput, **changes: Any) -> tuple[Verdict, Decision]:
+def replanned(folder: Path, of: PlanInput, **changes: Any) -> tuple[ReplanDecision, PlanDecision]:
     """`of`: the input with the observed load."""
-    change = Change(plan=folder / "plan.json", **changes)
+    change = ChangeRules(plan=folder / "plan.json", **changes)
     decision = decide(of.model_copy(update={"change": change}), digest="0" * 64)
     return verdict.judge(Plan.load(change.plan), decision, change), decision
 
 
-def texts(found: Verdict) -> list[str]:
+def texts(found: ReplanDecision) -> list[str]:
     return [step.text for step in found.steps]
 
 

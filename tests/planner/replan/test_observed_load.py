@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
 from cornplug.planner.replan import observed_load
-from cornplug.planner.replan.observed_load import Counts, Snapshot
+from cornplug.planner.replan.observed_load import HistogramCounts, MetricsSnapshot
 
 from ..metrics_text import VLLM, SGLang
 
 
-def snapshot(text: str, at_s: float) -> Snapshot:
+def snapshot(text: str, at_s: float) -> MetricsSnapshot:
     return observed_load.parse(text, at_s, "engine")
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is the engine up"):
         observed_load.read("http://127.0.0.1:9/metrics")
     with pytest.raises(ConfigError, match="older than the first"):
-        observed_load.between(Snapshot(2, {}), Snapshot(1, {}))
+        observed_load.between(MetricsSnapshot(2, {}), MetricsSnapshot(1, {}))
 
 
 @settings(deadline=None, max_examples=50)
@@ -130,7 +130,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_real_one(values: list[float], q: f
     inside = [
         sum(1 for v in values if low < v <= high) for low, high in zip((0, *bounds), bounds, strict=False)
     ]
-    found = Counts(bounds, tuple(map(float, inside)), sum(values)).quantile(q)
+    found = HistogramCounts(bounds, tuple(map(float, inside)), sum(values)).quantile(q)
     real = sorted(values)[max(math.ceil(q * len(values) - 1e-9) - 1, 0)]
     bucket = next(i for i, b in enumerate(bounds) if real <= b)
     assert (0, *bounds)[bucket] <= found <= bounds[bucket] * 1.0001 or found == pytest.approx(

@@ -16,7 +16,7 @@ from cornplug import cli
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import observed_load, replan_state
 from cornplug.planner.replan import replan_command as replan
-from cornplug.planner.replan.observed_load import Snapshot
+from cornplug.planner.replan.observed_load import MetricsSnapshot
 from cornplug.planner.replan.replan_command import CHANGE, aged
 
 from ..metrics_text import VLLM
@@ -176,7 +176,7 @@ def test_an_engine_is_asked_twice_a_window_apart(address: str) -> None:
 
 
 def test_without_a_window_the_last_run_is_its_beginning(address: str) -> None:
-    last = {address: Snapshot(time.time() - 100, {})}
+    last = {address: MetricsSnapshot(time.time() - 100, {})}
     before, _ = replan._snapshots([address], last, None)
     assert before == last
 
@@ -193,12 +193,13 @@ def test_another_plan_begins_anew(site: Site) -> None:
 
 def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     state = site.folder / "plan/plan-state.json"
-    before = replan_state.State.model_validate_json(state.read_bytes())
+    before = replan_state.ReplanState.model_validate_json(state.read_bytes())
     site.at_s -= 60
     status, said = site.replan()
     assert (status, said[:14]) == (0, "First snapshot")
     assert (
-        replan_state.State.model_validate_json(state.read_bytes()).snapshots.keys() == before.snapshots.keys()
+        replan_state.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
+        == before.snapshots.keys()
     )
 
 

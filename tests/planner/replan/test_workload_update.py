@@ -6,10 +6,10 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.schema import Media, PlanInput, Request, SharedPrefix
-from cornplug.planner.plan import Plan, Route, Stage
+from cornplug.planner.inputs.schema import PlanInput, RequestMedia, RequestSpec, SharedPrefix
+from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 from cornplug.planner.replan import observed_load, workload_update
-from cornplug.planner.replan.observed_load import Window
+from cornplug.planner.replan.observed_load import ObservedWindow
 
 from ..metrics_text import VLLM
 from ..sample_input import given
@@ -19,26 +19,28 @@ from ..sample_plan import group, plan
 def one_group(**requests: float) -> Plan:
     """Class -> planned rate, all through one engine group."""
     routes = [
-        Route(
+        PlanRoute(
             app="chat",
             request=name,
             structure="monolith",
             rate=rate,
-            stages=[Stage(tasks="PD", groups={"llm7/PD": 1.0})],
+            stages=[RouteStage(tasks="PD", groups={"llm7/PD": 1.0})],
         )
         for name, rate in requests.items()
     ]
     return plan(groups=[group("llm7/PD", "PD")], routes=routes)
 
 
-def window(n: int, seconds: float, prompt: float = 400, output: float = 60, cached: float = 0.0) -> Window:
+def window(
+    n: int, seconds: float, prompt: float = 400, output: float = 60, cached: float = 0.0
+) -> ObservedWindow:
     engine = VLLM()
     before = observed_load.parse(engine.text, 0, "")
     engine.serve(n, prompt, output, cached=cached)
     return observed_load.between(before, observed_load.parse(engine.text, seconds, ""))
 
 
-def with_requests(*requests: Request) -> PlanInput:
+def with_requests(*requests: RequestSpec) -> PlanInput:
     base = given()
     app = base.applications[0].model_copy(update={"requests": list(requests)})
     return base.model_copy(update={"applications": [app]})
@@ -73,8 +75,8 @@ def test_a_lone_class_gets_the_observed_lengths() -> None:
 
 def test_two_classes_of_one_engine_grow_alike() -> None:
     base = with_requests(
-        Request(name="short", rate=4, prompt=100, output=60),
-        Request(name="long", rate=1, prompt=1600, output=60),
+        RequestSpec(name="short", rate=4, prompt=100, output=60),
+        RequestSpec(name="long", rate=1, prompt=1600, output=60),
     )
     # The mixture's mean is 400, as planned: neither class's own mean is, and nothing may change but the rate.
     changed, differences = workload_update.updated(
@@ -92,8 +94,8 @@ def test_two_classes_of_one_engine_grow_alike() -> None:
 
 
 def test_groups_count_by_their_part_of_the_route() -> None:
-    halves = Stage(tasks="PD", groups={"a": 0.75, "b": 0.25})
-    route = Route(app="chat", request="short", structure="monolith", rate=8, stages=[halves])
+    halves = RouteStage(tasks="PD", groups={"a": 0.75, "b": 0.25})
+    route = PlanRoute(app="chat", request="short", structure="monolith", rate=8, stages=[halves])
     running = plan(groups=[group("a", "PD"), group("b", "PD")], routes=[route])
     changed, _ = workload_update.updated(given(rate=8), running, {"a": window(720, 60), "b": window(240, 60)})
     assert changed.applications[0].requests[0].rate == pytest.approx(16)
@@ -103,10 +105,12 @@ def test_groups_count_by_their_part_of_the_route() -> None:
 
 def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits() -> None:
     base = with_requests(
-        Request(name="short", rate=5, prompt=400, output=60, prefix=SharedPrefix(tokens=200, hit_rate=0.2))
+        RequestSpec(
+            name="short", rate=5, prompt=400, output=60, prefix=SharedPrefix(tokens=200, hit_rate=0.2)
+        )
     )
-    stages = [Stage(tasks="P", groups={"p": 1.0}), Stage(tasks="D", groups={"d": 1.0})]
-    route = Route(app="chat", request="short", structure="P+D", rate=5, stages=stages)
+    stages = [RouteStage(tasks="P", groups={"p": 1.0}), RouteStage(tasks="D", groups={"d": 1.0})]
+    route = PlanRoute(app="chat", request="short", structure="P+D", rate=5, stages=stages)
     running = plan(groups=[group("p", "P"), group("d", "D")], routes=[route])
     seen = {"p": window(600, 60, cached=0.45), "d": window(300, 60, cached=1.0)}
     changed, (difference,) = workload_update.updated(base, running, seen)
@@ -119,9 +123,9 @@ def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits
 
 
 def test_media_keep_their_tokens_and_take_the_observed_hits() -> None:
-    media = Media(encoder="vit", items=1, tokens=300, hit_rate=0.1)
-    base = with_requests(Request(name="short", rate=5, prompt=100, output=60, media=[media]))
-    seen = Window(60, 300, 0, embedding_hits={"chat": 0.7}, prompt=window(300, 60, prompt=500).prompt)
+    media = RequestMedia(encoder="vit", items=1, tokens=300, hit_rate=0.1)
+    base = with_requests(RequestSpec(name="short", rate=5, prompt=100, output=60, media=[media]))
+    seen = ObservedWindow(60, 300, 0, embedding_hits={"chat": 0.7}, prompt=window(300, 60, prompt=500).prompt)
     changed, differences = workload_update.updated(base, one_group(short=5), {"": seen})
     assert {d.what: round(d.observed, 1) for d in differences} == {
         "prompt": pytest.approx(200, rel=0.03),

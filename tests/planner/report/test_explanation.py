@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from cornplug.planner.inputs.schema import PlanInput, Slo
-from cornplug.planner.pipeline.decide import Decision, decide
+from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.report import binding_constraints, explanation, monolith, slo_cost_curve
-from cornplug.planner.report.counterfactual import Answer, Clock
+from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationClock
 
 from ..sample_input import given
 
 
-def decided(of: PlanInput) -> Decision:
+def decided(of: PlanInput) -> PlanDecision:
     return decide(of, digest="0" * 64)
 
 
@@ -189,21 +189,21 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("single", "says"),
     [
-        (Answer(12.0, True), "everywhere, it costs $12.00/h, 20 % more."),
-        (Answer(10.0, True), "$10.00/h, the same."),
+        (CounterfactualAnswer(12.0, True), "everywhere, it costs $12.00/h, 20 % more."),
+        (CounterfactualAnswer(10.0, True), "$10.00/h, the same."),
         (
-            Answer(None, True, "demand[a/b]: too slow"),
+            CounterfactualAnswer(None, True, "demand[a/b]: too slow"),
             "no plan keeps the SLOs on this pool (demand[a/b]: too slow).",
         ),
     ],
 )
-def test_words_about_the_monolith(single: Answer, says: str) -> None:
+def test_words_about_the_monolith(single: CounterfactualAnswer, says: str) -> None:
     assert monolith.it_loses(10.0, single).endswith(says)
 
 
 def test_a_clock_runs_out() -> None:
     now = [0.0]
-    clock = Clock(3, lambda: now[0])
+    clock = ExplanationClock(3, lambda: now[0])
     now[0] = 2
     assert clock.left == 1
     now[0] = 5

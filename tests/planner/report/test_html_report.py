@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.planner.plan import CurvePoint, PlannedNodes, Why
+from cornplug.planner.plan import CurvePoint, PlanExplanation, PlannedNodes
 from cornplug.planner.report import html_report, placement_chart
 
 from ..sample_plan import group, plan
@@ -131,7 +131,7 @@ def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
 
 def test_the_curve_goes_down_where_cost_goes_down() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
-    page = Page(html_report.html(plan(why=Why(curve=points))))
+    page = Page(html_report.html(plan(why=PlanExplanation(curve=points))))
     heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 

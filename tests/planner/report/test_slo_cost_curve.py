@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from cornplug.planner.report.slo_cost_curve import Cost, falling
+from cornplug.planner.report.slo_cost_curve import SweepCost, falling
 
 
 def test_looser_bounds_never_cost_more() -> None:
     found = {
-        2.0: Cost(366.0),
-        1.0: Cost(114.0),
-        1.5: Cost(110.0),
-        0.7: Cost(165.0),
-        0.5: Cost(None),
-        3.0: Cost(None),
+        2.0: SweepCost(366.0),
+        1.0: SweepCost(114.0),
+        1.5: SweepCost(110.0),
+        0.7: SweepCost(165.0),
+        0.5: SweepCost(None),
+        3.0: SweepCost(None),
     }
     points = {p.slo_factor: p.cost_per_hour for p in falling(found)}
     assert points == {0.5: None, 0.7: 165.0, 1.0: 114.0, 1.5: 110.0, 2.0: 110.0, 3.0: 110.0}
@@ -21,4 +21,4 @@ def test_looser_bounds_never_cost_more() -> None:
 
 def test_the_plan_itself_is_what_it_is() -> None:
     """A quick solve at tighter bounds, not rehearsed, may look cheaper."""
-    assert [p.cost_per_hour for p in falling({0.7: Cost(90.0), 1.0: Cost(114.0)})] == [90.0, 114.0]
+    assert [p.cost_per_hour for p in falling({0.7: SweepCost(90.0), 1.0: SweepCost(114.0)})] == [90.0, 114.0]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cornplug.planner.plan import Plan, Proof, Why
+from cornplug.planner.plan import OptimalityProof, Plan, PlanExplanation
 from cornplug.planner.report import formatting, slo_checks
 from cornplug.planner.report import terminal as summary
 
@@ -33,8 +33,8 @@ def test_cost_and_proof_stand_first() -> None:
 
 
 def test_what_is_not_proved_is_never_called_optimal() -> None:
-    found = Proof(status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2)
-    said = shown(plan(proof=found, why=Why()))
+    found = OptimalityProof(status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2)
+    said = shown(plan(proof=found, why=PlanExplanation()))
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said
 

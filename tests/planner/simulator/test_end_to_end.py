@@ -8,41 +8,47 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.plan import Route, Stage
-from cornplug.planner.simulator.end_to_end import Class, Result, rehearse
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.plan import PlanRoute, RouteStage
+from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, rehearse
 from cornplug.planner.simulator.simulator import Station
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
-STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3), request_overhead_s=0.5)
-ONE = [Draw(100, 0, (200,), 3, 0.0)]
+STEPS = EngineStepTimes(
+    PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3), request_overhead_s=0.5
+)
+ONE = [SampledRequest(100, 0, (200,), 3, 0.0)]
 STATIONS = {
-    "vit": Station("vit", 1, "E", encode=Curve((1.0,), (1e-3,)), max_patches=400),
+    "vit": Station("vit", 1, "E", encode=PiecewiseCurve((1.0,), (1e-3,)), max_patches=400),
     "p": Station("p", 2, "P", steps=STEPS),
     "d": Station("d", 2, "D", steps=STEPS),
-    "mono": Station("mono", 1, "EPD", steps=STEPS, encode=Curve((1.0,), (1e-3,))),
+    "mono": Station("mono", 1, "EPD", steps=STEPS, encode=PiecewiseCurve((1.0,), (1e-3,))),
 }
 APART = [
-    Stage(tasks="E", groups={"vit": 1}),
-    Stage(tasks="P", groups={"p": 1}),
-    Stage(tasks="D", groups={"d": 1}),
+    RouteStage(tasks="E", groups={"vit": 1}),
+    RouteStage(tasks="P", groups={"p": 1}),
+    RouteStage(tasks="D", groups={"d": 1}),
 ]
-TOGETHER = [Stage(tasks="EPD", groups={"mono": 1})]
+TOGETHER = [RouteStage(tasks="EPD", groups={"mono": 1})]
 
 
-def route(stages: list[Stage], rate: float = 1.0, request: str = "a") -> Route:
-    return Route(app="chat", request=request, structure="x", rate=rate, stages=stages)
+def route(stages: list[RouteStage], rate: float = 1.0, request: str = "a") -> PlanRoute:
+    return PlanRoute(app="chat", request=request, structure="x", rate=rate, stages=stages)
 
 
-def classes(rate: float, burst: float = 1.0, draws: list[Draw] = ONE, request: str = "a") -> dict[str, Class]:
-    return {f"chat/{request}": Class(f"chat/{request}", rate, burst, draws)}
+def classes(
+    rate: float, burst: float = 1.0, draws: list[SampledRequest] = ONE, request: str = "a"
+) -> dict[str, TrafficClass]:
+    return {f"chat/{request}": TrafficClass(f"chat/{request}", rate, burst, draws)}
 
 
-def transfer(before: str, after: str, draw: Draw) -> float:
+def transfer(before: str, after: str, draw: SampledRequest) -> float:
     return {"EP": 0.01, "PD": draw.prompt_tokens * 1e-3}[before + after]
 
 
-def run(routes: list[Route], given: dict[str, Class], requests: int = 400) -> dict[str, Result]:
+def run(
+    routes: list[PlanRoute], given: dict[str, TrafficClass], requests: int = 400
+) -> dict[str, SimulatedTimes]:
     return rehearse(STATIONS, routes, given, transfer, requests=requests, seed=0, most_runs=1)
 
 
@@ -76,7 +82,7 @@ def test_an_overload_finishes_what_its_slowest_station_can() -> None:
 
 def test_classes_share_stations() -> None:
     """Its neighbour's long prompts are what a short one waits for."""
-    short, long = [Draw(10, 0, (), 1, 0.0)], [Draw(20_000, 0, (), 1, 0.0)]
+    short, long = [SampledRequest(10, 0, (), 1, 0.0)], [SampledRequest(20_000, 0, (), 1, 0.0)]
     routes = [route([APART[1]]), route([APART[1]], request="b")]
     alone = run(routes[:1], classes(1.0, draws=short))
     both = run(routes, classes(1.0, draws=short) | classes(0.6, draws=long, request="b"))
@@ -86,7 +92,9 @@ def test_classes_share_stations() -> None:
 
 
 def test_a_seed_decides() -> None:
-    draws = [Draw(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)]
+    draws = [
+        SampledRequest(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)
+    ]
     given = classes(2.0, 2.0, draws)
     first, again = (run([route(APART)], given)["chat/a"] for _ in range(2))
     assert first == again
@@ -97,11 +105,11 @@ def test_a_seed_decides() -> None:
 @pytest.mark.parametrize(
     ("stages", "request_name", "message"),
     [
-        ([Stage(tasks="P", groups={"q": 1})], "a", r'chat/a: no group "q"\. Known: vit, p, d, mono'),
+        ([RouteStage(tasks="P", groups={"q": 1})], "a", r'chat/a: no group "q"\. Known: vit, p, d, mono'),
         (TOGETHER, "z", r"chat/z: no such request class\. Known: chat/a"),
     ],
 )
-def test_what_a_route_names_must_be_there(stages: list[Stage], request_name: str, message: str) -> None:
+def test_what_a_route_names_must_be_there(stages: list[RouteStage], request_name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run([route(stages, request=request_name)], classes(1.0))
 
@@ -112,7 +120,7 @@ def test_no_routes_no_results() -> None:
 
 def test_runs_are_repeated_until_the_percentiles_are_known() -> None:
     """Single runs of an uneven load spread more, from seed to seed, than what `rehearse` makes of many."""
-    draws = [Draw(int(n), 0, (), 40, 0.0) for n in np.random.default_rng(0).integers(10, 9000, 50)]
+    draws = [SampledRequest(int(n), 0, (), 40, 0.0) for n in np.random.default_rng(0).integers(10, 9000, 50)]
     given = classes(1.6, 2.0, draws)
     stations, path = {"p": STATIONS["p"]}, [route([APART[1]])]
 

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from planner import simpy_stations
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import Draw
-from cornplug.planner.simulator.simulator import Job, Outcome, Station, Visit, simulate
-from cornplug.planner.simulator.step_times import Curve, StepTimes
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
+from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
-STEPS = StepTimes(Curve.line(0.01, 1e-4), Curve.line(0.02, 1e-3))
-HERE = (Visit(0),)
+STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3))
+HERE = (StationVisit(0),)
 
 
 def draw(
     prompt: int = 100, output: int = 1, cached: int = 0, patches: tuple[int, ...] = (), units: float = 0.0
-) -> Draw:
-    return Draw(prompt, cached, patches, output, units)
+) -> SampledRequest:
+    return SampledRequest(prompt, cached, patches, output, units)
 
 
-def run(station: Station, *jobs: tuple[float, Draw]) -> Outcome:
-    return simulate([station], [Job(at, 0, d, HERE) for at, d in jobs])
+def run(station: Station, *jobs: tuple[float, SampledRequest]) -> JobOutcomes:
+    return simulate([station], [StationJob(at, 0, d, HERE) for at, d in jobs])
 
 
 # By hand --------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_decode_admits_by_batch_and_by_kv() -> None:
 
 
 def test_items_share_batches_and_a_request_leaves_with_its_last_item() -> None:
-    station = Station("vit/E", 1, "E", encode=Curve.line(1.0, 0.01), max_patches=100)
+    station = Station("vit/E", 1, "E", encode=PiecewiseCurve.line(1.0, 0.01), max_patches=100)
     got = run(
         station,
         (0.0, draw(patches=(60, 60))),
@@ -88,13 +88,15 @@ def test_items_share_batches_and_a_request_leaves_with_its_last_item() -> None:
 
 
 def test_an_engine_encodes_inside_the_iteration_of_the_first_chunk() -> None:
-    station = Station("llm/EPD", 1, "EPD", steps=STEPS, encode=Curve.line(1.0, 0.01), chunk_tokens=100)
+    station = Station(
+        "llm/EPD", 1, "EPD", steps=STEPS, encode=PiecewiseCurve.line(1.0, 0.01), chunk_tokens=100
+    )
     got = run(station, (0.0, draw(150, patches=(50, 50))))
     assert got.ttft[0] == pytest.approx(2.0 + 0.02 + 0.015)
 
 
 def test_a_monolith_that_generates_serves_one_request_after_the_other() -> None:
-    station = Station("omni/PDG", 1, "PDG", steps=STEPS, generate=Curve((1.0,), (5.0,)))
+    station = Station("omni/PDG", 1, "PDG", steps=STEPS, generate=PiecewiseCurve((1.0,), (5.0,)))
     got = run(station, (0.0, draw(100, output=3, units=2)), (1.0, draw(100, output=1, units=1)))
     np.testing.assert_allclose(got.ttft, [0.02, 0.02 + 0.042 + 10.0 - 1.0 + 0.02])
     np.testing.assert_allclose(got.tpot, [0.021, np.nan])
@@ -103,12 +105,12 @@ def test_a_monolith_that_generates_serves_one_request_after_the_other() -> None:
 
 def test_a_path_through_stations_counts_transfers_and_its_first_token_once() -> None:
     stations = [
-        Station("vit/E", 1, "E", encode=Curve((1.0,), (1e-3,))),
+        Station("vit/E", 1, "E", encode=PiecewiseCurve((1.0,), (1e-3,))),
         Station("llm/P", 1, "P", steps=dataclasses.replace(STEPS, request_overhead_s=0.1)),
         Station("llm/D", 1, "D", steps=dataclasses.replace(STEPS, request_overhead_s=0.1)),
     ]
-    visits = (Visit(0), Visit(1, 0.02), Visit(2, 0.3))
-    got = simulate(stations, [Job(5.0, 7, draw(100, output=3, patches=(200,)), visits)])
+    visits = (StationVisit(0), StationVisit(1, 0.02), StationVisit(2, 0.3))
+    got = simulate(stations, [StationJob(5.0, 7, draw(100, output=3, patches=(200,)), visits)])
     np.testing.assert_allclose(got.stage_s, [[0.2, 0.02, 0.042]])
     assert got.ttft[0] == pytest.approx(0.1 + 0.2 + 0.02 + 0.02)
     assert got.tpot[0] == pytest.approx((0.3 + 0.042) / 2)
@@ -128,7 +130,7 @@ def test_routers_differ_as_they_should() -> None:
 
 
 def test_random_routing_is_the_seeds() -> None:
-    jobs = [Job(i * 0.01, 0, draw(100 + i), HERE) for i in range(200)]
+    jobs = [StationJob(i * 0.01, 0, draw(100 + i), HERE) for i in range(200)]
     station = Station("p", 4, "P", steps=STEPS, router="random")
     first, same, other = (simulate([station], jobs, seed=s).ttft for s in (1, 1, 2))
     assert np.array_equal(first, same)
@@ -136,13 +138,13 @@ def test_random_routing_is_the_seeds() -> None:
 
 
 def test_busy_is_the_share_of_time_between_first_and_last_arrival() -> None:
-    station = Station("tts/G", 2, "G", generate=Curve((1.0,), (1.0,)))
+    station = Station("tts/G", 2, "G", generate=PiecewiseCurve((1.0,), (1.0,)))
     got = run(station, (10.0, draw(units=2)), (14.0, draw(units=9)))
     assert got.busy == {"tts/G": pytest.approx(2.0 / 8.0)}
 
 
 def test_no_jobs_is_an_empty_outcome() -> None:
-    assert simulate([Station("tts/G", 1, "G", generate=Curve((1.0,), (1.0,)))], []).e2e.shape == (0,)
+    assert simulate([Station("tts/G", 1, "G", generate=PiecewiseCurve((1.0,), (1.0,)))], []).e2e.shape == (0,)
 
 
 # What it is told -------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def test_unsorted_jobs_are_refused() -> None:
 # Against simpy ---------------------------------------------------------------------------------
 
 
-def random_jobs(seed: int, n: int, rate: float, visits: tuple[Visit, ...]) -> list[Job]:
+def random_jobs(seed: int, n: int, rate: float, visits: tuple[StationVisit, ...]) -> list[StationJob]:
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.exponential(1 / rate, n))
     jobs = []
@@ -184,12 +186,20 @@ def random_jobs(seed: int, n: int, rate: float, visits: tuple[Visit, ...]) -> li
         prompt = int(rng.lognormal(6, 1)) + 2
         items = tuple(int(p) for p in rng.integers(1, 900, rng.integers(0, 4)))
         cached = int(rng.integers(0, prompt))
-        jobs.append(Job(float(t), 0, Draw(prompt, cached, items, int(rng.geometric(0.05)), 0.0), visits))
+        jobs.append(
+            StationJob(
+                float(t), 0, SampledRequest(prompt, cached, items, int(rng.geometric(0.05)), 0.0), visits
+            )
+        )
     return jobs
 
 
-STEEP = StepTimes(
-    Curve((1, 128, 1024), (0.01, 0.02, 0.11)), Curve((1, 8, 64), (0.01, 0.012, 0.03)), 2e-7, 1.1, 0.0
+STEEP = EngineStepTimes(
+    PiecewiseCurve((1, 128, 1024), (0.01, 0.02, 0.11)),
+    PiecewiseCurve((1, 8, 64), (0.01, 0.012, 0.03)),
+    2e-7,
+    1.1,
+    0.0,
 )
 NETWORKS = {
     "E": ["E"],
@@ -210,7 +220,7 @@ def test_completions_are_those_of_simpy(network: str, rate: float, kv: int) -> N
             1,
             tasks,
             steps=STEEP,
-            encode=Curve.line(0.005, 2e-5),
+            encode=PiecewiseCurve.line(0.005, 2e-5),
             max_patches=1500,
             chunk_tokens=512,
             max_batch=24,
@@ -218,7 +228,7 @@ def test_completions_are_those_of_simpy(network: str, rate: float, kv: int) -> N
         )
         for tasks in NETWORKS[network]
     ]
-    visits = tuple(Visit(i, 0.003 * i) for i in range(len(stations)))
+    visits = tuple(StationVisit(i, 0.003 * i) for i in range(len(stations)))
     jobs = random_jobs(len(network), 300, rate, visits)
     ours = simulate(stations, jobs)
     theirs = simpy_stations.run(stations, jobs)
@@ -247,8 +257,8 @@ def any_station(tasks: str, replicas: int) -> Station:
         replicas,
         tasks,
         steps=STEEP,
-        encode=Curve.line(0.005, 2e-5),
-        generate=Curve((1.0,), (0.1,)),
+        encode=PiecewiseCurve.line(0.005, 2e-5),
+        generate=PiecewiseCurve((1.0,), (0.1,)),
         kv_tokens=3060,
         chunk_tokens=512,
         max_batch=8,
@@ -264,7 +274,7 @@ def any_station(tasks: str, replicas: int) -> Station:
 )
 @settings(deadline=None, max_examples=60)
 def test_every_job_finishes_and_no_sooner_than_it_would_alone(
-    rows: list[tuple[float, Draw]], tasks: str, replicas: int, router: str
+    rows: list[tuple[float, SampledRequest]], tasks: str, replicas: int, router: str
 ) -> None:
     station = dataclasses.replace(any_station(tasks, replicas), router=router)  # type: ignore[arg-type]
     got = run(station, *rows)
@@ -278,7 +288,7 @@ def test_every_job_finishes_and_no_sooner_than_it_would_alone(
 @given(ARRIVALS, st.sampled_from(["G", "PDG"]))
 @settings(deadline=None, max_examples=40)
 def test_a_serial_station_is_first_in_first_out_and_never_idle_with_work(
-    rows: list[tuple[float, Draw]], tasks: str
+    rows: list[tuple[float, SampledRequest]], tasks: str
 ) -> None:
     station = any_station(tasks, 1)
     got = run(station, *rows)
@@ -290,7 +300,9 @@ def test_a_serial_station_is_first_in_first_out_and_never_idle_with_work(
 
 @given(ARRIVALS, st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
-def test_one_more_replica_makes_no_one_wait_longer(rows: list[tuple[float, Draw]], replicas: int) -> None:
+def test_one_more_replica_makes_no_one_wait_longer(
+    rows: list[tuple[float, SampledRequest]], replicas: int
+) -> None:
     """True of each request at serial replicas with least_work, which is one queue before all."""
     fewer, more = (run(any_station("PDG", n), *rows).e2e for n in (replicas, replicas + 1))
     assert (more <= fewer + 1e-9).all()

@@ -5,26 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cornplug.planner.simulator.step_times import ANY, Curve, Hardware, StepTimes
+from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 
 def test_a_curve_goes_through_its_points_and_on_along_the_outermost_lines() -> None:
-    curve = Curve.through([10, 20, 40], [1.0, 3.0, 4.0])
+    curve = PiecewiseCurve.through([10, 20, 40], [1.0, 3.0, 4.0])
     assert [curve(x) for x in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert curve(0) == 0.0, "-1 on the line: no time is negative"
-    assert Curve.through([8], [2.0])(4) == 1.0, "one point: in proportion"
-    for one in (curve, Curve.through([8], [2.0])):
+    assert PiecewiseCurve.through([8], [2.0])(4) == 1.0, "one point: in proportion"
+    for one in (curve, PiecewiseCurve.through([8], [2.0])):
         x = np.array([0.0, 10, 12, 40, 99])
         assert one.on(x) == pytest.approx([one(v) for v in x])
 
 
 def test_points_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="growing x"):
-        Curve.through([2, 1], [1.0, 1.0])
+        PiecewiseCurve.through([2, 1], [1.0, 1.0])
 
 
 def test_an_iteration_of_both_kinds_takes_the_longer_times_the_factor() -> None:
-    steps = StepTimes(Curve.line(0.01, 0.001), Curve.line(0.02, 0.0), kv_token_s=1e-6, mixed_factor=1.1)
+    steps = EngineStepTimes(
+        PiecewiseCurve.line(0.01, 0.001), PiecewiseCurve.line(0.02, 0.0), kv_token_s=1e-6, mixed_factor=1.1
+    )
     assert steps.step_s(0, 0) == 0.0
     assert steps.step_s(0, 4, 1000) == pytest.approx(0.021)
     assert steps.step_s(100, 0) == pytest.approx(0.11)
@@ -33,7 +35,9 @@ def test_an_iteration_of_both_kinds_takes_the_longer_times_the_factor() -> None:
 
 
 def test_a_slower_replica_is_slower_in_all_but_what_is_off_the_device() -> None:
-    steps = StepTimes(Curve.line(0.01, 0.001), Curve.line(0.02, 0.0), 1e-6, 1.1, 0.005, pipeline=2)
+    steps = EngineStepTimes(
+        PiecewiseCurve.line(0.01, 0.001), PiecewiseCurve.line(0.02, 0.0), 1e-6, 1.1, 0.005, pipeline=2
+    )
     slow = steps.scaled(2.0)
     assert slow.step_s(100, 4, 1000) == pytest.approx(2 * steps.step_s(100, 4, 1000))
     assert (slow.request_overhead_s, slow.mixed_factor) == (0.005, 1.1)
@@ -41,12 +45,12 @@ def test_a_slower_replica_is_slower_in_all_but_what_is_off_the_device() -> None:
 
 
 def test_only_a_pipeline_has_later_stages_to_wait_for() -> None:
-    prefill, decode = Curve.line(0.0, 0.001), Curve.line(0.02, 0.0)
-    assert StepTimes(prefill, decode).drain_s(100) == 0.0
-    assert StepTimes(prefill, decode, pipeline=4).drain_s(100) == pytest.approx(0.3)
+    prefill, decode = PiecewiseCurve.line(0.0, 0.001), PiecewiseCurve.line(0.02, 0.0)
+    assert EngineStepTimes(prefill, decode).drain_s(100) == 0.0
+    assert EngineStepTimes(prefill, decode, pipeline=4).drain_s(100) == pytest.approx(0.3)
 
 
 def test_a_throughput_for_all_gives_way_to_one_for_a_class() -> None:
-    hardware = Hardware(requests_per_s={ANY: 2.0, "chat/long": 0.5})
+    hardware = CellHardware(requests_per_s={ANY: 2.0, "chat/long": 0.5})
     assert (hardware.rate_of("chat/long"), hardware.rate_of("chat/short")) == (0.5, 2.0)
-    assert Hardware().rate_of("chat/long") is None
+    assert CellHardware().rate_of("chat/long") is None

@@ -20,7 +20,7 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.layout import host_pages
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
@@ -93,7 +93,7 @@ def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tupl
 def name(tokens: list[int], page_size: int) -> list[str]:
     hashes = hashes_of(tokens, page_size)
     assert page_hash_hooks._book is not None
-    page_hash_hooks._book.record(None, hashes, tokens, Space(None, None))
+    page_hash_hooks._book.record(None, hashes, tokens, CacheNamespace(None, None))
     return hashes
 
 
@@ -173,7 +173,7 @@ class Cache:
     def request(self, tokens: list[int], matched: int = 0, salt: str | None = None) -> bool:
         """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
         self.queued.clear()
-        hashes = hashes_of(tokens, 64, Space(None, salt))
+        hashes = hashes_of(tokens, 64, CacheNamespace(None, salt))
         prefetch_hooks._prefetch(
             Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
             hashes[matched // 64 - 1] if matched else None, None,

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
 from cornplug.identity import page_key
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv.page_hash_index import Book
+from cornplug.sglang_hooks.kv.page_hash_index import PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens
 
 from ..kv_rig import PLAIN, hashes_of
@@ -33,7 +33,7 @@ def test_the_keys_are_those_of_the_other_room(
     padded = MultimodalProcessorOutput.build_padded_input_ids(vectors.tokens(vectors.CASES[case]), items)
     assert padded is not None
     hashes = hashes_of(padded, page_size)
-    book = Book(page_size, vectors.PAGE_TOKENS, is_foreign=placeholder_tokens.is_foreign)
+    book = PageHashIndex(page_size, vectors.PAGE_TOKENS, is_foreign=placeholder_tokens.is_foreign)
     book.record(None, hashes, padded, PLAIN)
     assert None in book.find(hashes)  # nobody has named them yet
     placeholder_tokens._multimodal_inputs(SimpleNamespace(mm_items=items), None, None)

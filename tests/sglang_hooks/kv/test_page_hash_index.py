@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks, page_hash_index
-from cornplug.sglang_hooks.kv.namespace_roots import Roots
-from cornplug.sglang_hooks.kv.page_hash_index import Book, Space
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens as named
 from cornplug.sglang_hooks.model import lora_adapters
 
@@ -41,7 +41,7 @@ def expected(tokens: list[int], page_tokens: int) -> list[bytes]:
     return links[step - 1 :: step]
 
 
-def check(book: Book, tokens: list[int], hashes: list[str]) -> None:
+def check(book: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
     """Every page's parts are those of the store pages that hold its tokens."""
     wanted = expected(tokens, book.page_tokens)
     for i, page in enumerate(book.find(hashes)):
@@ -63,7 +63,7 @@ def check(book: Book, tokens: list[int], hashes: list[str]) -> None:
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_names_are_those_of_the_chain(page_size: int, page_tokens: int, data: st.DataObject) -> None:
-    book = Book(page_size, page_tokens)
+    book = PageHashIndex(page_size, page_tokens)
     pages = data.draw(st.integers(1, 20))
     tokens = prompt(pages * page_size, data.draw(st.integers(0, 9)))
     hashes = hashes_of(tokens, page_size)
@@ -80,7 +80,7 @@ def test_names_are_those_of_the_chain(page_size: int, page_tokens: int, data: st
 
 @pytest.mark.parametrize(("page_size", "page_tokens"), [(16, 64), (32, 64), (64, 64), (128, 64)])
 def test_two_continuations_of_one_prefix(page_size: int, page_tokens: int) -> None:
-    book = Book(page_size, page_tokens)
+    book = PageHashIndex(page_size, page_tokens)
     shared = prompt(5 * page_size)
     a, b = shared + prompt(11 * page_size, 1), shared + prompt(11 * page_size, 2)
     for tokens in (a, b, a):
@@ -90,7 +90,7 @@ def test_two_continuations_of_one_prefix(page_size: int, page_tokens: int) -> No
 
 
 def test_a_store_page_is_made_of_its_siblings() -> None:
-    book = Book(16, 64)
+    book = PageHashIndex(16, 64)
     tokens = prompt(128)
     hashes = hashes_of(tokens, 16)
     book.record(None, hashes, tokens, PLAIN)
@@ -98,18 +98,18 @@ def test_a_store_page_is_made_of_its_siblings() -> None:
 
 
 def test_what_hangs_in_the_air_is_not_entered() -> None:
-    book = Book(64, 64)
+    book = PageHashIndex(64, 64)
     tokens = prompt(192)
     hashes = hashes_of(tokens, 64)
     book.record(hashes[0], hashes[1:], tokens[64:], PLAIN)
     assert book.find(hashes) == [None, None, None]
     book.record(None, hashes[:1], tokens[:64], PLAIN)
-    book.record(hashes[0], hashes[1:], tokens[64:], Space(None, "tenant"))
+    book.record(hashes[0], hashes[1:], tokens[64:], CacheNamespace(None, "tenant"))
     assert book.find(hashes)[1:] == [None, None]
 
 
 def test_it_forgets_the_oldest() -> None:
-    book = Book(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
+    book = PageHashIndex(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
     old, new = prompt(128), prompt(128, 3)
     book.record(None, hashes_of(old, 16), old, PLAIN)
     book.record(None, hashes_of(new, 16), new, PLAIN)
@@ -120,7 +120,7 @@ def test_it_forgets_the_oldest() -> None:
 
 def test_pages_end_before_a_medium_that_nobody_named() -> None:
     ours, foreign = placeholder_tokens(b"o" * 32), placeholder_tokens(b"f" * 32)
-    book = Book(16, 16, is_foreign=lambda token: token in foreign)
+    book = PageHashIndex(16, 16, is_foreign=lambda token: token in foreign)
     tokens = prompt(96)
     tokens[20:24], tokens[70:74] = ours, foreign
     hashes = hashes_of(tokens, 16)
@@ -134,15 +134,15 @@ def test_pages_end_before_a_medium_that_nobody_named() -> None:
 def test_page_sizes_that_do_not_fit() -> None:
     for sizes in ((1, 64), (24, 64), (48, 64), (64, 40)):
         with pytest.raises(ValueError, match="pages of"):
-            Book(*sizes)
+            PageHashIndex(*sizes)
 
 
 # -- the same keys as vLLM's -------------------------------------------------------------------
 
 
-def roots(lm: bytes = b"lm" * 16, **spec: Any) -> Roots:
+def roots(lm: bytes = b"lm" * 16, **spec: Any) -> NamespaceRoots:
     page = PageGeometry(page_tokens=32, heads=2, layers=2, dim=64, dtype="float32")
-    return Roots(SECRET, page, lambda: (lm, {"config": "x", **spec}))
+    return NamespaceRoots(SECRET, page, lambda: (lm, {"config": "x", **spec}))
 
 
 @pytest.mark.parametrize(("name", "salt", "page"), [("text", None, 32), ("text, salted", "tenant-1", 32)])
@@ -150,8 +150,8 @@ def roots(lm: bytes = b"lm" * 16, **spec: Any) -> Roots:
 def test_keys_are_the_golden_ones_of_vllm(name: str, salt: str | None, page: int, page_size: int) -> None:
     golden = [bytes.fromhex(key) for key in json.loads(GOLDEN.read_text())[name]]
     tokens = [(11 * i) % 997 for i in range(128)]
-    space = Space(None, salt)
-    book = Book(page_size, page)
+    space = CacheNamespace(None, salt)
+    book = PageHashIndex(page_size, page)
     hashes = hashes_of(tokens, page_size, space)
     book.record(None, hashes, tokens, space)
     root = roots().root(space)
@@ -165,7 +165,14 @@ def test_keys_are_the_golden_ones_of_vllm(name: str, salt: str | None, page: int
 
 def test_namespaces_are_apart() -> None:
     made = roots()
-    spaces = [PLAIN, Space(None, "a"), Space("a", None), Space("a", "a"), Space("", None), Space("", "a")]
+    spaces = [
+        PLAIN,
+        CacheNamespace(None, "a"),
+        CacheNamespace("a", None),
+        CacheNamespace("a", "a"),
+        CacheNamespace("", None),
+        CacheNamespace("", "a"),
+    ]
     assert len({made.root(space) for space in spaces}) == len(spaces)
     assert made.root(PLAIN) == roots().root(PLAIN) != roots(lm=b"other").root(PLAIN)
 
@@ -174,7 +181,9 @@ def test_a_failed_identity_says_so() -> None:
     def fail() -> tuple[bytes, dict[str, Any]]:
         raise CheckpointError("no such file", reason="missing_file")
 
-    made = Roots(SECRET, PageGeometry(page_tokens=64, heads=1, layers=1, dim=1, dtype="float32"), fail)
+    made = NamespaceRoots(
+        SECRET, PageGeometry(page_tokens=64, heads=1, layers=1, dim=1, dtype="float32"), fail
+    )
     assert made.wait(5)
     with pytest.raises(CheckpointError) as refused:
         made.root(PLAIN)
@@ -185,7 +194,7 @@ def test_a_failed_identity_says_so() -> None:
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_adapters, "_paths", {})
     monkeypatch.setattr(lora_adapters, "_disputed", set())
-    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 
@@ -217,11 +226,21 @@ def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
     for name, path in (("id-one", one), ("id-same", same), ("id-other", other)):
         load(name, path)
     made = roots()
-    plain, first = made.root(PLAIN), made.root(Space("id-one", None))
-    assert first == made.root(Space("id-same", None))
-    assert len({plain, first, made.root(Space("id-other", None)), made.root(Space("userid-one", None))}) == 4
+    plain, first = made.root(PLAIN), made.root(CacheNamespace("id-one", None))
+    assert first == made.root(CacheNamespace("id-same", None))
+    assert (
+        len(
+            {
+                plain,
+                first,
+                made.root(CacheNamespace("id-other", None)),
+                made.root(CacheNamespace("userid-one", None)),
+            }
+        )
+        == 4
+    )
     # As vLLM has it (kv_scheduler._root).
-    spec = {"config": "x", "page": made._page.spec(), "lora": Adapters().digest(one).hex()}
+    spec = {"config": "x", "page": made._page.spec(), "lora": LoraDigests().digest(one).hex()}
     assert first == kv_root(SECRET, b"lm" * 16, spec, None)
 
 
@@ -238,16 +257,16 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
         ("id-changed|elastic", "lora"),
     ):
         with pytest.raises(CheckpointError) as refused:
-            roots().root(Space(name, None))
+            roots().root(CacheNamespace(name, None))
         assert refused.value.reason == reason
 
 
 def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
-    roots().root(Space("id-one", None))
+    roots().root(CacheNamespace("id-one", None))
     lora_adapters._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
-        roots().root(Space("id-one", None))
+        roots().root(CacheNamespace("id-one", None))
 
 
 # -- the hooks ----------------------------------------------------------------------------------
@@ -267,18 +286,18 @@ def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, sal
     return page_hash_hooks._hashed(original, key, prior, page_size=16)
 
 
-def test_a_lookup_is_entered(book: Book) -> None:
+def test_a_lookup_is_entered(book: PageHashIndex) -> None:
     tokens = prompt(160)
     check(book, tokens, looked_up(tokens, None))
     salted = looked_up(tokens, None, salt="a")
-    assert all(page and page.space == Space(None, "a") for page in book.find(salted))
+    assert all(page and page.space == CacheNamespace(None, "a") for page in book.find(salted))
 
 
-def test_pairs_of_a_draft_are_not(book: Book) -> None:
+def test_pairs_of_a_draft_are_not(book: PageHashIndex) -> None:
     assert set(book.find(looked_up(prompt(161), None, bigram=True))) == {None}
 
 
-def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
+def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
     first = early_lookup.first_page(
@@ -291,7 +310,7 @@ def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: Book) -> None:
     check(book, tokens, hashes)
 
 
-def test_a_hash_of_other_tokens_learns_nothing(book: Book) -> None:
+def test_a_hash_of_other_tokens_learns_nothing(book: PageHashIndex) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
     early_lookup.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
@@ -320,30 +339,32 @@ def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] |
     page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
 
 
-def test_a_backup_is_entered(book: Book) -> None:
+def test_a_backup_is_entered(book: PageHashIndex) -> None:
     tokens = prompt(256)
-    hashes = hashes_of(tokens, 16, Space(None, "tenant"))
+    hashes = hashes_of(tokens, 16, CacheNamespace(None, "tenant"))
     back_up(1, tokens[:96], hashes[:6], [])
     back_up(1, tokens[96:], hashes[6:], hashes[:6])
     check(book, tokens, hashes)
     assert all(page and page.space.cache_salt == "tenant" for page in book.find(hashes))
 
 
-def test_a_backup_without_its_prefix_is_not(book: Book) -> None:
+def test_a_backup_without_its_prefix_is_not(book: PageHashIndex) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
     page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(book) == 0
 
 
-def test_hooks_do_nothing_in_a_server_without_us(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_do_nothing_in_a_server_without_us(
+    book: PageHashIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: False)
     looked_up(prompt(64), None)
     back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
     assert len(book) == 0
 
 
-def test_values_of_media_are_told_apart_by_the_register(book: Book) -> None:
+def test_values_of_media_are_told_apart_by_the_register(book: PageHashIndex) -> None:
     identity = b"\x07" * 32
     tokens = prompt(128)
     tokens[64:68] = placeholder_tokens(identity)

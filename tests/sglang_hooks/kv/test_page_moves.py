@@ -11,7 +11,7 @@ import torch
 
 from cornplug.errors import StoreUnavailable
 from cornplug.sglang_hooks.kv import writer as kv_writer
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 
 from ..kv_rig import LAYOUTS, Engine, sequence
@@ -116,8 +116,8 @@ def test_what_must_not_match(store: MemoryStore) -> None:
     writer.save(TOKENS, sequence(writer.geometry, len(TOKENS)))
     assert Engine(store.connect(), identity=b"other weights").load(TOKENS).shape[3] == 0
     reader = Engine(store.connect())
-    assert reader.load(TOKENS, space=Space(None, "tenant")).shape[3] == 0
-    assert reader.load(TOKENS, space=Space("key", None)).shape[3] == 0
+    assert reader.load(TOKENS, space=CacheNamespace(None, "tenant")).shape[3] == 0
+    assert reader.load(TOKENS, space=CacheNamespace("key", None)).shape[3] == 0
     assert reader.load([1, *TOKENS[1:]]).shape[3] == 0
     assert reader.load(TOKENS[:100] + [3] * 100).shape[3] == 64
     assert Engine(store.connect(), page_tokens=32, page_size=32).load(TOKENS).shape[3] == 0

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import page_root_vectors as vectors
 import pytest
 
-from cornplug.engine_common.lora_digests import Adapters
-from cornplug.sglang_hooks.kv.namespace_roots import Roots
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 
@@ -19,7 +19,7 @@ from cornplug.sglang_hooks.model import lora_adapters
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
         monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 
@@ -31,10 +31,10 @@ def test_roots(name: str, tmp_path: Path) -> None:
     applied = SimpleNamespace(layers=[SimpleNamespace(weights={"q_proj": None})], embedding_layers={})
     manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
     lora_adapters._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
-    made = Roots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
+    made = NamespaceRoots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
     assert made.wait(5)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.
-    space = Space("an-id" if case.lora else None, case.salt)
+    space = CacheNamespace("an-id" if case.lora else None, case.salt)
     assert made.root(space).hex() == vectors.known()[name]
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Tensor
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import embedding_prefetch, placeholder_tokens
-from cornplug.sglang_hooks.mm.embedding_prefetch import Asker, source_of
+from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher, source_of
 from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
@@ -46,7 +46,7 @@ class Stage:
         self.service = Service()
         monkeypatch.setattr(embedding_prefetch, "SocketEncoder", lambda path, secret: self.service)
         self.tally = Tally()
-        self.asker = Asker(runtime(store), self.tally)
+        self.asker = EmbeddingPrefetcher(runtime(store), self.tally)
         self.store = store
 
     def prepare(
@@ -64,7 +64,7 @@ class Stage:
         entry.put(
             self.store,
             bytes(96),
-            kind=Kind.EMBEDDING,
+            kind=PayloadKind.EMBEDDING,
             key=key,
             dtype="float32",
             shape=(4, 6),
@@ -82,8 +82,8 @@ def here(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(store, monkeypatch)
 
 
-def encoded(tower: Any = "ran", tensor: Tensor | None = None) -> Callable[[Encode], Encoded]:
-    return lambda request: Encoded(
+def encoded(tower: Any = "ran", tensor: WireTensor | None = None) -> Callable[[EncodeRequest], EncodeReply]:
+    return lambda request: EncodeReply(
         id=1, key=request.key, tower=tower, stored=tensor is None, tensor=tensor, seconds=0.1
     )
 
@@ -232,7 +232,7 @@ def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
 
 
 def test_bytes_that_the_service_could_not_store_are_stored_here(here: Stage) -> None:
-    tensor = Tensor("float32", (4, 6), bytes(range(96)))
+    tensor = WireTensor("float32", (4, 6), bytes(range(96)))
     here.service.answer = encoded("ran", tensor)
     assert here.prepare(KEYS[0]) == ["service_ran"]
     found = entry.get(here.store, KEYS[0], deadline_s=1)
@@ -244,7 +244,7 @@ def test_bytes_that_the_service_could_not_store_are_stored_here(here: Stage) -> 
 
 
 def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
-    here.service.answer = lambda request: Encoded(
+    here.service.answer = lambda request: EncodeReply(
         id=1, key=KEYS[3], tower="ran", stored=True, tensor=None, seconds=0
     )
     assert here.prepare(KEYS[0]) == [None]
@@ -292,7 +292,7 @@ def test_what_a_stranger_at_the_encoder_s_path_says_is_not_published(
     one, tally = item(), Tally()
     placeholder_tokens.give(one, KEYS[0])
     with listener(path, uid=uid, secret=secret) as heard:
-        asker = Asker(runtime(store, socket=path), tally)
+        asker = EmbeddingPrefetcher(runtime(store, socket=path), tally)
         asyncio.run(asker.prepare([one], tower(), None))
         asker.close()
     path.parent.rmdir()

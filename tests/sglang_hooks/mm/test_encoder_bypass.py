@@ -10,12 +10,12 @@ import torch
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.engine_common import engine_state
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.mm import encoder_bypass, placeholder_tokens
-from cornplug.sglang_hooks.mm.encoder_bypass import Embeddings, Encoding
+from cornplug.sglang_hooks.mm.encoder_bypass import EmbeddingSource, EncoderBypass
 from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store import payload as entry
 from cornplug.store.base import Store
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Model:
-    """A tower whose rows say which picture they are of."""
+    """A tower whose rows say which image they are of."""
 
     use_deepstack: Any = None
     deepstack_visual_indexes: Sequence[int] = ()
@@ -60,15 +60,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
-    made: list[Embeddings] = []
+def engine(store: MemoryStore) -> Iterator[Callable[..., EncoderBypass]]:
+    made: list[EmbeddingSource] = []
 
-    def make(connection: Store | None = None, *, first: bool = True, model: Model | None = None) -> Encoding:
-        here = Embeddings(
+    def make(
+        connection: Store | None = None, *, first: bool = True, model: Model | None = None
+    ) -> EncoderBypass:
+        here = EmbeddingSource(
             runtime(connection or store.connect()), Tally(), dtype="float32", width=WIDTH, first=first
         )
         made.append(here)
-        return Encoding((model or Model()).get_image_feature, here, CPU)
+        return EncoderBypass((model or Model()).get_image_feature, here, CPU)
 
     yield make
     for here in made:
@@ -83,7 +85,7 @@ def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     return one
 
 
-def published(encoding: Encoding) -> list[tuple[Any, ...]]:
+def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
     """What was counted, once the publisher has nothing to do."""
     here = encoding._here
     assert here is not None
@@ -100,7 +102,7 @@ def put(store: Store, seed: int, tensor: torch.Tensor) -> None:
     entry.put(
         store,
         memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
-        kind=Kind.EMBEDDING,
+        kind=PayloadKind.EMBEDDING,
         key=bytes([seed]) * 32,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
@@ -113,7 +115,7 @@ def same(found: Sequence[torch.Tensor], *wanted: torch.Tensor) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-def test_what_one_engine_computes_the_next_takes(engine: Callable[..., Encoding]) -> None:
+def test_what_one_engine_computes_the_next_takes(engine: Callable[..., EncoderBypass]) -> None:
     first, second = engine(), engine()
     assert same(first([picture(1, None), picture(2, None, 3)]), value(1), value(2, 3))
     assert ("saves", "embedding", "stored", 2) in published(first)
@@ -128,7 +130,7 @@ def test_what_one_engine_computes_the_next_takes(engine: Callable[..., Encoding]
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_the_tower_runs_for_the_rest_only_and_order_stays(
-    engine: Callable[..., Encoding], store: MemoryStore, as_list: bool
+    engine: Callable[..., EncoderBypass], store: MemoryStore, as_list: bool
 ) -> None:
     model = Model()
     model.as_list = as_list
@@ -143,7 +145,7 @@ def test_the_tower_runs_for_the_rest_only_and_order_stays(
 
 
 def test_the_scheduler_says_what_an_embedding_costs_here(
-    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer process, which asks, never sees the tower."""
     told = engine_state.current()
@@ -166,12 +168,12 @@ def test_the_scheduler_says_what_an_embedding_costs_here(
     assert not told.fetch_pays()
 
 
-def test_other_ranks_say_nothing(engine: Callable[..., Encoding]) -> None:
+def test_other_ranks_say_nothing(engine: Callable[..., EncoderBypass]) -> None:
     engine(first=False)([picture(2, None)])
     assert engine_state.current().encode_row_s() is None
 
 
-def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., Encoding]) -> None:
+def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
     assert torch.equal(encoding([item(1), item(2)]), torch.cat([value(1), value(2)]))
     assert published(encoding) == []
@@ -187,7 +189,7 @@ def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., Encoding
     ],
 )
 def test_what_does_not_fit_is_a_miss_and_is_computed(
-    engine: Callable[..., Encoding], store: MemoryStore, tensor: torch.Tensor | None, reason: str
+    engine: Callable[..., EncoderBypass], store: MemoryStore, tensor: torch.Tensor | None, reason: str
 ) -> None:
     if tensor is not None:
         put(store.connect(), 5, tensor)
@@ -197,11 +199,11 @@ def test_what_does_not_fit_is_a_miss_and_is_computed(
 
 
 def test_fewer_bytes_than_the_header_says_are_a_miss(
-    engine: Callable[..., Encoding], store: MemoryStore
+    engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     """Whole and of the right key: whoever wrote it was wrong."""
     entry.put(
-        store.connect(), bytes(8), kind=Kind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
+        store.connect(), bytes(8), kind=PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
         shape=(4, WIDTH), app="other", deadline_s=1,
     )  # fmt: skip
     encoding = engine()
@@ -209,7 +211,7 @@ def test_fewer_bytes_than_the_header_says_are_a_miss(
     assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)
 
 
-def test_corrupt_bytes_are_never_used(engine: Callable[..., Encoding], store: MemoryStore) -> None:
+def test_corrupt_bytes_are_never_used(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
     put(store.connect(), 5, value(5))
     faulty = FaultyStore(store.connect())
     faulty.corrupt_reads = True
@@ -218,7 +220,7 @@ def test_corrupt_bytes_are_never_used(engine: Callable[..., Encoding], store: Me
     assert ("misses", "embedding", "corrupt", 1) in published(encoding)
 
 
-def test_a_dead_store_costs_a_miss(engine: Callable[..., Encoding], store: MemoryStore) -> None:
+def test_a_dead_store_costs_a_miss(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
     faulty = FaultyStore(store.connect())
     faulty.unavailable = True
     encoding = engine(faulty)
@@ -228,14 +230,14 @@ def test_a_dead_store_costs_a_miss(engine: Callable[..., Encoding], store: Memor
     assert ("saves", "embedding", "store_down", 1) in counted
 
 
-def test_what_was_missed_already_is_not_counted_again(engine: Callable[..., Encoding]) -> None:
+def test_what_was_missed_already_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
     encoding([picture(5, None)])
     assert not [row for row in published(encoding) if row[0] == "misses"]
 
 
 def test_a_tower_whose_output_does_not_divide_is_left_alone(
-    engine: Callable[..., Encoding], store: MemoryStore
+    engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     class Pruning(Model):
         def get_image_feature(self, items: list[Any]) -> Any:
@@ -250,7 +252,7 @@ def test_a_tower_whose_output_does_not_divide_is_left_alone(
 
 
 def test_replaced_weights_neither_take_nor_give(
-    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
     monkeypatch.setattr(weight_updates, "replaced", lambda: True)
@@ -259,7 +261,7 @@ def test_replaced_weights_neither_take_nor_give(
 
 
 def test_a_model_with_deeper_layers_takes_rows_for_all_of_them(
-    engine: Callable[..., Encoding], store: MemoryStore
+    engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     model = Model()
     model.use_deepstack = {"image": True}
@@ -286,7 +288,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, others: Callable[[torch.Tensor], None
 
 
 def test_ranks_take_only_what_all_of_them_have(
-    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in (1, 2):
         put(store.connect(), seed, value(seed))
@@ -310,16 +312,16 @@ def test_a_rank_that_cannot_share_still_takes_part(monkeypatch: pytest.MonkeyPat
     masks = []
     ranks(monkeypatch, lambda mask: masks.append(mask.tolist()))
     model = Model()
-    encoding = Encoding(model.get_image_feature, None, CPU)
+    encoding = EncoderBypass(model.get_image_feature, None, CPU)
     assert same(encoding([picture(1)]), value(1))
     assert encoding([item(2)]) is not None  # No names: nobody waits for anybody.
     assert masks == [[0]]
 
 
 def test_through_sglangs_own_scheduling(
-    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests share a picture; chunks; SGLang's cache is asked before the store."""
+    """Two requests share an image; chunks; SGLang's cache is asked before the store."""
     mm_schedule.init_mm_embedding_cache(1 << 20)
     model, here = Model(), engine()._here
     put(store.connect(), 1, value(1))

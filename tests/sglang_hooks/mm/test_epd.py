@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.wire.signed_claims import Statement, salt_proof
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally
@@ -43,8 +43,8 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "runtime", lambda: SimpleNamespace(secret=SECRET, app="x"))
     monkeypatch.setattr(activation, "tally", lambda: tally)
-    monkeypatch.setattr(epd, "_here", epd._Here(MODEL))
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._Here(True))
+    monkeypatch.setattr(epd, "_here", epd._EpdState(MODEL))
+    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(True))
     return tally
 
 
@@ -53,9 +53,9 @@ def misses(tally: Tally) -> list[str]:
 
 
 def part(media: list[bytes], *, index: int = 0, parts: int = 1, model: bytes = MODEL, **changes: Any) -> Any:
-    """An embedding as it is received: a row of width 4 for each picture, in bfloat16."""
+    """An embedding as it is received: a row of width 4 for each image, in bfloat16."""
     rows = torch.full((len(media), 4), float(index + 1), dtype=torch.bfloat16)
-    said = Statement.sign(
+    said = SignedClaim.sign(
         changes.pop("secret", SECRET),
         identity=model,
         media=media,
@@ -75,7 +75,7 @@ def test_sglang_reads_the_golden_header() -> None:
     assert (data.req_id, data.num_parts, data.part_idx) == ("0a1b_local_part_1", 2, 1)
     assert (data.modality, data.dtype, data.shape) == (Modality.IMAGE, torch.bfloat16, [3, 4])
     assert (data.error_msg, data.error_code, data.send_time) == (None, None, None)
-    said = Statement.read(vars(data))
+    said = SignedClaim.read(vars(data))
     assert said is not None
     assert said.media == (b"m" * 32, b"n" * 32)
     of = {"shape": (3, 4), "grid": data.get_grid(), "payload": bytes(range(24))}
@@ -240,7 +240,7 @@ def test_a_failed_dispatch_is_encoded_here_or_answered(fails: bool, done: list[A
 
 
 def test_without_a_tower_errors_stay_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._Here(False))
+    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(False))
     seen: list[Any] = []
     epd_fallback._dispatch_failed(lambda manager, error: seen.append(error), None, ERROR)
     request = SimpleNamespace(need_wait_for_mm_inputs=True)
@@ -314,7 +314,7 @@ def test_a_failed_registration_waits_for_the_tokenizer(monkeypatch: pytest.Monke
     future: Future[None] = Future()
     future.set_exception(ConnectionError("refused"))
     for tower, expected in ((True, 0), (False, 1)):
-        monkeypatch.setattr(epd_fallback, "_here", epd_fallback._Here(tower))
+        monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(tower))
         epd_fallback._registration_done(lambda waiting, done: seen.append(done), None, future)
         assert len(seen) == expected
 

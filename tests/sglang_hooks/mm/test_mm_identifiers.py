@@ -308,7 +308,7 @@ def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: py
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
     monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.2)
-    names = mm_identifiers.Names(None)
+    names = mm_identifiers.MediaIdentifiers(None)
 
     async def requests() -> list[float]:
         waited = []
@@ -338,7 +338,7 @@ def test_ranks_of_several_hosts_ask_for_nothing_that_they_cannot_take(
         async def prepare(self, items: list[Any], *args: Any) -> None:
             asked.extend(items)
 
-    monkeypatch.setattr(mm_identifiers, "Asker", Asker)
+    monkeypatch.setattr(mm_identifiers, "EmbeddingPrefetcher", Asker)
     monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: TOWERS)
     monkeypatch.setattr(activation, "tally", lambda: None)
     monkeypatch.setattr(activation, "config", lambda: settings({}))

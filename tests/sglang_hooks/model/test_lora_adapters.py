@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.lora.utils import get_target_module_name
 
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks.kv.namespace_roots import Roots, RootsOfCall
-from cornplug.sglang_hooks.kv.page_hash_index import Space
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
@@ -28,7 +28,7 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
         monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", Adapters())
+    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 
@@ -58,12 +58,12 @@ def root(of: Any, path: Path) -> bytes:
     for table in (lora_adapters._paths, lora_adapters._managers, lora_adapters._left_out):
         table.clear()
     lora_adapters._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
-    return roots().root(Space("id-1", None))
+    return roots().root(CacheNamespace("id-1", None))
 
 
-def roots() -> Roots:
+def roots() -> NamespaceRoots:
     page = PageGeometry(page_tokens=16, heads=1, layers=1, dim=8, dtype="float32")
-    return Roots(b"s" * 32, page, lambda: (b"l" * 32, {"config": {}}))
+    return NamespaceRoots(b"s" * 32, page, lambda: (b"l" * 32, {"config": {}}))
 
 
 def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path)
     query = root(manager("q_proj"), path)
     assert len({whole, attention, query}) == 3
     # What vLLM has for it, which applies all of an adapter or refuses it.
-    assert lora_adapters.taken_apart("id-1")[1] != Adapters().digest(str(path))
+    assert lora_adapters.taken_apart("id-1")[1] != LoraDigests().digest(str(path))
     assert root(manager(*WEIGHTS), path) == whole
-    assert lora_adapters.taken_apart("id-1")[1] == Adapters().digest(str(path))
+    assert lora_adapters.taken_apart("id-1")[1] == LoraDigests().digest(str(path))
 
 
 def test_embeddings_that_are_not_adapted_count(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_pat
     lora_adapters._left_out.clear()
     of.loras.clear()
     with pytest.raises(CheckpointError):
-        roots().root(Space("id-1", None))
+        roots().root(CacheNamespace("id-1", None))
 
 
 def test_an_adapter_of_several_files_is_not_shared(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Path, "stat", counted)
     call = RootsOfCall(roots())
-    assert len({call.root(Space("id-1", None)) for _ in range(2048)}) == 1
+    assert len({call.root(CacheNamespace("id-1", None)) for _ in range(2048)}) == 1
     assert stats < 20
 
 
@@ -135,10 +135,10 @@ def test_a_file_that_changes_is_seen_by_the_next_call(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)
     made = roots()
-    made.root(Space("id-1", None))
+    made.root(CacheNamespace("id-1", None))
     (path / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError) as refused:
-        RootsOfCall(made).root(Space("id-1", None))
+        RootsOfCall(made).root(CacheNamespace("id-1", None))
     assert refused.value.reason == "lora_changed"
 
 

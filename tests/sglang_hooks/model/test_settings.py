@@ -305,7 +305,7 @@ def test_every_epoch_is_of_a_family_and_counts_from_one() -> None:
 def test_the_log_names_what_is_in_the_way(folder: Path, caplog: Any, monkeypatch: Any) -> None:
     """What a server says when its language model cannot be identified."""
     from cornplug.kv_page import PageGeometry
-    from cornplug.sglang_hooks.kv.namespace_roots import Roots
+    from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 
     monkeypatch.setenv("SGLANG_OF_2027", "1")
 
@@ -314,5 +314,5 @@ def test_the_log_names_what_is_in_the_way(folder: Path, caplog: Any, monkeypatch
 
     page = PageGeometry(page_tokens=16, heads=1, layers=1, dim=8, dtype="float32")
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
-        assert Roots(b"s" * 32, page, identify).wait(5)
+        assert NamespaceRoots(b"s" * 32, page, identify).wait(5)
     assert "environment.SGLANG_OF_2027" in caplog.text

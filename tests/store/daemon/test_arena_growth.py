@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, reserve_retry
 from cornplug.store import payload as entry
-from cornplug.store.arena import Arena, fitting_size
-from cornplug.store.base import Refusal, Reservation
+from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
-from cornplug.store.daemon.server import Server
-from cornplug.store.host_memory import Memory, host_memory
+from cornplug.store.daemon.server import StoreServer
+from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.memory import MemoryStore
 from cornplug.testing.store import fill, key, lease, present, reserve
 
@@ -60,7 +60,7 @@ def _group(folder: Path, limit: str, usage: int, cache: int = 0, *, version: int
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
 
 
-def _memory(host: Path) -> Memory:
+def _memory(host: Path) -> MemoryBound:
     return host_memory(proc=host / "proc", cgroups=host / "cg")
 
 
@@ -105,7 +105,7 @@ def test_this_host_has_some() -> None:
 
 def test_fitting(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    memory = Memory(200 * MIB, 100 * MIB, "a cgroup")
+    memory = MemoryBound(200 * MIB, 100 * MIB, "a cgroup")
     assert fitting_size(64 * MIB, clamp=False, memory=memory) == 64 * MIB
     assert fitting_size(1 << 30, clamp=True, memory=memory) == 50 * MIB
     assert fitting_size(None, clamp=False, memory=memory) == 25 * MIB
@@ -113,15 +113,15 @@ def test_fitting(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"store\.size_bytes: 1024 MiB wanted, a cgroup has 100 MiB left"):
         fitting_size(1 << 30, clamp=False, memory=memory)
     with pytest.raises(ConfigError, match=r"store\.size_bytes"):
-        fitting_size(None, clamp=True, memory=Memory(200 * MIB, 4 * MIB, "a cgroup"))
+        fitting_size(None, clamp=True, memory=MemoryBound(200 * MIB, 4 * MIB, "a cgroup"))
 
 
 def test_a_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
     """Containers have 64 MiB of it. Here, in a namespace of its own, this process has 1 MiB."""
     code = (
-        "from cornplug.store.arena import Arena; import os\n"
+        "from cornplug.store.arena import SharedArena; import os\n"
         "assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_frsize == 1 << 20\n"
-        "print(Arena(128 << 20).grow(128 << 20))\n"
+        "print(SharedArena(128 << 20).grow(128 << 20))\n"
     )
     inner = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && {sys.executable} -c '{code}'".replace(
         "'/dev/shm'", '"/dev/shm"'
@@ -136,7 +136,7 @@ def test_a_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
 
 
 def test_whoever_has_the_descriptor_can_neither_cut_nor_lengthen_it() -> None:
-    ours = Arena(MIB)
+    ours = SharedArena(MIB)
     for size in (0, 2 * MIB):
         with pytest.raises(PermissionError):
             os.ftruncate(ours.fd, size)
@@ -152,14 +152,14 @@ def test_what_would_leave_the_host_nothing_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    left = Memory(100 * MIB, 12 * MIB, "a cgroup")
+    left = MemoryBound(100 * MIB, 12 * MIB, "a cgroup")
     monkeypatch.setattr(arena, "host_memory", lambda: left)
-    ours = Arena(64 * MIB)
+    ours = SharedArena(64 * MIB)
     assert [ours.grow(8 * MIB), ours.grow(8 * MIB)] == [0, 0], "5 MiB are kept free"
     assert (
         caplog.text.count("a cgroup has 12 MiB left): this store stays at 0 MiB of its 64 MiB for now") == 1
     )
-    left = Memory(100 * MIB, 90 * MIB, "a cgroup")
+    left = MemoryBound(100 * MIB, 90 * MIB, "a cgroup")
     assert ours.grow(8 * MIB) == 8 * MIB
     assert "grows on" in caplog.text
     ours.close()
@@ -168,7 +168,7 @@ def test_what_would_leave_the_host_nothing_is_not_taken(
 def test_running_out_is_survived_and_ends_when_there_is_memory_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    serve_in_thread: Callable[..., Server],
+    serve_in_thread: Callable[..., StoreServer],
     connect: Connect,
 ) -> None:
     real, most = os.posix_fallocate, 16 * MIB
@@ -191,23 +191,23 @@ def test_running_out_is_survived_and_ends_when_there_is_memory_again(
     assert (stat.entries, stat.evictions, stat.used_bytes) == (16, 4, 16 * MIB)
     held = [lease(store, number) for number in range(4, 20)]
     assert None not in held
-    assert reserve(store, "more", 1) is Refusal.FULL
+    assert reserve(store, "more", 1) is ReserveRefusal.FULL
     assert len([r for r in caplog.records if "ran out" in r.message]) == 1, "said once"
     most = 64 * MIB
     eventually(lambda: isinstance(reserve(connect(), time.monotonic(), 1), Reservation))
 
 
 def test_a_fault_that_is_no_lack_of_room_is_not_hidden() -> None:
-    ours = Arena(MIB)
+    ours = SharedArena(MIB)
     os.close(ours.fd)
     with pytest.raises(OSError, match="descriptor"):
         ours.grow(1)
 
 
 def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Arena(MIB)
+    ours = SharedArena(MIB)
     os.close(ours.fd)
-    making = arena_growth.Growth(ours)
+    making = arena_growth.ArenaGrowth(ours)
     making.want(MIB)
     eventually(lambda: making.exhausted)
     assert "no memory for the store" in caplog.text
@@ -218,7 +218,7 @@ def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFix
 
 
 def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
-    serve_in_thread: Callable[..., Server], connect: Connect
+    serve_in_thread: Callable[..., StoreServer], connect: Connect
 ) -> None:
     """8k tokens of an 8B model: 128 pages of 8 MiB, into an empty store of 2 GiB."""
     if host_memory().available_bytes < 4 << 30:
@@ -227,29 +227,29 @@ def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
     store = connect()
     entries = [(key(n), 8 * MIB) for n in range(128)]
     first = store.reserve(entries, app="a", deadline_s=5)
-    refused = {answer for answer in first if isinstance(answer, Refusal)}
-    assert refused <= {Refusal.GROWING}
-    left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, Refusal)]
+    refused = {answer for answer in first if isinstance(answer, ReserveRefusal)}
+    assert refused <= {ReserveRefusal.GROWING}
+    left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, ReserveRefusal)]
     again = reserve_retry.reserve(store, left, app="a", deadline_s=10)
     assert all(isinstance(answer, Reservation) for answer in again)
     assert store.stat(deadline_s=5).evictions == 0
 
 
 def test_who_asks_is_answered_while_memory_is_made(
-    monkeypatch: pytest.MonkeyPatch, serve_in_thread: Callable[..., Server], connect: Connect
+    monkeypatch: pytest.MonkeyPatch, serve_in_thread: Callable[..., StoreServer], connect: Connect
 ) -> None:
-    slow, real = threading.Event(), Arena.grow
+    slow, real = threading.Event(), SharedArena.grow
 
-    def grow(self: Arena, want_bytes: int) -> int:
+    def grow(self: SharedArena, want_bytes: int) -> int:
         slow.wait(10)
         return real(self, want_bytes)
 
     serve_in_thread(size_bytes=256 * MIB)
     store = connect()
     fill(store, "a", b"x")
-    monkeypatch.setattr(Arena, "grow", grow)
+    monkeypatch.setattr(SharedArena, "grow", grow)
     try:
-        assert reserve(store, "large", 200 * MIB) is Refusal.GROWING
+        assert reserve(store, "large", 200 * MIB) is ReserveRefusal.GROWING
         began_s = time.monotonic()
         assert present(store, "a") == b"\1"
         assert time.monotonic() - began_s < 1.0
@@ -273,7 +273,11 @@ class _Growing:
         self.left -= 1
         if self.left == 0:
             raise StoreUnavailable("gone for a moment", reason="store_timeout")
-        return self.inner.reserve(entries, **options) if self.left < 0 else [Refusal.GROWING] * len(entries)  # type: ignore[arg-type]
+        return (
+            self.inner.reserve(entries, **options)
+            if self.left < 0
+            else [ReserveRefusal.GROWING] * len(entries)
+        )  # type: ignore[arg-type]
 
 
 def test_what_is_put_while_room_is_made_is_stored() -> None:
@@ -281,7 +285,7 @@ def test_what_is_put_while_room_is_made_is_stored() -> None:
     done = entry.put(
         store,
         b"abcd",
-        kind=Kind.EMBEDDING,
+        kind=PayloadKind.EMBEDDING,
         key=key("a"),
         dtype="uint8",
         shape=(4,),
@@ -294,7 +298,7 @@ def test_what_is_put_while_room_is_made_is_stored() -> None:
 def test_patience_ends_with_the_deadline() -> None:
     store = _Growing(10**6)
     began_s = time.monotonic()
-    assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [Refusal.GROWING]  # type: ignore[arg-type]
+    assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [ReserveRefusal.GROWING]  # type: ignore[arg-type]
     assert time.monotonic() - began_s < 1
 
 

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cornplug.store.base import Refusal, Reservation
-from cornplug.store.daemon.allocator import ALIGN, Allocator, align_up
-from cornplug.store.daemon.index import Index
+from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
+from cornplug.store.daemon.index import StoreIndex
 from cornplug.testing.store import key
 
 CAPACITY = 4096
@@ -22,8 +22,8 @@ OWNERS = st.integers(1, 3)
 SIZES = st.sampled_from([0, 1, 64, 65, 500, 1024, 2048, 4096, 4097])
 
 
-def make_index(capacity_bytes: int = CAPACITY) -> Index:
-    return Index(b"\1" * 16, capacity_bytes, quarantine_s=QUARANTINE_S, grow=lambda missing: missing)
+def make_index(capacity_bytes: int = CAPACITY) -> StoreIndex:
+    return StoreIndex(b"\1" * 16, capacity_bytes, quarantine_s=QUARANTINE_S, grow=lambda missing: missing)
 
 
 class IndexAgainstModel(RuleBasedStateMachine):
@@ -43,7 +43,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.granted = granted
         self.grown = 0
         # That reservations expire has tests of its own.
-        self.index = Index(b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow, reservation_s=1e9)
+        self.index = StoreIndex(
+            b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow, reservation_s=1e9
+        )
 
     def grow(self, want_bytes: int) -> int:
         given = min(want_bytes, self.granted - self.grown)
@@ -55,12 +57,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
         wanted = key(name)
         (answer,) = self.index.reserve(owner, [(wanted, size)], app="a", now_s=self.now_s)
         if wanted in self.visible:
-            assert answer is Refusal.PRESENT
+            assert answer is ReserveRefusal.PRESENT
         elif any(r.key == wanted for _, r in self.writing.values()):
-            assert answer is Refusal.PENDING
+            assert answer is ReserveRefusal.PENDING
         elif size > CAPACITY:
-            assert answer is Refusal.TOO_LARGE
-        elif answer is Refusal.FULL:
+            assert answer is ReserveRefusal.TOO_LARGE
+        elif answer is ReserveRefusal.FULL:
             assert not self.could_fit(align_up(size))
         else:
             assert isinstance(answer, Reservation)
@@ -181,7 +183,7 @@ TestIndexAgainstModel.settings = settings(max_examples=100, stateful_step_count=
 
 
 def test_holes_melt_whatever_the_order() -> None:
-    room = Allocator()
+    room = ArenaAllocator()
     room.extend(64 * 1000)
     offsets = [room.allocate(64) for _ in range(1000)]
     assert sorted(o for o in offsets if o is not None) == list(range(0, 64_000, 64))
@@ -194,7 +196,7 @@ def test_holes_melt_whatever_the_order() -> None:
 
 @pytest.mark.parametrize("size", [64, 128, 64 * 9, 64 * 17, 64 * 1001, 64 * 99_999])
 def test_a_hole_of_just_the_size_is_found(size: int) -> None:
-    room = Allocator()
+    room = ArenaAllocator()
     room.extend(size)
     assert room.allocate(size + ALIGN) is None
     assert room.allocate(size) == 0
@@ -246,19 +248,19 @@ def test_a_full_store_refuses_a_batch_quickly() -> None:
     index.lease(1, keys[::2], ttl_s=100.0, now_s=0.0)
     began_s = time.perf_counter()
     answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], app="a", now_s=0.0)
-    assert set(answers) == {Refusal.FULL}
+    assert set(answers) == {ReserveRefusal.FULL}
     assert time.perf_counter() - began_s < 0.5
     index.release(1, range(10**6), now_s=0.0)
     assert index.stat().evictions == 0
 
 
 def test_room_that_is_being_made_is_promised_and_nothing_is_evicted_for_it() -> None:
-    index = Index(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=lambda missing: None)
+    index = StoreIndex(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=lambda missing: None)
     index.extend(24 << 20)
     wanted = [(key(n), 16 << 20) for n in range(8)]
     first = index.reserve(1, wanted, app="a", now_s=0.0)
     assert isinstance(first[0], Reservation)
-    assert set(first[1:]) == {Refusal.GROWING}
+    assert set(first[1:]) == {ReserveRefusal.GROWING}
     assert index.shortfall_bytes == (7 * 16 - 8) << 20, "what is free at the end is part of the next"
     for _ in range(3):
         index.reserve(2, wanted[1:], app="a", now_s=0.0)

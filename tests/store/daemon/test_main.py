@@ -21,12 +21,12 @@ from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import ConfigError
 from cornplug.store import autostart
 from cornplug.store import messages as wire
-from cornplug.store.base import Part
+from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import main as daemon
 from cornplug.store.daemon import server
 from cornplug.store.daemon.main import EXIT_TAKEN, parse_size
-from cornplug.store.daemon.server import Server
+from cornplug.store.daemon.server import StoreServer
 from cornplug.store.host_memory import host_memory
 from cornplug.testing.store import fill, present
 
@@ -114,7 +114,7 @@ def _raw(config: StoreConfig, *, hello: bool) -> socket.socket:
     raw.connect(str(config.socket))
     if hello:
         tag = wire.secret_tag(read_secret(config.secret_file))
-        raw.sendall(wire.frame(wire.Hello(wire.PROTOCOL_VERSION, tag)))
+        raw.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, tag)))
         assert raw.recv(4096)
     return raw
 
@@ -132,14 +132,14 @@ def _numbered(body: bytes, number: int = 7) -> bytes:
     [
         (False, b"\xff" * 64),
         (False, _framed(b"\xc1garbage")),
-        (False, wire.frame(wire.Stat())),
+        (False, wire.frame(wire.StatRequest())),
         (False, _framed(b"\x91" * 100_000)),
         (True, struct.pack("<I", wire.MAX_FRAME_BYTES + 1)),
         (True, _framed(b"\x07")),
     ],
 )
 def test_a_client_that_sends_no_frames_goes_alone(
-    serve_in_thread: Callable[..., Server],
+    serve_in_thread: Callable[..., StoreServer],
     connect: Connect,
     store_config: StoreConfig,
     hello: bool,
@@ -158,19 +158,19 @@ def test_a_client_that_sends_no_frames_goes_alone(
 @pytest.mark.parametrize(
     "sent",
     [
-        wire.frame(wire.Contains(b"k" * 33), 7),
-        wire.frame(wire.Contains(b"k" * 32 * (wire.MAX_LOOKUP_KEYS + 1)), 7),
+        wire.frame(wire.ContainsRequest(b"k" * 33), 7),
+        wire.frame(wire.ContainsRequest(b"k" * 32 * (wire.MAX_LOOKUP_KEYS + 1)), 7),
         wire.frame(wire.TakeLeases(b"k" * 32 * (wire.MAX_KEYS + 1), 1.0), 7),
         *[wire.frame(wire.TakeLeases(b"k" * 32, ttl_s), 7) for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)],
-        wire.frame(wire.Reserve(b"k" * 32, [1, 2], "a"), 7),
-        wire.frame(wire.Reserve(b"k" * 32, [-5], "a"), 7),
-        wire.frame(wire.Reserve(b"k" * 32, [5], "a" * 10_000), 7),
-        wire.frame(wire.Reserve(b"k" * 32, [5], "a", Part(b"g", 0, 1)), 7),
-        wire.frame(wire.Commit([1], [b"m" * (2 << 20)]), 7),
-        wire.frame(wire.Commit([1, 2], [b""]), 7),
-        wire.frame(wire.Delete(b"k" * 32 * (wire.MAX_KEYS + 1)), 7),
-        wire.frame(wire.Release([1] * (wire.MAX_KEYS + 1)), 7),
-        wire.frame(wire.Hello(99, b""), 7),
+        wire.frame(wire.ReserveRequest(b"k" * 32, [1, 2], "a"), 7),
+        wire.frame(wire.ReserveRequest(b"k" * 32, [-5], "a"), 7),
+        wire.frame(wire.ReserveRequest(b"k" * 32, [5], "a" * 10_000), 7),
+        wire.frame(wire.ReserveRequest(b"k" * 32, [5], "a", WriterPart(b"g", 0, 1)), 7),
+        wire.frame(wire.CommitRequest([1], [b"m" * (2 << 20)]), 7),
+        wire.frame(wire.CommitRequest([1, 2], [b""]), 7),
+        wire.frame(wire.DeleteRequest(b"k" * 32 * (wire.MAX_KEYS + 1)), 7),
+        wire.frame(wire.ReleaseRequest([1] * (wire.MAX_KEYS + 1)), 7),
+        wire.frame(wire.ClientHello(99, b""), 7),
         _numbered(b"\x92\x02\x01"),
         _numbered(b""),
         _numbered(b"\xc1garbage"),
@@ -179,7 +179,7 @@ def test_a_client_that_sends_no_frames_goes_alone(
     ],
 )
 def test_a_request_that_is_none_is_told_so(
-    serve_in_thread: Callable[..., Server], connect: Connect, store_config: StoreConfig, sent: bytes
+    serve_in_thread: Callable[..., StoreServer], connect: Connect, store_config: StoreConfig, sent: bytes
 ) -> None:
     """Nothing but the socket's end ends a connection, and what is leased through it."""
     serve_in_thread()
@@ -189,10 +189,10 @@ def test_a_request_that_is_none_is_told_so(
         raw.sendall(sent)
         number, answer = _answer(raw)
         assert number == 7
-        assert isinstance(answer, wire.Fault)
-        raw.sendall(wire.frame(wire.Stat(), 8))
+        assert isinstance(answer, wire.RequestFault)
+        raw.sendall(wire.frame(wire.StatRequest(), 8))
         number, answer = _answer(raw)
-        assert (number, type(answer)) == (8, wire.Stats)
+        assert (number, type(answer)) == (8, wire.StatReply)
     assert present(store, "a") == b"\1"
 
 
@@ -205,13 +205,13 @@ def _answer(raw: socket.socket) -> tuple[int, wire.Reply]:
 
 
 def test_a_client_that_never_reads_holds_up_nobody(
-    serve_in_thread: Callable[..., Server], connect: Connect, store_config: StoreConfig
+    serve_in_thread: Callable[..., StoreServer], connect: Connect, store_config: StoreConfig
 ) -> None:
     serve_in_thread()
     store = connect()
     with _raw(store_config, hello=True) as raw:
         raw.setblocking(False)
-        request = wire.frame(wire.Contains(b"k" * 32 * 4000), 1)
+        request = wire.frame(wire.ContainsRequest(b"k" * 32 * 4000), 1)
         sent = 0
         with pytest.raises(BlockingIOError):
             while sent < 100 << 20:
@@ -223,7 +223,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
 
 
 def test_a_client_without_hello_is_shown_out(
-    serve_in_thread: Callable[..., Server], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    serve_in_thread: Callable[..., StoreServer], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HELLO_WITHIN_S", 0.1)
     serve_in_thread()
@@ -232,7 +232,7 @@ def test_a_client_without_hello_is_shown_out(
 
 
 def test_another_users_client_is_refused(
-    serve_in_thread: Callable[..., Server], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    serve_in_thread: Callable[..., StoreServer], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_in_thread()
     uid = os.getuid()
@@ -243,7 +243,7 @@ def test_another_users_client_is_refused(
 
 
 def test_an_idle_server_ends_and_a_busy_one_does_not(
-    serve_in_thread: Callable[..., Server], connect: Connect
+    serve_in_thread: Callable[..., StoreServer], connect: Connect
 ) -> None:
     running = serve_in_thread(idle_exit_s=0.1)
     store = connect()

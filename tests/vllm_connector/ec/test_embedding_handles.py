@@ -22,15 +22,15 @@ from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.wire.embedding_handle import Voucher
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.identity import embedding_key
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.ec import mm_identifiers
-from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
 from .test_mm_identifiers import SECRET, config, llava, picture  # noqa: F401
@@ -44,7 +44,7 @@ def store() -> MemoryStore:
     return MemoryStore(capacity_bytes=1 << 20)
 
 
-Make = Callable[..., Identifiers]
+Make = Callable[..., MmIdentifiers]
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def make(
             monkeypatch.setattr(ImageEmbeddingMediaIO, "load_base64", ImageEmbeddingMediaIO.load_base64)
             compat.wrap(module, target, wrapper)
 
-    def make(**fields: Any) -> Identifiers:
+    def make(**fields: Any) -> MmIdentifiers:
         secret = tmp_path / "secret"
         secret.touch(mode=0o600)
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
-        made = Identifiers(config(llava, **fields), extra)
+        made = MmIdentifiers(config(llava, **fields), extra)
         made.vouchers._store = store.connect()
         monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
@@ -84,7 +84,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
     rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
     key = embedding_key(SECRET, identity, MEDIA, salt)
     entry.put(
-        store.connect(), rows.tobytes(), kind=Kind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
+        store.connect(), rows.tobytes(), kind=PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
         app="t", deadline_s=1,
     )  # fmt: skip
     fields: dict[str, Any] = {
@@ -98,7 +98,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
         "expires": time.time() + 60,
     }
     secret = changes.pop("secret", SECRET)
-    voucher = Voucher(**{**fields, **changes}).signed(secret)
+    voucher = EmbeddingHandle(**{**fields, **changes}).signed(secret)
     return EmbeddingRef.inline(
         key=key, shape=(6, 64), dtype="float32", tower="ran", seconds=0, data=rows.tobytes(), voucher=voucher
     )
@@ -153,7 +153,7 @@ def test_a_voucher_is_the_picture_itself_to_the_engine(
     rows = loaded(ref.as_vllm_part())
     np.testing.assert_array_equal(rows.numpy(), ref.numpy())
     [name] = names(rows)
-    # vLLM's processor cache must not take it for the picture: its inputs are others.
+    # vLLM's processor cache must not take it for the image: its inputs are others.
     assert key_of(name) is None
     assert key_of(final(name, salt)) == ref.key
     assert names(loaded(kept(store, identity_of(llava), salt=salt).as_vllm_part())) == [name]
@@ -217,7 +217,7 @@ def test_what_cannot_be_believed_or_had_is_a_clear_error(
 
 
 def kept_voucher_only(identity: bytes) -> str:
-    voucher = Voucher(
+    voucher = EmbeddingHandle(
         family="llava",
         modality="image",
         identity=identity,
@@ -346,7 +346,7 @@ def test_arguments_and_adapters_make_another_embedding(
 
 def test_without_us_a_voucher_is_no_embedding() -> None:
     """A stock engine's answer to one: an error, as to any bytes that are no tensor."""
-    text = msgspec.structs.replace(Voucher.read(kept_voucher_only(b"i" * 32))).signed(SECRET)
+    text = msgspec.structs.replace(EmbeddingHandle.read(kept_voucher_only(b"i" * 32))).signed(SECRET)
     with pytest.raises(ValueError, match=r"base64|character|Invalid|Non"):
         MediaConnector().fetch_image_embedding(text)
 

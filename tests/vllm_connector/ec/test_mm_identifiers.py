@@ -31,7 +31,7 @@ from cornplug.encoder_service.media.image import digest_image
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec import mm_identifiers
-from cornplug.vllm_connector.ec.mm_identifiers import Identifiers, key_of
+from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model.model_config import embedding_width, kv_identity, tower_identity
 from devkit import checkpoints
 
@@ -75,15 +75,15 @@ def config(path: Path | str, **fields: Any) -> Any:
     )
 
 
-def named(config: Any, tmp_path: Path) -> Identifiers:
+def named(config: Any, tmp_path: Path) -> MmIdentifiers:
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
     secret.write_bytes(SECRET)
-    return Identifiers(config, {"store.secret_file": str(secret)})
+    return MmIdentifiers(config, {"store.secret_file": str(secret)})
 
 
 @pytest.fixture
-def active(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identifiers:
+def active(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MmIdentifiers:
     one = named(config(llava, mm_processor_kwargs={"size": 56}), tmp_path)
     monkeypatch.setattr(mm_identifiers, "_active", one)
     return one
@@ -106,7 +106,7 @@ def names(
     return mm_identifiers._get_mm_hashes(original, None, inputs)
 
 
-def final(active: Identifiers, mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
+def final(active: MmIdentifiers, mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
     """The identifier after `process_inputs`."""
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
@@ -114,14 +114,14 @@ def final(active: Identifiers, mm_hash: str, salt: str | None = None, identifier
     return feature.identifier
 
 
-def test_a_picture_is_named_by_its_pixels(active: Identifiers, llava: Path) -> None:
+def test_a_picture_is_named_by_its_pixels(active: MmIdentifiers, llava: Path) -> None:
     [name] = names({"image": picture(1)})["image"]
     assert name == "cp1-" + digest_image(picture(1)).hex()
     identity = Checkpoint.open(llava).identity("float32", processor_kwargs={"size": 56}).identity
     assert key_of(final(active, name)) == embedding_key(SECRET, identity, digest_image(picture(1)), None)
 
 
-def test_container_and_metadata_say_nothing(active: Identifiers) -> None:
+def test_container_and_metadata_say_nothing(active: MmIdentifiers) -> None:
     exif = Image.Exif()
     exif[0xA420] = "11111111222222223333333344444444"  # ImageUniqueID, which vLLM takes for a name
     found = set()
@@ -138,7 +138,7 @@ def test_container_and_metadata_say_nothing(active: Identifiers) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"])
-def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: Identifiers, uuid: str) -> None:
+def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: MmIdentifiers, uuid: str) -> None:
     assert names({"image": [None]}, {"image": [uuid]}) == {"image": [f"foreign-{uuid}"]}
     sound = (np.zeros(16000, dtype=np.float32), 16000)
     assert names({"audio": [sound]}, {"audio": [uuid]}) == {"audio": [f"foreign-{uuid}"]}
@@ -149,7 +149,7 @@ def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: Identifiers, uui
     assert names({"image": [picture(1)]}, {"image": [uuid]}) == names({"image": picture(1)})
 
 
-def test_a_uuid_without_content_means_what_came_with_it(active: Identifiers) -> None:
+def test_a_uuid_without_content_means_what_came_with_it(active: MmIdentifiers) -> None:
     assert names({"image": [None]}, {"image": ["cat"]}) == {"image": ["cat"]}
     with_content = names({"image": [picture(1), picture(2)]}, {"image": ["cat", "dog"]})["image"]
     assert names({"image": [None, None]}, {"image": ["dog", "cat"]})["image"] == with_content[::-1]
@@ -158,13 +158,13 @@ def test_a_uuid_without_content_means_what_came_with_it(active: Identifiers) -> 
     assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(3)})
 
 
-def test_a_uuid_means_a_picture_not_how_it_was_once_processed(active: Identifiers) -> None:
+def test_a_uuid_means_a_picture_not_how_it_was_once_processed(active: MmIdentifiers) -> None:
     names({"image": [picture(1)]}, {"image": ["cat"]}, size=28)
     assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(1)})
     assert names({"image": [None]}, {"image": ["cat"]}, size=28) == names({"image": picture(1)}, size=28)
 
 
-def test_uuids_are_forgotten_oldest_first(active: Identifiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uuids_are_forgotten_oldest_first(active: MmIdentifiers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mm_identifiers, "_UUIDS", 2)
     for i, uuid in enumerate("abca"):
         names({"image": [picture(i)]}, {"image": [uuid]})
@@ -173,7 +173,7 @@ def test_uuids_are_forgotten_oldest_first(active: Identifiers, monkeypatch: pyte
     assert names({"image": [None]}, {"image": ["a"]}) == names({"image": picture(3)})
 
 
-def test_one_requests_processor_arguments_change_the_name(active: Identifiers) -> None:
+def test_one_requests_processor_arguments_change_the_name(active: MmIdentifiers) -> None:
     plain = names({"image": picture(1)})
     assert names({"image": picture(1)}, size=28) != plain
     assert names({"image": picture(1)}, size=28) == names({"image": picture(1)}, size=28)
@@ -181,12 +181,12 @@ def test_one_requests_processor_arguments_change_the_name(active: Identifiers) -
     assert names({"image": picture(1)}, size=56) == plain
 
 
-def test_arguments_that_have_no_canonical_form_are_not_shared(active: Identifiers) -> None:
+def test_arguments_that_have_no_canonical_form_are_not_shared(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)}, size=2.5, weird=float("nan"))["image"]
     assert key_of(name) is None
 
 
-def test_a_picture_as_an_array(active: Identifiers) -> None:
+def test_a_picture_as_an_array(active: MmIdentifiers) -> None:
     array = np.asarray(picture(1))
     [name] = names({"image": array})["image"]
     assert key_of(name) is not None
@@ -198,7 +198,7 @@ def test_a_picture_as_an_array(active: Identifiers) -> None:
     assert mm_identifiers._media_digest({"image_embeds": 1}) is None
 
 
-def test_video_and_audio_keep_vllms_names(active: Identifiers) -> None:
+def test_video_and_audio_keep_vllms_names(active: MmIdentifiers) -> None:
     data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": picture(1)}
     items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)
     theirs = ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
@@ -208,7 +208,7 @@ def test_video_and_audio_keep_vllms_names(active: Identifiers) -> None:
     assert final(active, found["audio"][0]) == theirs["audio"][0]
 
 
-def test_tenants_have_their_own_identifiers(active: Identifiers) -> None:
+def test_tenants_have_their_own_identifiers(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)})["image"]
     found = [final(active, name, salt) for salt in (None, "", "x", "y")]
     assert len(set(found)) == 4
@@ -216,13 +216,13 @@ def test_tenants_have_their_own_identifiers(active: Identifiers) -> None:
     assert final(active, name, "x") == found[2]
 
 
-def test_an_adapter_on_the_tower_is_nobody_elses(active: Identifiers) -> None:
+def test_an_adapter_on_the_tower_is_nobody_elses(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)})["image"]
     assert final(active, name, identifier=f"7:{name}") == f"7:{name}"
     assert key_of(f"7:{name}") is None
 
 
-def test_requests_without_media(active: Identifiers) -> None:
+def test_requests_without_media(active: MmIdentifiers) -> None:
     request = SimpleNamespace(mm_features=None, cache_salt=None)
     mm_identifiers._process_inputs(lambda this, r: r, None, request)
     assert request.mm_features is None
@@ -353,7 +353,7 @@ def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> N
 
 
 def test_pruned_videos_are_no_other_engine_s(llava: Path) -> None:
-    """Pruning writes into pictures' embeddings too; no service does it."""
+    """Pruning writes into images' embeddings too; no service does it."""
     plain = tower_identity(config(llava, multimodal_config=SimpleNamespace(video_pruning_rate=0.0)))
     assert plain == tower_identity(config(llava))
     pruned = SimpleNamespace(video_pruning_rate=0.5, video_pruning_method="evs")

@@ -1,4 +1,4 @@
-"""The encoder-cache scheduler: every way that a picture's embedding comes, or does not."""
+"""The encoder-cache scheduler: every way that an image's embedding comes, or does not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from cornplug.codec import Kind
-from cornplug.encoder_service.wire.messages import Encode, Encoded, Tensor
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
@@ -37,14 +37,14 @@ class Service:
     """A SocketEncoder whose answers a test gives by hand."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Encode, Future[Encoded]]] = []
+        self.asked: list[tuple[EncodeRequest, Future[EncodeReply]]] = []
         self.refusal: Exception | None = None
         self.closed = False
 
-    def submit(self, request: Encode) -> Future[Encoded]:
+    def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
         if self.refusal is not None:
             raise self.refusal
-        future: Future[Encoded] = Future()
+        future: Future[EncodeReply] = Future()
         self.asked.append((request, future))
         return future
 
@@ -60,7 +60,9 @@ class Stage:
     ) -> None:
         self.store, self.service, self.skew = store, Service(), 0.0
         self.trace_headers: dict[str, str] | None = None
-        self.inputs = SimpleNamespace(of=lambda feature: {"pixel_values": Tensor("float32", (1,), b"1234")})
+        self.inputs = SimpleNamespace(
+            of=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")}
+        )
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 dtype=torch.float32, get_hidden_size=lambda: HIDDEN, hf_config=SimpleNamespace()
@@ -110,14 +112,14 @@ class Stage:
             "key": request.key,
             "tower": "ran",
             "stored": False,
-            "tensor": Tensor("float32", (ROWS, HIDDEN), embedding().tobytes()),
+            "tensor": WireTensor("float32", (ROWS, HIDDEN), embedding().tobytes()),
             "seconds": 0.1,
             **changes,
         }
-        future.set_result(Encoded(**fields))
+        future.set_result(EncodeReply(**fields))
 
     def take_in(self, request: Any, freed: list[str] | None = None) -> Any:
-        """The engine schedules all of a request's pictures: what the worker half is told."""
+        """The engine schedules all of a request's images: what the worker half is told."""
         for feature in request.mm_features:
             self.half.arrived(feature.identifier)
             self.half.allocated(feature.identifier)
@@ -155,7 +157,7 @@ def embedding() -> Any:
 
 def put(store: Any, picture: int, **changes: Any) -> None:
     fields = {
-        "kind": Kind.EMBEDDING,
+        "kind": PayloadKind.EMBEDDING,
         "key": key(picture),
         "dtype": "float32",
         "shape": (ROWS, HIDDEN),
@@ -257,11 +259,15 @@ def test_an_entry_evicted_between_answer_and_reading(stage: Callable[..., Stage]
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tensor": Tensor("float32", (ROWS - 1, HIDDEN), embedding().tobytes()[: 4 * HIDDEN * (ROWS - 1)])},
-        {"tensor": Tensor("float32", (HIDDEN, ROWS), embedding().tobytes())},
-        {"tensor": Tensor("bfloat16", (ROWS, HIDDEN), embedding().tobytes()[: 2 * ROWS * HIDDEN])},
-        {"tensor": Tensor("float32", (ROWS, HIDDEN), embedding().tobytes()[:-4])},
-        {"tensor": Tensor("float32", (ROWS, HIDDEN), b"")},
+        {
+            "tensor": WireTensor(
+                "float32", (ROWS - 1, HIDDEN), embedding().tobytes()[: 4 * HIDDEN * (ROWS - 1)]
+            )
+        },
+        {"tensor": WireTensor("float32", (HIDDEN, ROWS), embedding().tobytes())},
+        {"tensor": WireTensor("bfloat16", (ROWS, HIDDEN), embedding().tobytes()[: 2 * ROWS * HIDDEN])},
+        {"tensor": WireTensor("float32", (ROWS, HIDDEN), embedding().tobytes()[:-4])},
+        {"tensor": WireTensor("float32", (ROWS, HIDDEN), b"")},
     ],
 )
 def test_an_answer_of_another_form(stage: Callable[..., Stage], changes: dict[str, Any]) -> None:
@@ -483,7 +489,7 @@ def test_a_request_that_never_needed_its_picture_leaves_nothing(stage: Callable[
     put(here.store, 1)
     request = here.request("a", 1)
     assert here.half.available(request, 0)
-    # Another engine's prefix came in meanwhile: its picture is behind what is computed.
+    # Another engine's prefix came in meanwhile: its image is behind what is computed.
     assert here.half.available(request, ROWS)
     here.half.finished(request)
     assert not here.half._items
@@ -655,7 +661,7 @@ def test_an_idle_engine_rests_until_the_service_answers(
     request = here.request("a", 1)
     assert not here.half.available(request, 0)
     here.asked(1)
-    # Others run: they do not wait for this picture.
+    # Others run: they do not wait for this image.
     here.half.moves(busy)  # type: ignore[arg-type]
     timer = threading.Timer(0.05, here.answer)
     timer.start()
@@ -685,7 +691,7 @@ def test_pixels_are_not_packed_for_a_service_that_is_not_there(
 def test_a_request_whose_pictures_lie_behind_is_not_looked_at(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked each step for each running request: 256 with 100 pictures each took 4.5 ms."""
+    """It is asked each step for each running request: 256 with 100 images each took 4.5 ms."""
 
     class Features(list[Any]):
         def __iter__(self) -> Any:

@@ -20,14 +20,14 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from cornplug.codec import Kind
+from cornplug.codec import PayloadKind
 from cornplug.engine_common import embedding_publisher
 from cornplug.errors import EncoderRefused
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
-from cornplug.vllm_connector.ec.metadata import Arrived, ECMoves
+from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECMoves
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
@@ -53,9 +53,9 @@ def test_what_one_worker_publishes_another_loads(store: MemoryStore, dtype: torc
     found = entry.get(store.connect(), KEY, deadline_s=1)
     assert found is not None
     header, payload = found
-    assert (header.kind, header.shape) == (Kind.EMBEDDING, (3, 8))
+    assert (header.kind, header.shape) == (PayloadKind.EMBEDDING, (3, 8))
     cache: dict[str, torch.Tensor] = {}
-    worker.load(cache, ECMoves([Arrived(NAME, header.dtype, header.shape, payload)]))
+    worker.load(cache, ECMoves([ArrivedEmbedding(NAME, header.dtype, header.shape, payload)]))
     assert cache[NAME].dtype == dtype
     assert torch.equal(cache[NAME], value)
     worker.save(NAME, value, ECMoves())
@@ -142,7 +142,7 @@ def test_the_worker_facade(store: MemoryStore) -> None:
     # A profiling run encodes outside of a step.
     connector.save_caches(cache, NAME)
     assert connector.build_connector_worker_meta() is None
-    connector.bind_connector_metadata(ECMoves([Arrived("cp1-x", "float32", (1, 1), bytearray(4))]))
+    connector.bind_connector_metadata(ECMoves([ArrivedEmbedding("cp1-x", "float32", (1, 1), bytearray(4))]))
     connector.start_load_caches(cache)
     assert torch.equal(cache["cp1-x"], torch.zeros(1, 1))
     connector.save_caches(cache, NAME)

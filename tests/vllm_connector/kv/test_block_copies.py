@@ -23,7 +23,7 @@ from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv import layout as kv_layout
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
 from cornplug.vllm_connector.kv.layout import derive
-from cornplug.vllm_connector.kv.mover import Mover
+from cornplug.vllm_connector.kv.mover import KVMover
 from devkit.fake_cuda import Recorder, fake_cuda
 
 from ..late_device import STALE, LateDevice
@@ -229,7 +229,7 @@ def test_the_movers_thread_has_its_ranks_device() -> None:
         yield
 
     with fake_cuda(events):
-        mover = Mover(side.enter_thread)
+        mover = KVMover(side.enter_thread)
         mover.submit(job(), urgent=True)
         assert done.wait(5)
         mover.close()
@@ -257,7 +257,7 @@ def test_loads_go_before_what_is_left_of_a_save() -> None:
         yield
         order.append(name)
 
-    mover = Mover(lambda: None)
+    mover = KVMover(lambda: None)
     mover.submit(save("a"), urgent=False)
     mover.submit(save("b"), urgent=False)
     assert first.wait(5)
@@ -279,7 +279,7 @@ def test_a_job_that_breaks_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> 
         yield
 
     done: list[bool] = []
-    mover = Mover(lambda: None)
+    mover = KVMover(lambda: None)
     mover.submit(breaks(), urgent=True)
     mover.submit(works(), urgent=True)
     assert mover.wait(5)

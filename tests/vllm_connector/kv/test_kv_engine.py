@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
-from cornplug.engine_common.lora_digests import Adapters
+from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
@@ -165,7 +165,7 @@ def test_tenants_do_not_share(engine: Make) -> None:
 def test_adapters_share_with_their_like(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_scheduler, "LaterAdapters", Adapters)
+    monkeypatch.setattr(kv_scheduler, "LaterAdapters", LoraDigests)
     loras = []
     for name, data in (("x", b"1"), ("y", b"1"), ("z", b"2")):
         (tmp_path / name).mkdir()
@@ -187,14 +187,14 @@ def test_an_adapter_is_read_on_another_thread(
     """The first request under it is a miss and holds up nobody; what it computes is saved none the less."""
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
-    lora, reading, read = SimpleNamespace(lora_path=str(tmp_path)), threading.Event(), Adapters.digest
+    lora, reading, read = SimpleNamespace(lora_path=str(tmp_path)), threading.Event(), LoraDigests.digest
 
-    def slow(self: Adapters, path: str) -> bytes:
+    def slow(self: LoraDigests, path: str) -> bytes:
         assert threading.current_thread() is not threading.main_thread() or reading.is_set()
         reading.wait(5)
         return read(self, path)
 
-    monkeypatch.setattr(Adapters, "digest", slow)
+    monkeypatch.setattr(LoraDigests, "digest", slow)
     first = engine()
     request = first.add("a", PROMPT, lora_request=lora)
     began = time.monotonic()

@@ -117,7 +117,7 @@ def test_a_shift_of_one_position_changes_the_keys() -> None:
 
 
 def test_one_medium_of_other_rows_shares_no_page_from_its_first_on() -> None:
-    """Which rows a processor makes of a picture may depend on how many there are in the prompt (h2ovl)."""
+    """Which rows a processor makes of an image may depend on how many there are in the prompt (h2ovl)."""
     tokens = prompt(160, (40, 80))
     few, more = keys(tokens, feature(A, 40, 72)), keys(tokens, feature(A, 40, 80))
     assert few[0] == more[0] == keys(tokens)[0]

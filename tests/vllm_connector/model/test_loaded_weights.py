@@ -78,7 +78,9 @@ def config(folder: Path, kv: str = "CornplugConnector") -> Any:
 def test_a_worker_that_loaded_something_else_ends_sharing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kv: str, dummy: bool, ends: bool
 ) -> None:
-    monkeypatch.setattr(setting_verdicts, "of_everything", lambda config: setting_verdicts.Verdict({}, {}))
+    monkeypatch.setattr(
+        setting_verdicts, "of_everything", lambda config: setting_verdicts.SettingsVerdict({}, {})
+    )
     model = Loaded(folder, torch.float32)
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)

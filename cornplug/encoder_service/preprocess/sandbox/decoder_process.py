@@ -82,7 +82,7 @@ class DecoderProcess:
         end_s: float,
         limit_s: float,
         wanted: Callable[[], bool],
-    ) -> Asked:
+    ) -> AssignedJob:
         """Give it a job, which it is killed in after `limit_s`, or at `end_s` by the monotonic clock.
 
         Raises as `start`.
@@ -93,7 +93,7 @@ class DecoderProcess:
             memory = wire.memory(parts)
             try:
                 wire.send(self._sock, job, memory)
-                return Asked(self, end_s, limit_s, wanted)
+                return AssignedJob(self, end_s, limit_s, wanted)
             except OSError:
                 self._discard()  # it died while it was idle: once more, with a new one
                 if fresh:
@@ -129,7 +129,7 @@ class DecoderProcess:
             process.wait()
 
 
-class Asked:
+class AssignedJob:
     """A job that a process has been given."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Asked:
         """It cannot be believed: let a new process do what comes next."""
         self._process.kill("crashed")
 
-    def tell(self, message: wire.Go | wire.Stop) -> None:
+    def tell(self, message: wire.DecodeGo | wire.DecodeStop) -> None:
         """Raises MediaError("crashed") where the process has ended."""
         assert self._process._sock is not None
         try:
@@ -152,7 +152,7 @@ class Asked:
         except OSError:
             raise self._crashed() from None
 
-    def answer(self) -> tuple[wire.Opened | wire.Decoded, int | None]:
+    def answer(self) -> tuple[wire.MediumOpened | wire.MediumDecoded, int | None]:
         """What it says next, and the descriptor of its result, which the caller closes.
 
         Raises MediaError: what the decoder did, "too_slow", "too_much_memory", "crashed"; and
@@ -160,7 +160,7 @@ class Asked:
         waits any more.
         """
         message, fd = self._receive()
-        if isinstance(message, wire.Failed):
+        if isinstance(message, wire.DecodeFailed):
             if fd is not None:
                 os.close(fd)
             raise MediaError(message.message, reason=message.reason)
@@ -178,7 +178,7 @@ class Asked:
                 raise EncoderRefused("nobody waits for it any more", reason="too_late")
             sock.settimeout(min(left, _LOOK_S))
             try:
-                return wire.receive(sock, wire.Opened | wire.Decoded | wire.Failed)
+                return wire.receive(sock, wire.MediumOpened | wire.MediumDecoded | wire.DecodeFailed)
             except TimeoutError:
                 continue
             except (OSError, msgspec.MsgspecError):

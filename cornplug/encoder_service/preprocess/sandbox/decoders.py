@@ -11,9 +11,9 @@ from PIL import Image
 from cornplug.encoder_service.media import audio as sounds
 from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.audio import Sound
+from cornplug.encoder_service.media.audio import AudioSamples
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
+from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
 
 _RGB_BYTES: Final = 3 + 4
 """A pixel as it comes from the decoder, and as Pillow has it."""
@@ -25,7 +25,7 @@ _SAMPLE_WORK: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class MediumHeader:
     """What a medium will be once decoded."""
 
     held_bytes: int
@@ -37,28 +37,28 @@ class Header:
     seconds: float = 0.0
 
     @classmethod
-    def of_picture(cls, width: int, height: int) -> Header:
+    def of_picture(cls, width: int, height: int) -> MediumHeader:
         pixels = width * height
         return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
 
     @classmethod
-    def of_clip(cls, source: Source, indices: Sequence[int]) -> Header:
+    def of_clip(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
         frame = source.width * source.height
         pixels = len(indices) * frame
         made = (max(indices, default=-1) + 1) * frame
         return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
 
     @classmethod
-    def of_sound(cls, seconds: float, rate: int) -> Header:
+    def of_sound(cls, seconds: float, rate: int) -> MediumHeader:
         samples = round(seconds * rate)
         return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
 
 
-Heard = Callable[[Header], None]
+Heard = Callable[[MediumHeader], None]
 """Hears a header before anything is decoded; what it raises ends the decoding."""
 
 
-class Decoder(Protocol):
+class MediumDecoder(Protocol):
     """Raises MediaError as `media`, `sounds` and `clips` do, and what `heard` raises."""
 
     def picture(
@@ -71,17 +71,17 @@ class Decoder(Protocol):
     ) -> Image.Image:
         """RGB, as SGLang receives it."""
 
-    def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound: ...
+    def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples: ...
 
     def clip(
-        self, data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
-    ) -> Clip: ...
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+    ) -> VideoFrames: ...
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> Clip:
-        """A video given as its pictures."""
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
+        """A video given as its images."""
 
 
-class InProcess:
+class InProcessDecoder:
     """Decodes right here: for media that are no stranger's."""
 
     def picture(
@@ -95,36 +95,36 @@ class InProcess:
     ) -> Image.Image:
         return media.as_sglang_receives(data, max_pixels, before=_picture(heard), formats=formats)
 
-    def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound:
-        return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(Header.of_sound(s, rate)))
+    def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples:
+        return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(MediumHeader.of_sound(s, rate)))
 
     def clip(
-        self, data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
-    ) -> Clip:
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+    ) -> VideoFrames:
         return clips.decode(data, lambda source: chosen(source, choose, limits, heard), limits)
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> Clip:
-        def before(source: Source) -> None:
-            heard(Header.of_clip(source, range(source.total)))
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
+        def before(source: VideoHeader) -> None:
+            heard(MediumHeader.of_clip(source, range(source.total)))
 
         return clips.of_pictures(pictures, fps, limits, before=before)
 
 
 def chosen(
-    source: Source, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
+    source: VideoHeader, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
 ) -> tuple[int, ...]:
     """The frames that are wanted, rising, once `heard` has been told of them.
 
     Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `heard`.
     """
     indices = clips.sampled(source, choose(source), limits)
-    heard(Header.of_clip(source, indices))
+    heard(MediumHeader.of_clip(source, indices))
     return indices
 
 
 def _picture(heard: Heard) -> media.Before:
-    return lambda width, height: heard(Header.of_picture(width, height))
+    return lambda width, height: heard(MediumHeader.of_picture(width, height))
 
 
-def anything(header: Header) -> None:
+def anything(header: MediumHeader) -> None:
     """Objects to nothing."""

@@ -43,7 +43,7 @@ class ClipJob(msgspec.Struct, frozen=True, tag="clip"):
 
 
 class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
-    """A video given as pictures, which lie one behind another."""
+    """A video given as images, which lie one behind another."""
 
     sizes: tuple[int, ...]
     fps: float
@@ -53,21 +53,21 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
     limit_s: float
 
 
-class Go(msgspec.Struct, frozen=True, tag="go"):
+class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
     """Decode it; of a file of video, these frames."""
 
     indices: tuple[int, ...] = ()
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
     """Do not decode it."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
     """The process has started."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
+class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
     """What a header says; 0 where the kind of medium has no such thing."""
 
     width: int = 0
@@ -79,13 +79,13 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     rate: int = 0
 
 
-class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
+class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
     """The result's shape: (height, width, 3), (frames, height, width, 3) or (samples,)."""
 
     shape: tuple[int, ...]
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Why not: as MediaError."""
 
     reason: str
@@ -93,8 +93,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Job = PictureJob | SoundJob | ClipJob | FramesJob
-ToDecoder = Job | Go | Stop
-FromDecoder = Ready | Opened | Decoded | Failed
+ToDecoder = Job | DecodeGo | DecodeStop
+FromDecoder = DecoderReady | MediumOpened | MediumDecoded | DecodeFailed
 
 
 def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:

@@ -22,7 +22,7 @@ from PIL import AvifImagePlugin, Image
 from cornplug.encoder_service.media import audio as sounds
 from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
+from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
 from cornplug.encoder_service.preprocess.sandbox import ipc as wire
 from cornplug.errors import MediaError
 
@@ -35,7 +35,7 @@ class _NotWanted(Exception):
     """The service has other uses for the memory that this would take."""
 
 
-class Decoder:
+class DecoderLoop:
     """One job after another, over one socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,10 +43,10 @@ class Decoder:
 
     def run(self) -> None:
         """Raises OSError once the service has gone."""
-        wire.send(self._sock, wire.Ready())
+        wire.send(self._sock, wire.DecoderReady())
         while True:
             job, fd = wire.receive(self._sock, wire.ToDecoder)
-            if fd is None or isinstance(job, wire.Go | wire.Stop):
+            if fd is None or isinstance(job, wire.DecodeGo | wire.DecodeStop):
                 continue  # its job has failed meanwhile
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
@@ -54,16 +54,18 @@ class Decoder:
             except _NotWanted:
                 continue
             except MediaError as e:
-                wire.send(self._sock, wire.Failed(e.reason, str(e)[:1000]))
+                wire.send(self._sock, wire.DecodeFailed(e.reason, str(e)[:1000]))
             except MemoryError:
-                wire.send(self._sock, wire.Failed("too_much_memory", "decoding it takes too much memory"))
+                wire.send(
+                    self._sock, wire.DecodeFailed("too_much_memory", "decoding it takes too much memory")
+                )
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _answer(self, job: wire.Job, data: bytes) -> None:
         shape, memory = self._decoded(job, data)
         try:
-            wire.send(self._sock, wire.Decoded(shape), memory)
+            wire.send(self._sock, wire.MediumDecoded(shape), memory)
         finally:
             os.close(memory)
 
@@ -85,7 +87,7 @@ class Decoder:
 
     def _picture(self, job: wire.PictureJob, data: bytes) -> Image.Image:
         def before(width: int, height: int) -> None:
-            self._go(wire.Opened(width=width, height=height))
+            self._go(wire.MediumOpened(width=width, height=height))
 
         if job.for_sglang:
             return media.as_sglang_receives(data, job.max_pixels, before=before, formats=job.formats)
@@ -93,12 +95,12 @@ class Decoder:
 
     def _sound(self, job: wire.SoundJob, data: bytes) -> sounds.Samples:
         def before(seconds: float, rate: int) -> None:
-            self._go(wire.Opened(seconds=seconds, rate=rate))
+            self._go(wire.MediumOpened(seconds=seconds, rate=rate))
 
         return sounds.decode(data, max_s=job.max_s, before=before).samples
 
-    def _frames(self, job: wire.FramesJob, data: bytes) -> Clip:
-        def before(source: Source) -> None:
+    def _frames(self, job: wire.FramesJob, data: bytes) -> VideoFrames:
+        def before(source: VideoHeader) -> None:
             self._go(_source(source))
 
         ends = np.cumsum(job.sizes).tolist()
@@ -106,26 +108,26 @@ class Decoder:
         limits = ClipLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, picture_formats=job.formats)
         return clips.of_pictures(pictures, job.fps, limits, before=before)
 
-    def _go(self, opened: wire.Opened) -> tuple[int, ...]:
+    def _go(self, opened: wire.MediumOpened) -> tuple[int, ...]:
         """Say what there is, and wait until it is wanted: which frames."""
         wire.send(self._sock, opened)
         answer, fd = wire.receive(self._sock, wire.ToDecoder)
         if fd is not None:
             os.close(fd)
-        if not isinstance(answer, wire.Go):
+        if not isinstance(answer, wire.DecodeGo):
             raise _NotWanted
         return answer.indices
 
 
 def _bands(image: Image.Image) -> Iterator[bytes]:
-    """Its pixels, some rows at a time: a whole copy would be as large as the picture."""
+    """Its pixels, some rows at a time: a whole copy would be as large as the image."""
     rows = max(1, _BAND_BYTES // (3 * image.width))
     for top in range(0, image.height, rows):
         yield image.crop((0, top, image.width, min(top + rows, image.height))).tobytes()
 
 
-def _source(source: Source) -> wire.Opened:
-    return wire.Opened(width=source.width, height=source.height, total=source.total, fps=source.fps)
+def _source(source: VideoHeader) -> wire.MediumOpened:
+    return wire.MediumOpened(width=source.width, height=source.height, total=source.total, fps=source.fps)
 
 
 def _bytes(fd: int) -> bytes:
@@ -149,7 +151,7 @@ def main() -> None:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process a core already
     with socket.socket(fileno=fd) as sock:
         try:
-            Decoder(sock).run()
+            DecoderLoop(sock).run()
         except OSError:
             pass  # the service has gone, and nobody is left to tell
 

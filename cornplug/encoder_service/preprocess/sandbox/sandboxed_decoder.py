@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from cornplug.encoder_service.media.audio import MAX_SAMPLES, Sound
+from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import Clip, ClipLimits, Source
+from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
 from cornplug.encoder_service.preprocess.sandbox import ipc as wire
-from cornplug.encoder_service.preprocess.sandbox.decoder_process import Asked, DecoderProcess
-from cornplug.encoder_service.preprocess.sandbox.decoders import Header, Heard, chosen
+from cornplug.encoder_service.preprocess.sandbox.decoder_process import AssignedJob, DecoderProcess
+from cornplug.encoder_service.preprocess.sandbox.decoders import Heard, MediumHeader, chosen
 from cornplug.errors import MediaError
 
 
-class Jailed:
+class SandboxedDecoder:
     """For one medium. `limit_s` bounds its decoding; it is ended at `end_s` (by the monotonic clock) too,
     and as soon as nobody wants it."""
 
@@ -52,25 +52,25 @@ class Jailed:
         opened = _opened(asked)
         if not 0 < opened.width * opened.height <= max_pixels:
             raise _lies(asked)
-        _hear(asked, lambda: heard(Header.of_picture(opened.width, opened.height)))
-        # Some formats hold a picture of other sides than their header says.
+        _hear(asked, lambda: heard(MediumHeader.of_picture(opened.width, opened.height)))
+        # Some formats hold an image of other sides than their header says.
         shape, pixels = _result(asked, lambda s: len(s) == 3 and s[2] == 3 and s[0] * s[1] <= max_pixels)
         flat = np.frombuffer(pixels, np.uint8)
         return Image.frombuffer("RGB", (shape[1], shape[0]), flat, "raw", "RGB", 0, 1)
 
-    def sound(self, data: bytes, max_s: float, heard: Heard) -> Sound:
+    def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples:
         asked = self._begin(wire.SoundJob(max_s=max_s, limit_s=self._limit()), [data])
         opened = _opened(asked)
         if opened.rate <= 0 or not 0 <= opened.seconds <= max_s:
             raise _lies(asked)
-        _hear(asked, lambda: heard(Header.of_sound(opened.seconds, opened.rate)))
+        _hear(asked, lambda: heard(MediumHeader.of_sound(opened.seconds, opened.rate)))
         most = min(math.floor(max_s * opened.rate), MAX_SAMPLES)
         _, samples = _result(asked, lambda s: len(s) == 1 and s[0] <= most, itemsize=4)
-        return Sound(samples=np.frombuffer(samples, np.float32), rate=opened.rate)
+        return AudioSamples(samples=np.frombuffer(samples, np.float32), rate=opened.rate)
 
     def clip(
-        self, data: bytes, choose: Callable[[Source], Sequence[int]], limits: ClipLimits, heard: Heard
-    ) -> Clip:
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+    ) -> VideoFrames:
         job = wire.ClipJob(
             max_s=limits.max_s,
             max_frames=limits.max_frames,
@@ -79,7 +79,7 @@ class Jailed:
         )
         return self._clip(job, [data], choose, limits, heard)
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> Clip:
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
         job = wire.FramesJob(
             sizes=tuple(map(len, pictures)),
             fps=fps,
@@ -94,15 +94,15 @@ class Jailed:
         self,
         job: wire.ClipJob | wire.FramesJob,
         parts: Sequence[bytes],
-        choose: Callable[[Source], Sequence[int]],
+        choose: Callable[[VideoHeader], Sequence[int]],
         limits: ClipLimits,
         heard: Heard,
-    ) -> Clip:
+    ) -> VideoFrames:
         asked = self._begin(job, parts)
         said = _opened(asked)
         if said.width * said.height <= 0 or said.total < 1 or said.fps <= 0:
             raise _lies(asked)
-        source = Source(total=said.total, fps=said.fps, width=said.width, height=said.height)
+        source = VideoHeader(total=said.total, fps=said.fps, width=said.width, height=said.height)
         indices: list[int] = []
         _hear(asked, lambda: indices.extend(chosen(source, choose, limits, heard)), indices)
         one = source.width * source.height
@@ -112,41 +112,45 @@ class Jailed:
 
         shape, pixels = _result(asked, fits)
         taken = np.frombuffer(pixels, np.uint8).reshape(shape)
-        return Clip(frames=taken, indices=tuple(indices), source=source)
+        return VideoFrames(frames=taken, indices=tuple(indices), source=source)
 
     def _limit(self) -> float:
         return max(min(self._limit_s, self._end_s - time.monotonic()), 0.01)
 
-    def _begin(self, job: wire.Job, parts: Sequence[bytes]) -> Asked:
+    def _begin(self, job: wire.Job, parts: Sequence[bytes]) -> AssignedJob:
         return self._process.begin(job, parts, end_s=self._end_s, limit_s=self._limit_s, wanted=self._wanted)
 
 
-def _opened(asked: Asked) -> wire.Opened:
+def _opened(asked: AssignedJob) -> wire.MediumOpened:
     message, fd = asked.answer()
     if fd is not None:
         os.close(fd)
-    if not isinstance(message, wire.Opened):
+    if not isinstance(message, wire.MediumOpened):
         raise _lies(asked)
     return message
 
 
-def _hear(asked: Asked, hear: Callable[[], None], indices: Sequence[int] = ()) -> None:
+def _hear(asked: AssignedJob, hear: Callable[[], None], indices: Sequence[int] = ()) -> None:
     """Let it decode, unless `hear` objects."""
     going = False
     try:
         hear()
         going = True
     finally:
-        asked.tell(wire.Go(tuple(indices)) if going else wire.Stop())
+        asked.tell(wire.DecodeGo(tuple(indices)) if going else wire.DecodeStop())
 
 
 def _result(
-    asked: Asked, fits: Callable[[tuple[int, ...]], bool], *, itemsize: int = 1
+    asked: AssignedJob, fits: Callable[[tuple[int, ...]], bool], *, itemsize: int = 1
 ) -> tuple[tuple[int, ...], mmap.mmap]:
     message, fd = asked.answer()
     if fd is None:
         raise _lies(asked)
-    if not isinstance(message, wire.Decoded) or min(message.shape, default=0) < 1 or not fits(message.shape):
+    if (
+        not isinstance(message, wire.MediumDecoded)
+        or min(message.shape, default=0) < 1
+        or not fits(message.shape)
+    ):
         os.close(fd)
         raise _lies(asked)
     try:
@@ -155,6 +159,6 @@ def _result(
         raise _lies(asked) from None
 
 
-def _lies(asked: Asked) -> MediaError:
+def _lies(asked: AssignedJob) -> MediaError:
     asked.kill()
     return MediaError("its decoder gave nonsense", reason="crashed")

@@ -14,10 +14,15 @@ import pytest
 from PIL import Image
 
 from cornplug.encoder_service.media.image import MAX_SCANS
-from cornplug.encoder_service.media.video import ClipLimits, Source
+from cornplug.encoder_service.media.video import ClipLimits, VideoHeader
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
-from cornplug.encoder_service.preprocess.sandbox.decoders import Decoder, Header, InProcess, anything
-from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import Jailed
+from cornplug.encoder_service.preprocess.sandbox.decoders import (
+    InProcessDecoder,
+    MediumDecoder,
+    MediumHeader,
+    anything,
+)
+from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
 from cornplug.errors import EncoderRefused, MediaError
 
 from ... import hostile_pictures
@@ -38,9 +43,9 @@ class Cell:
 
     def decoder(
         self, *, limit_s: float = 30.0, deadline_s: float = 60.0, wanted: Callable[[], bool] = lambda: True
-    ) -> Jailed:
+    ) -> SandboxedDecoder:
         end_s = time.monotonic() + deadline_s
-        return Jailed(self.process, limit_s=limit_s, end_s=end_s, wanted=wanted)
+        return SandboxedDecoder(self.process, limit_s=limit_s, end_s=end_s, wanted=wanted)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def cell() -> Iterator[Cell]:
     one.process.close()
 
 
-def outcome(decode: Callable[[Decoder], Any], decoder: Decoder) -> tuple[Any, ...]:
+def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> tuple[Any, ...]:
     """What came out, or why not, comparable."""
     try:
         made = decode(decoder)
@@ -75,10 +80,10 @@ def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> No
     for name, data in pictures():
         for way in ("picture", "picture_for_sglang"):
 
-            def decode(decoder: Decoder, data: bytes = data, way: str = way) -> Any:
+            def decode(decoder: MediumDecoder, data: bytes = data, way: str = way) -> Any:
                 return getattr(decoder, way)(data, MAX_PIXELS, anything)
 
-            assert outcome(decode, cell.decoder()) == outcome(decode, InProcess()), (name, way)
+            assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), (name, way)
     assert cell.killed == []
 
 
@@ -88,41 +93,41 @@ def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> No
     ids=["wav", "flac", "mp3", "nothing", "garbage"],
 )
 def test_sounds_are_what_they_are_without_a_jail(cell: Cell, data: bytes) -> None:
-    def decode(decoder: Decoder) -> Any:
+    def decode(decoder: MediumDecoder) -> Any:
         return decoder.sound(data, 5.0, anything)
 
-    assert outcome(decode, cell.decoder()) == outcome(decode, InProcess())
+    assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder())
 
 
 def test_videos_are_what_they_are_without_a_jail(cell: Cell) -> None:
     shown = moving(9)
     film = video(shown, "mp4", "libx264", pix_fmt="yuv420p")
 
-    def some(source: Source) -> list[int]:
+    def some(source: VideoHeader) -> list[int]:
         return list(range(0, source.total, 2))
 
-    def all_of_too_many(source: Source) -> range:
+    def all_of_too_many(source: VideoHeader) -> range:
         return range(source.total * 50)
 
-    def from_file(decoder: Decoder) -> Any:
+    def from_file(decoder: MediumDecoder) -> Any:
         return decoder.clip(film, some, LIMITS, anything)
 
-    def badly_chosen(decoder: Decoder) -> Any:
+    def badly_chosen(decoder: MediumDecoder) -> Any:
         return decoder.clip(film, all_of_too_many, LIMITS, anything)
 
-    def from_pictures(decoder: Decoder) -> Any:
+    def from_pictures(decoder: MediumDecoder) -> Any:
         frames = [saved(Image.fromarray(np.asarray(frame)), "PNG") for frame in shown]
         return decoder.frames(frames, 2.0, LIMITS, anything)
 
     for decode in (from_file, badly_chosen, from_pictures):
-        assert outcome(decode, cell.decoder()) == outcome(decode, InProcess()), decode.__name__
+        assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), decode.__name__
 
 
 def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell) -> None:
     """Before: 25 ms a scan for 92 bytes, 9,000 scans took 230 s of one core."""
     attack = many_scans(7900, 7900, 9000)
     assert len(attack) < 2 << 20
-    for decoder in (InProcess(), cell.decoder()):
+    for decoder in (InProcessDecoder(), cell.decoder()):
         began = time.process_time()
         with pytest.raises(MediaError) as refused:
             decoder.picture(attack, 64_000_000, anything)
@@ -130,7 +135,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell
         assert time.process_time() - began < 1.0
     # What real encoders write is far below it.
     progressive = saved(hostile_pictures.picture(1), "JPEG", progressive=True)
-    assert InProcess().picture(progressive, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert InProcessDecoder().picture(progressive, MAX_PIXELS, anything).size == hostile_pictures.SIDE
     assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
 
 
@@ -183,7 +188,7 @@ def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
     # While it was idle: nobody hears of it.
     assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
 
-    def kill(header: Header) -> None:
+    def kill(header: MediumHeader) -> None:
         assert cell.process.pid is not None
         os.kill(cell.process.pid, signal.SIGKILL)
 
@@ -194,9 +199,9 @@ def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
 
 
 def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
-    heard: list[Header] = []
+    heard: list[MediumHeader] = []
 
-    def object_to(header: Header) -> None:
+    def object_to(header: MediumHeader) -> None:
         heard.append(header)
         raise EncoderRefused("no room", reason="overloaded")
 
