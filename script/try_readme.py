@@ -51,7 +51,7 @@ class Place:
     def __init__(self, folder: Path, plan: Path) -> None:
         from PIL import Image
 
-        # The checkout's makers of checkpoints are in no wheel. Behind everything else: cornplug is the wheel's.
+        # Makers of checkpoints are in the checkout only, and come last: cornplug is the wheel's.
         sys.path.append(str(Path(__file__).parents[1]))
         from devkit import checkpoints
 
