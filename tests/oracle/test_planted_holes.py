@@ -105,7 +105,7 @@ def test_keys_that_follow_names_are_found(
     whole = FAMILIES["llava"].classify
     assert renamed("llava", "vision_tower.x") == "model.vision_tower.x"
     monkeypatch.setattr(
-        "cornplug.checkpoints.families.Family.classify",
+        "cornplug.checkpoints.families.ModelFamily.classify",
         lambda family, name: (whole(name)[0], name) if family.name == "llava" else whole(name),
     )
     assert oracle().run(seed=1, cases=2, kinds=["tensor names"]).parted

@@ -271,7 +271,7 @@ def test_an_exception_s_text_stays_in_the_log(
         raise RuntimeError("/srv/secret/customers.db")
 
     for where in (
-        "cornplug.encoder_service.preprocess.preparer.Preparer.prepare",
+        "cornplug.encoder_service.preprocess.preparer.MediaPreparer.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.encode",
     ):
