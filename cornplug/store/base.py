@@ -56,7 +56,7 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     """Changes whenever this room is given to another entry."""
     fence: int = -1
-    """Where the store says whether `generation` may be written still, see `fences.py`."""
+    """Where the store says whether `generation` may be written still, see `write_fences.py`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):

@@ -24,7 +24,7 @@ from cornplug.planner.inputs.field_types import (
 
 
 class LLMShape(InputTable):
-    """A language model's size. `from_config` in `shapes.py` reads it from a checkpoint."""
+    """A language model's size. `from_config` in `component_shapes.py` reads it from a checkpoint."""
 
     kind: Literal["llm"] = "llm"
     layers: Count

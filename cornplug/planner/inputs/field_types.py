@@ -38,7 +38,7 @@ def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
 
 
 def _from_its_file(path: Path, info: ValidationInfo) -> Path:
-    """Relative to the file that names it, where `toml_source.py` says which that is."""
+    """Relative to the file that names it, where `toml_reader.py` says which that is."""
     folder: Path | None = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 

@@ -2,7 +2,7 @@
 
 Only shapes and ranges are checked here, and what one field of a table says of another; what one table
 says of another is `input_checks.py`. Reading the file, and finding the line of an error, is
-`toml_source.py`; the meaning of a length is `lengths.py`.
+`toml_reader.py`; the meaning of a length is `length_distributions.py`.
 Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise.
 """
 

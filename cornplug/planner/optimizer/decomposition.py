@@ -2,7 +2,7 @@
 
 The cost is the nodes' alone: a plan that frees three GPUs of a node costs what it cost before,
 and a solver finds no direction in that. So plans are improved by a potential, the cost plus a
-little of each GPU's price. And each group of services is solved alone (`groups.py`): its least
+little of each GPU's price. And each group of services is solved alone (`subproblems.py`): its least
 cost bounds the whole, whose relaxation gains most of its distance from the truth by splitting
 replicas; and the cells that it uses are the few that the whole is searched over. Both are done
 again at slightly other prices of GPUs. The last word is the solver's, on the cost itself.

@@ -4,7 +4,7 @@ Sets        demands u, variants v, services s, cells j, node classes n, cache le
 Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
             f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
             w_l    cache level chosen (binary)       e_j  cell used (binary; spare replicas)
-            a_j, d_j, m_jk  starts, stops, role switches (integer; `switching.py`)
+            a_j, d_j, m_jk  starts, stops, role switches (integer; `transition_costs.py`)
 Objectives  dollars; or goodput, then dollars; or the least share served, then goodput, then dollars
 Constraints one function each; every row is named, and a plan's reasons quote those names
 

@@ -1,7 +1,7 @@
 """The largest rate of one request class that a station carries under its bounds.
 
-Closed forms (`screening.py`) find it in milliseconds, well enough to drop cells that nobody will
-want; the simulator (`confirming.py`) then finds it for the cells that are kept.
+Closed forms (`analytic_capacity.py`) find it in milliseconds, well enough to drop cells that nobody will
+want; the simulator (`simulated_capacity.py`) then finds it for the cells that are kept.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ no EXIF orientation and drops transparency instead of laying the image on white.
 image has other pixels here than in vLLM, and so another digest.
 
 The digest waits at the item, outside of what is sent to the scheduler, until the request's
-salt is known (`media.py`). What nobody could digest has none, and is shared with nobody:
+salt is known (`mm_identifiers.py`). What nobody could digest has none, and is shared with nobody:
 video, audio, a client's own tensors or embeddings, processors that we do not know.
 """
 

@@ -7,7 +7,7 @@ run years in milliseconds. An `owner` is one connection.
     entries   key -> Entry        what lookups see
     lru       key -> Entry        those of them that nobody leases, oldest use first
     placed    offset -> Entry     all room in use by entries, also of deleted ones still leased
-    drafts                        what is being written, see `drafts.py`
+    drafts                        what is being written, see `reservations.py`
 """
 
 from __future__ import annotations

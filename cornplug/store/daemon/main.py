@@ -1,6 +1,6 @@
 """`cornplug serve-store`: one daemon per host and socket, from start to clean end.
 
-A lock beside the socket decides who serves (`claim.py`): of two starters one wins, and only the
+A lock beside the socket decides who serves (`socket_claim.py`): of two starters one wins, and only the
 winner touches a socket that a dead daemon left behind.
 """
 

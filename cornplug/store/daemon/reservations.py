@@ -7,7 +7,7 @@
 Nobody can take a mapping back from a writer. So an ended draft keeps its room until each of its
 writers has committed, if too late, or has given up or gone and `quarantine_s` passed, or until
 `reclaim_s` passed. Its key is free for others at once, and nobody begins to write there
-(`fences.py`).
+(`write_fences.py`).
 """
 
 from __future__ import annotations

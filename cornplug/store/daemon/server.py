@@ -3,7 +3,7 @@
 It answers a request before it looks at the next, so the index needs no lock, and `contains`
 costs one round trip of a socket. No request takes more than a few milliseconds; after two of one
 client's requests the others have their turn, and what is no request is answered with a `Fault`. What
-takes long (setting memory aside) is done on a thread of its own (`growth.py`), ahead of who needs it.
+takes long (setting memory aside) is done on a thread of its own (`arena_growth.py`), ahead of who needs it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ encoder cache, its prefix blocks and every connector. In the API process we put 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. An embedding that came by voucher (`vouchers.py`) gets
+which also repairs the engine's own caches. An embedding that came by voucher (`embedding_handles.py`) gets
 the identifier of its image. What we cannot digest (video and audio in this
 release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
 like ours, and is shared with nobody.
