@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +63,7 @@ def main() -> int:
     model = models.llava(vision=TOWER, hidden_size=64, layers=1)
     sides = {"cornplug": {}}
     if before := os.environ.get("CORNPLUG_BEFORE"):
-        sides = {"before": {"PYTHONPATH": before}, **sides}
+        sides = {"before": {"PYTHONPATH": checked(before)}, **sides}
     table: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="cp-bench-") as folder, ExitStack() as running:
         clients = dict(_clients(sides, model, Path(folder), running))
@@ -77,6 +78,18 @@ def main() -> int:
     return 0
 
 
+def checked(folder: str) -> str:
+    """`folder`, from which processes with it in PYTHONPATH take cornplug. Exits where they do not."""
+    ask = [sys.executable, "-P", "-c", "import cornplug; print(cornplug.__file__)"]
+    env = {**os.environ, "PYTHONPATH": folder}
+    found = subprocess.run(
+        ask, env=env, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+    if not Path(found).is_relative_to(Path(folder).resolve()):
+        sys.exit(f"CORNPLUG_BEFORE={folder}: cornplug would come from {found}; name a folder that holds it")
+    return folder
+
+
 def _clients(
     sides: Mapping[str, dict[str, str]], model: Path, folder: Path, running: ExitStack
 ) -> Iterator[tuple[str, Client]]:
@@ -88,7 +101,10 @@ def _clients(
         socket.parent.mkdir(mode=0o700)
         options = {"CORNPLUG_CONFIG": str(config), "OMP_NUM_THREADS": "1", **env}
         flags = ("--no-store", "--threads", "1")
-        encoder = running.enter_context(EncoderProcess([model], *flags, socket=socket, env=options))
+        encoder = EncoderProcess([model], *flags, socket=socket, env=options)
+        # No request here has a salt, and an older release does not know the setting.
+        encoder.env.pop("CORNPLUG_ENCODER_TRUST_SALTS")
+        running.enter_context(encoder)
         small = {"checkout": Pictures(SMALL, "JPEG")}
         yield side, Client(encoder.url, str(model), large, small)
 

@@ -298,7 +298,8 @@ def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -
 
 
 def _cornplug(command: str) -> list[str]:
-    return [sys.executable, "-m", "cornplug.cli", command]
+    # -P: the cornplug that is installed, or that PYTHONPATH names, whatever lies in the working directory.
+    return [sys.executable, "-P", "-m", "cornplug.cli", command]
 
 
 def _session_members(session: int) -> list[int]:
