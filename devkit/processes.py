@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,16 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
     """
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+@contextlib.contextmanager
+def together(*processes: ManagedProcess) -> Iterator[None]:
+    """Start these side by side; the exit ends them all, the last one first, whichever of them started."""
+    with contextlib.ExitStack() as ends:
+        for process in processes:
+            ends.callback(process.stop)
+        at_once(*(process.start for process in processes))
+        yield
 
 
 class ProcessFailed(RuntimeError):

@@ -16,6 +16,7 @@ from PIL import Image
 
 from devkit import engines
 from devkit.engines import ManagedProcess, ProcessFailed, RequestFailed, photos, wait_until
+from devkit.processes import together
 
 # Starts a child that ignores SIGTERM, as a wedged engine core would, then waits.
 STUBBORN = """
@@ -52,6 +53,17 @@ def test_no_process_starts_with_what_an_imported_engine_set(
     assert began["CORNPLUG_SECRET"] == "a test's own"
     assert began["PATH"]
     assert began["PYTHONUNBUFFERED"] == "1"
+
+
+def test_together_ends_all_where_one_does_not_start(tmp_path: Path) -> None:
+    good = python("import time; time.sleep(600)", tmp_path / "good")
+    bad = ManagedProcess([str(tmp_path / "no such program")], log=tmp_path / "bad")
+    with pytest.raises(FileNotFoundError), together(good, bad):
+        pass
+    assert not good.alive()
+    with together(good):
+        assert good.alive()
+    assert not good.alive()
 
 
 def started(process: ManagedProcess) -> list[int]:

@@ -27,7 +27,7 @@ def install(needed: Iterable[str]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    register((*hook_selection.hooks(needed), LAST))
+    register_parts(needed)
     HookRegistry.apply_hooks()
     verify()
 
@@ -76,9 +76,8 @@ def misfit(hook: Hook) -> str:
         return ""
     first = () if hook.kind == "before" else (None,)
     found = pkgutil.resolve_name(hook.target)
-    found = (
-        found.__func__ if isinstance(found, MethodType) else found
-    )  # a class method, whose hook gets `cls`
+    # A class method, whose hook gets `cls`.
+    found = found.__func__ if isinstance(found, MethodType) else found
     target = inspect.signature(found).parameters.values()
     plain = [p for p in target if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name: None for p in target if p.kind is p.KEYWORD_ONLY}
@@ -96,6 +95,11 @@ def misfit(hook: Hook) -> str:
     return ""
 
 
+def register_parts(needed: Iterable[str]) -> None:
+    """Name the hooks of these parts to SGLang, and the check that they are in their places."""
+    register((*hook_selection.hooks(needed), _LAST))
+
+
 def register(hooks: tuple[Hook, ...]) -> None:
     """Name these hooks to SGLang, which applies them when all plugins have had their turn."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -109,4 +113,4 @@ def register(hooks: tuple[Hook, ...]) -> None:
 
 
 # The first thing that each process does once its plugins are loaded.
-LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)
+_LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)

@@ -1,7 +1,6 @@
 """What SGLang's entry point `sglang.srt.plugins` calls, in every process of every server.
 
-Nothing
-happens in a server that did not ask for cornplug, beyond its flags; and in one that did, what
+Nothing happens in a server that did not ask for cornplug, beyond its flags; and in one that did, what
 cannot work stops the process with the reason.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from cornplug.engine_common.shared_flags import SETTINGS
-from cornplug.sglang_hooks import activation, compat, hook_registry, hook_selection
+from cornplug.sglang_hooks import activation, compat, hook_registry
 from cornplug.sglang_hooks.activation import ENABLE
 
 
@@ -30,7 +29,7 @@ def register() -> None:
     hook_registry.register(flags.HOOKS)
     needed = activation.needed() if activation.is_on() else None
     if needed is not None:
-        hook_registry.register((*hook_selection.hooks(needed), hook_registry.LAST))
+        hook_registry.register_parts(needed)
 
 
 def _asked_for() -> bool:

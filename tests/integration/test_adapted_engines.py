@@ -10,7 +10,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 
 from devkit.checkpoints import qwen2_text
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
-from devkit.processes import at_once
+from devkit.processes import together
 from devkit.sglang_engine import SglangServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -111,10 +110,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     )
     v, s = servers(folder, model, lora, "shared", *flags)
     try:
-        with StoreProcess(sockets / "store.sock", log=folder / "store.log") as store, ExitStack() as ends:
-            for server in (v, s):
-                ends.callback(server.stop)
-            at_once(v.start, s.start)
+        with StoreProcess(sockets / "store.sock", log=folder / "store.log") as store, together(v, s):
             for server in (v, s):
                 # The first request under an adapter is answered while a thread reads its files.
                 ask(server, "flush", adapted=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderCli
 from cornplug.store.client import PoolStore
 from devkit import checkpoints
 from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, VllmServer, photos
-from devkit.processes import at_once
+from devkit.processes import together
 
 MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 
@@ -46,10 +45,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     flags = ("--cornplug-store", str(store_socket), "--cornplug-encoder", str(socket))
     encoder = EncoderProcess([model], "--store-socket", str(store_socket), socket=socket)
     server = VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / "vllm.log")
-    with StoreProcess(store_socket), ExitStack() as ends:
-        for one in (encoder, server):
-            ends.callback(one.stop)
-        at_once(encoder.start, server.start)
+    with StoreProcess(store_socket), together(encoder, server):
         yield Rig(model, server, encoder, store_socket)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
-
 from cornplug.config import EncoderConfig, QosConfig
+from cornplug.encoder_service.client.endpoints import is_loopback
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import QosCaller
 
@@ -18,7 +17,7 @@ def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
             "there is no key",
             "Give a class api_keys or tenants, in [qos.classes.NAME].",
         )
-    if not (_is_loopback(config.host) or config.require_key or config.allow_anonymous):
+    if not (is_loopback(config.host) or config.require_key or config.allow_anonymous):
         raise ConfigError(
             "encoder.host",
             f"{config.host} is reached from beyond this host, and nobody needs a key",
@@ -42,12 +41,3 @@ def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str |
             reason="forbidden_salt",
         )
     return said
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

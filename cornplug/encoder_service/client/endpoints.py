@@ -20,7 +20,11 @@ def configured(config: Config) -> Sequence[str]:
 
 def is_here(url: str) -> bool:
     """Whether a service is on this host, where it shares our store."""
-    host = urlsplit(url).hostname or ""
+    return is_loopback(urlsplit(url).hostname or "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches `host`: a loopback address, or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
