@@ -1,7 +1,7 @@
 """Finds tests whose names do not say what they test: `test_<unit>_<case>_<effect>`.
 
-A unit is a class, function or module of the tree that the test's file mentions, the subject of that file, or one
-of the parts that `PARTS` names. `python tests/naming.py [PATH...]` prints the other ones.
+A unit is a class, function or module of the tree that the test's file mentions, the subject of that file, or
+one of the parts that `PARTS` names. `python tests/naming.py [PATH...]` prints the other ones.
 """
 
 from __future__ import annotations
