@@ -93,7 +93,7 @@ def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> 
 def test_an_engine_version_that_is_widened_in_one_place_only_is_named(scratch: Path) -> None:
     tests = ("tests/test_versions.py", "-k", "vllm")
     compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
-    edit(compat, "TESTED = ((0, 32), (0, 33))", "TESTED = ((0, 32), (0, 34))")
+    edit(compat, '"vllm", (0, 32), (0, 33)', '"vllm", (0, 32), (0, 34)')
     status, said = pytest_in(scratch, *tests)
     assert status == 1
     assert "test_the_extra_installs_the_tested_range[vllm]" in said

@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final, Literal
@@ -19,6 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from cornplug import __version__
+from cornplug.engine_common.version_range import VersionRange
 from cornplug.sglang_hooks import compat as sglang
 from cornplug.vllm_connector import compat as vllm
 
@@ -81,42 +82,32 @@ class CheckedEngine:
     """One of the two, as far as the checks know it."""
 
     name: str
-    label: str
     group: str
     """Of its entry points."""
     allow_variable: str
     """The environment variable that restricts which plugins it loads."""
-    tested: tuple[tuple[int, ...], tuple[int, ...]]
-    version: Callable[[], str | None]
-    is_tested: Callable[[str], bool]
+    supported: VersionRange
     probe: str
     """A program whose last line of output is an `ProbeAnswer` as JSON."""
 
     @property
-    def range(self) -> str:
-        """The tested versions, as pip writes them."""
-        low, high = (".".join(map(str, v)) for v in self.tested)
-        return f">={low},<{high}"
+    def label(self) -> str:
+        """The name that its project gives it."""
+        return self.supported.engine
 
 
 VLLM: Final = CheckedEngine(
     "vllm",
-    "vLLM",
     "vllm.general_plugins",
     "VLLM_PLUGINS",
-    vllm.TESTED,
-    lambda: vllm.vllm_version(),
-    vllm.is_tested,
+    vllm.SUPPORTED_VERSIONS,
     _VLLM_PROBE,
 )
 SGLANG: Final = CheckedEngine(
     "sglang",
-    "SGLang",
     "sglang.srt.plugins",
     "SGLANG_PLUGINS",
-    sglang.TESTED,
-    lambda: sglang.sglang_version(),
-    sglang.is_tested,
+    sglang.SUPPORTED_VERSIONS,
     _SGLANG_PROBE,
 )
 
@@ -124,24 +115,24 @@ SGLANG: Final = CheckedEngine(
 def versions() -> Iterator[CheckResult]:
     """Python, cornplug, and an engine inside its tested range."""
     yield CheckResult("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
-    none_here = all(engine.version() is None for engine in (VLLM, SGLANG))
+    none_here = all(engine.supported.installed() is None for engine in (VLLM, SGLANG))
     for engine in (VLLM, SGLANG):
-        remedy = f"pip install '{engine.name}{engine.range}', or a cornplug release for what you have."
-        version = engine.version()
+        remedy = f"pip install '{engine.name}{engine.supported}', or a cornplug release for what you have."
+        version = engine.supported.installed()
         if version is None and none_here:
             yield CheckResult("warn", engine.name, "not installed in this environment", remedy)
         elif version is None:
             yield CheckResult("ok", engine.name, "not in this environment; ask the doctor of its own")
-        elif engine.is_tested(version):
+        elif version in engine.supported:
             yield CheckResult("ok", engine.name, f"{version}, in the tested range")
         else:
-            yield CheckResult("fail", engine.name, f"{version}, tested are {engine.range}", remedy)
+            yield CheckResult("fail", engine.name, f"{version}, tested are {engine.supported}", remedy)
 
 
 def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
     """vLLM takes a KV connector with PyTorch's default allocator only."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
-    if VLLM.version() is not None and "expandable_segments:True" in environ.get(name, ""):
+    if VLLM.supported.installed() is not None and "expandable_segments:True" in environ.get(name, ""):
         what = (
             f"{name}={environ[name]}: vLLM takes no KV connector beside it, so engines share embeddings only"
         )
@@ -151,7 +142,7 @@ def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
 def plugins() -> Iterator[CheckResult]:
     """Each engine that is here finds our entry point, and ends up with our hooks in place."""
     for engine in (VLLM, SGLANG):
-        if engine.version() is not None:
+        if engine.supported.installed() is not None:
             yield from plugin(engine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -39,6 +40,24 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
 }
 """flag -> (setting, help)"""
+
+
+def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: Any) -> None:
+    """Add cornplug's group of options: the flag that turns cornplug on, then the flags of `SETTINGS`."""
+    group = parser.add_argument_group(
+        title="cornplug",
+        description="Share image embeddings and prefix KV cache with other vLLM and SGLang servers.",
+    )
+    group.add_argument(switch, **switch_arguments)
+    for flag, (setting, text) in SETTINGS.items():
+        metavar = setting.split(".")[1].upper()
+        group.add_argument(flag, dest=dest(flag), type=str, default=None, metavar=metavar, help=text)
+
+
+def extra_config(args: argparse.Namespace) -> dict[str, str]:
+    """{"section.field": value} of the flags of `SETTINGS` that the command line sets."""
+    values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
+    return {setting: value for setting, value in values.items() if value is not None}
 
 
 def dest(flag: str) -> str:

@@ -7,17 +7,16 @@ room lists the hooks that it needs (`HOOKS`); `hook_registry.py` registers them.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from cornplug.engine_common.version_range import VersionRange
+
 logger = logging.getLogger("sglang.cornplug")
 
-TESTED = ((0, 5, 23), (0, 5, 24))
-"""Half-open range of versions that the tests run on."""
+SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
 
 PROVEN: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Families whose images are shared here: `tests/integration/test_families.py` has compared what SGLang
@@ -60,28 +59,3 @@ def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     bound = _signature(target).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-def sglang_version() -> str | None:
-    """The installed SGLang's version, None where there is none. Imports nothing."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def untested() -> str:
-    """Why this SGLang is refused; "" for one in the tested range."""
-    version = sglang_version()
-    if version is not None and is_tested(version):
-        return ""
-    low, high = (".".join(map(str, v)) for v in TESTED)
-    return (
-        f"SGLang {version} is outside the tested range >={low},<{high}; install a release of cornplug for it"
-    )
-
-
-def is_tested(version: str) -> bool:
-    """Whether `version` lies in the tested range."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return found is not None and TESTED[0] <= tuple(int(n) for n in found.groups()) < TESTED[1]

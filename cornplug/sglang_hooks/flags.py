@@ -15,11 +15,11 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cornplug.engine_common.shared_flags import SETTINGS, dest
+from cornplug.engine_common.shared_flags import add_group, dest, extra_config
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
-from cornplug.sglang_hooks.compat import Hook, logger, untested
+from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook, logger
 
 
 def share(extra: Mapping[str, str] | None = None) -> None:
@@ -31,33 +31,23 @@ def share(extra: Mapping[str, str] | None = None) -> None:
     Raises ConfigError for a setting that is unknown or wrong, and for an SGLang that is not
     in the tested range.
     """
-    if why := untested():
+    if why := SUPPORTED_VERSIONS.refusal():
         raise ConfigError(ENABLE, why, "Or do not ask for it.")
     activation.turn_on(extra or {})
 
 
 def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        title="cornplug",
-        description="Share image embeddings and prefix KV cache with other servers of this host (vLLM, too).",
-    )
-    group.add_argument(
+    add_group(
+        parser,
         ENABLE,
         action="store_true",
         help="Share with default settings. Each option below implies it. It enables SGLang's hierarchical "
         "cache (HiCache) with cornplug as its storage; HiCache flags that you set are kept.",
     )
-    for flag, (setting, text) in SETTINGS.items():
-        metavar = setting.split(".")[1].upper()
-        group.add_argument(flag, dest=dest(flag), type=str, default=None, metavar=metavar, help=text)
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    extra = {
-        setting: value
-        for flag, (setting, _) in SETTINGS.items()
-        if (value := getattr(args, dest(flag), None)) is not None
-    }
+    extra = extra_config(args)
     if extra or getattr(args, dest(ENABLE), False):
         share(extra)
     else:

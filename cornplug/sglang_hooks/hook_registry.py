@@ -12,9 +12,9 @@ from types import MethodType
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import compat, hook_selection
+from cornplug.sglang_hooks import hook_selection
 from cornplug.sglang_hooks.activation import ENABLE
-from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
 _registered: dict[str, Hook] = {}
 
@@ -38,14 +38,14 @@ def verify(*_args: Any, **_kwargs: Any) -> None:
     if missing:
         raise ConfigError(
             ENABLE,
-            f"SGLang {compat.sglang_version()} cannot be hooked at {', '.join(missing)}",
+            f"SGLang {SUPPORTED_VERSIONS.installed()} cannot be hooked at {', '.join(missing)}",
             "Its log says why. Leave the flag out, or the plugin that holds the same place (SGLANG_PLUGINS).",
         )
     unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
     if unlike:
         raise ConfigError(
             ENABLE,
-            f"SGLang {compat.sglang_version()} calls with other parameters: {'; '.join(unlike)}",
+            f"SGLang {SUPPORTED_VERSIONS.installed()} calls with other parameters: {'; '.join(unlike)}",
             "Install a release of cornplug for it, or leave the flag out.",
         )
 

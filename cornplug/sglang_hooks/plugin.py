@@ -21,7 +21,7 @@ def register() -> None:
     """
     from cornplug.sglang_hooks import flags
 
-    why = compat.untested()
+    why = compat.SUPPORTED_VERSIONS.refusal()
     if why and _asked_for():
         raise SystemExit(f"cornplug: {why}")
     if why:

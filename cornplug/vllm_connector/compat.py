@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import logging
-import re
 from collections.abc import Callable
 from typing import Any, Final
+
+from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")
 
@@ -29,8 +29,7 @@ KV_CONNECTOR: Final = "CornplugConnector"
 EC_CONNECTOR: Final = "CornplugECConnector"
 """The names by which vLLM's factories know us: users write them into configurations."""
 
-TESTED = ((0, 32), (0, 33))
-"""Half-open range of (major, minor) that the tests run on."""
+SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
 
 PROVEN: Final = frozenset(
     {
@@ -53,21 +52,6 @@ EPOCHS: Final[dict[str, int]] = {}
 that model (a mended tower, another rope), so that engines before and after it do not share."""
 
 _MARK = "_cornplug_original"
-
-
-def vllm_version() -> str | None:
-    """The installed vLLM's version, None where there is none. Imports nothing."""
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def is_tested(version: str) -> bool:
-    """Whether `version` lies in the tested range."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    low, high = TESTED
-    return found is not None and low <= (int(found[1]), int(found[2])) < high
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cornplug.engine_common.shared_flags import SETTINGS, dest, settings
+from cornplug.engine_common.shared_flags import SETTINGS, add_group, dest, extra_config, settings
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 NAME = "cornplug"
@@ -23,11 +23,8 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     parser = original(parser)
-    group = parser.add_argument_group(
-        title="cornplug",
-        description="Share image embeddings and prefix KV cache with other servers of a host (SGLang, too).",
-    )
-    group.add_argument(
+    add_group(
+        parser,
         "--kv-connector",
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
@@ -35,20 +32,12 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config. "
         "Any other registered name sets --kv-transfer-config with kv_role=kv_both.",
     )
-    for flag, (setting, text) in SETTINGS.items():
-        group.add_argument(
-            flag, dest=dest(flag), default=None, metavar=setting.split(".")[1].upper(), help=text
-        )
     return parser
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     name = getattr(args, "kv_connector", None)
-    extra = {
-        setting: value
-        for flag, (setting, _) in SETTINGS.items()
-        if (value := getattr(args, dest(flag), None)) is not None
-    }
+    extra = extra_config(args)
     if name is None:
         if extra:
             raise ValueError("--cornplug-* options need --kv-connector cornplug")

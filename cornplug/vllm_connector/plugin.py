@@ -27,21 +27,16 @@ def register() -> None:
     """Add the flags, name both connectors, and wrap the seams of `compat`."""
     if registered():
         return
-    version = compat.vllm_version()
-    if version is None or not compat.is_tested(version):
-        low, high = compat.TESTED
-        _state["why"] = (
-            f"vLLM {version} is outside the tested range "
-            f">={low[0]}.{low[1]},<{high[0]}.{high[1]}; install a release of cornplug for it"
-        )
-        compat.logger.warning("cornplug stays off: %s", _state["why"])
-        return
-
-    try:
-        _install()
-    except (AttributeError, ImportError) as e:
-        _state["why"] = f"vLLM {version} is not as its releases of that number are: {e}"
-        compat.logger.warning("cornplug stays off: %s", _state["why"])
+    why = compat.SUPPORTED_VERSIONS.refusal()
+    if not why:
+        try:
+            _install()
+        except (AttributeError, ImportError) as e:
+            version = compat.SUPPORTED_VERSIONS.installed()
+            why = f"vLLM {version} is not as its releases of that number are: {e}"
+    if why:
+        _state["why"] = why
+        compat.logger.warning("cornplug stays off: %s", why)
         return
     _state["registered"] = True
 

@@ -10,8 +10,7 @@ import pytest
 
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine, CheckResult
-from cornplug.sglang_hooks import compat as sglang
-from cornplug.vllm_connector import compat as vllm
+from cornplug.engine_common.version_range import VersionRange
 
 HERE = [engine for engine in (VLLM, SGLANG) if importlib.util.find_spec(engine.name) is not None]
 
@@ -42,8 +41,8 @@ def test_versions(
     versions: tuple[str | None, str | None], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine is enough; one outside its range is none."""
-    monkeypatch.setattr(vllm, "vllm_version", lambda: versions[0])
-    monkeypatch.setattr(sglang, "sglang_version", lambda: versions[1])
+    installed = dict(zip(("vllm", "sglang"), versions, strict=True))
+    monkeypatch.setattr(VersionRange, "installed", lambda self: installed[self.package])
     found = by_name(list(engine_checks.versions()))
     assert (found["vllm"].status, found["sglang"].status) == expected
     for finding in (found["vllm"], found["sglang"]):
@@ -101,7 +100,7 @@ def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_allocator_that_vllm_takes_no_connector_beside(
     segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(VersionRange, "installed", lambda _: "0.32.0")
     found = list(engine_checks.allocator({"PYTORCH_CUDA_ALLOC_CONF": segments}))
     assert bool(found) is segments.startswith("expandable")
     assert all(f.status == "warn" and "expandable_segments:True" in f.remedy for f in found)

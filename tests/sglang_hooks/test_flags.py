@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.pool_host import base as pool_base
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation, compat, flags, plugin
 from cornplug.sglang_hooks.kv import hicache_config
@@ -385,7 +386,7 @@ def test_share_from_python(text: str) -> None:
 
 
 def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.24")
+    monkeypatch.setattr(VersionRange, "installed", lambda _: "0.5.24")
     with pytest.raises(ConfigError, match="outside the tested range"):
         flags.share()
     monkeypatch.setattr(sys, "argv", ["serve", "--model-path", text, "--cornplug-app=chat"])

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, compat, hook_registry, hook_selection
+from cornplug.sglang_hooks import activation, hook_registry, hook_selection
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -139,11 +139,3 @@ def test_a_hook_in_place_is_told_from_one_that_is_not() -> None:
 
 def _seam() -> None:
     """A function to be hooked."""
-
-
-@pytest.mark.parametrize(
-    ("version", "tested"),
-    [("0.5.23", True), ("0.5.23.post1", True), ("0.5.22", False), ("0.5.24", False), ("0.6.0", False)],
-)
-def test_tested_versions(version: str, tested: bool) -> None:
-    assert compat.is_tested(version) is tested

@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
@@ -204,7 +205,7 @@ def test_an_engine_starts_without_a_secret(
 def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"registered": False})
     with (
-        mock.patch.object(plugin.compat, "vllm_version", return_value="0.99.0"),
+        mock.patch.object(VersionRange, "installed", return_value="0.99.0"),
         pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is outside the tested range"),
     ):
         runtime_module.runtime({})
