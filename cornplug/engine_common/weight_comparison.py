@@ -16,7 +16,7 @@ import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint, Part
 from cornplug.checkpoints.families import FAMILIES
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import weights_guard
 from cornplug.errors import CheckpointError
 
 _LARGEST_BYTES: Final = 1 << 20
@@ -35,12 +35,7 @@ def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: log
         log.debug("cornplug: loaded weights not compared: %s", e)
         return
     if name is not None:
-        log.warning(
-            "cornplug: %s in memory is not what %s holds; this engine shares nothing until restart",
-            name,
-            checkpoint.path,
-        )
-        engine_state.current().note_replaced()
+        weights_guard.end_sharing(f"{name} in memory is not what {checkpoint.path} holds", log)
     else:
         log.debug("cornplug: %d tensors in memory are those of the files", compared)
 

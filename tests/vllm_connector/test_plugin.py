@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import CheckpointError
@@ -177,27 +177,27 @@ def test_calls_that_may_replace_weights_end_sharing(method: Any) -> None:
     core = Core()
     core.collective_rpc(method, None, (1,))
     assert core.calls == [(method, None, (1,), None)]
-    assert weight_updates.replaced()
+    assert weights_guard.replaced()
 
 
 @pytest.mark.parametrize("method", ["add_lora", "profile", "synchronize_device", "reset_mm_cache", "wake_up"])
 def test_harmless_calls_do_not(method: str) -> None:
     Core().collective_rpc(method)
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
 
 
 def test_calls_of_the_start_do_not() -> None:
     Core(started=False).collective_rpc("load_model")
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
 
 
 @pytest.mark.parametrize(("args", "ends"), [((), False), ((1,), False), ((2,), True), ((3,), True)])
 def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
     Core().sleep(*args)
-    assert weight_updates.replaced() is ends
+    assert weights_guard.replaced() is ends
     engine_state.current().note_replaced(False)
     Core().sleep(level=args[0] if args else 1)
-    assert weight_updates.replaced() is ends
+    assert weights_guard.replaced() is ends
 
 
 def test_every_harmless_name_is_a_method_of_vllms_workers() -> None:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
@@ -34,7 +35,6 @@ from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
-from cornplug.sglang_hooks.model import weight_updates
 
 
 class CornplugStorage(HiCacheStorage):
@@ -199,7 +199,7 @@ class CornplugStorage(HiCacheStorage):
         return [True] * done + [False] * (len(keys) - done)
 
     def _may_share(self) -> bool:
-        reason = self._off or ("weights_updated" if weight_updates.replaced() else "")
+        reason = self._off or ("weights_updated" if weights_guard.replaced() else "")
         if reason:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
         return not reason
@@ -221,7 +221,7 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. What became of them is in our metrics.
         """
-        if self._writer is not None and not self._off and not weight_updates.replaced():
+        if self._writer is not None and not self._off and not weights_guard.replaced():
             self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 

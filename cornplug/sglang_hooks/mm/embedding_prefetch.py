@@ -25,7 +25,7 @@ from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import patience_s
 from cornplug.engine_common.model_identity import TowerIdentity
@@ -33,7 +33,6 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store import payload as entry
 
 WHAT: Final = "embedding"
@@ -59,7 +58,7 @@ class EmbeddingPrefetcher:
 
     async def prepare(self, items: list[Any], tower: TowerIdentity, salt: str | None) -> None:
         """See to it that the store has the embeddings of named items of `tower`'s. Never raises."""
-        if weight_updates.replaced():
+        if weights_guard.replaced():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
         unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EngineRuntime
@@ -34,7 +34,6 @@ from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm.embedding_prefetch import WHAT, source_of
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of, rows_of
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.sglang_hooks.model.model_config import engine_model
 from cornplug.store import payload as entry
 
@@ -154,7 +153,7 @@ class EncoderBypass:
         """
         if not any(key_of(item) is not None for item in items):
             return self._original(items)
-        here = None if weight_updates.replaced() else self._here
+        here = None if weights_guard.replaced() else self._here
         taken: list[torch.Tensor | None] = [None] * len(items)
         if here is not None:
             taken = here.take(items, self.__self__, self._device)
@@ -167,7 +166,7 @@ class EncoderBypass:
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
             here.used(items, taken)
-            here.computed(rest, split, publish=not weight_updates.replaced())
+            here.computed(rest, split, publish=not weights_guard.replaced())
         mine = iter(split)
         return [next(mine) if tensor is None else tensor for tensor in taken]
 

@@ -31,13 +31,13 @@ import torch
 
 from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common import weights_guard
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.cache_salt import salt_of_request
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.mm import placeholder_tokens
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.sglang_hooks.model.model_config import engine_model
 
 _WHAT: Final = "embedding"
@@ -101,7 +101,7 @@ def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | Non
         if said is None:
             return None
         media += said
-    if _here.identity is None or weight_updates.replaced() or len(media) != len(pictures):
+    if _here.identity is None or weights_guard.replaced() or len(media) != len(pictures):
         return None
     secret = activation.runtime().secret
     return [embedding_key(secret, _here.identity, digest, salt) for digest in media]

@@ -1,45 +1,26 @@
-"""Weights that change under a running server: from then on it shares nothing.
+"""The calls of SGLang that replace a server's weights in place; each ends sharing (`weights_guard`).
 
-What a checkpoint on disk says about an engine holds until somebody replaces the weights in
-place (RL updates, a reload, memory that is given up). We cannot fingerprint what came over the
-wire, so sharing ends for this server until it is restarted: reason "weights_updated". Every
-process that takes part learns of it before the first byte changes: the scheduler of each rank
-by the request itself, the tokenizer when it passes it on. What a rank finds wrong with its weights as it
-loads them (`loaded_weights.py`) it tells the others by the engine's state.
+Every process that takes part learns of it before the first byte changes: the scheduler of each rank
+by the request itself, the tokenizer when it passes the request on.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import weights_guard
 from cornplug.sglang_hooks.compat import Hook, logger
-
-_replaced = threading.Event()
 
 # Methods of the scheduler that users call by `Engine.collective_rpc` and that leave the weights alone.
 _HARMLESS_RPC: Final = frozenset({"save_remote_model", "save_sharded_model"})
 _WEIGHTS_TAG: Final = "weights"
 
 
-def replaced() -> bool:
-    """Whether this engine's weights may not be the checkpoint's, or not any longer."""
-    return _replaced.is_set() or engine_state.current().replaced()
-
-
-def note_replaced(how: str) -> None:
-    """Stop sharing in this process."""
-    if not _replaced.is_set():
-        logger.warning("cornplug: weights replaced by %s; this server shares nothing until restart", how)
-    _replaced.set()
-
-
 def _update(_self: Any, recv_req: Any) -> None:
     # A draft model's weights are in no identity; requests without a selector are for all.
     if getattr(recv_req, "selector", "all") != "draft":
-        note_replaced(type(recv_req).__name__.removesuffix("ReqInput"))
+        weights_guard.note_replaced(type(recv_req).__name__.removesuffix("ReqInput"), logger)
 
 
 def _release(_self: Any, recv_req: Any) -> None:
@@ -50,18 +31,18 @@ def _release(_self: Any, recv_req: Any) -> None:
     # Without the saver nothing is given up; with the backup the same bytes come back.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
     if lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags):
-        note_replaced("release_memory_occupation")
+        weights_guard.note_replaced("release_memory_occupation", logger)
 
 
 def _check(_self: Any, recv_req: Any) -> None:
     # Its other actions only look.
     if recv_req.action == "reset_tensors" and recv_req.selector != "draft":
-        note_replaced("check_weights reset_tensors")
+        weights_guard.note_replaced("check_weights reset_tensors", logger)
 
 
 def _rpc(_self: Any, recv_req: Any) -> None:
     if recv_req.method not in _HARMLESS_RPC:
-        note_replaced(f"collective_rpc {recv_req.method}")
+        weights_guard.note_replaced(f"collective_rpc {recv_req.method}", logger)
 
 
 def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:

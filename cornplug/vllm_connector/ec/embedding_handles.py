@@ -30,12 +30,12 @@ from cornplug.config import Config
 from cornplug.encoder_service.wire import embedding_handle
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common import weights_guard
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
 from cornplug.store import payload as entry
 from cornplug.store.backends import open_store
 from cornplug.store.base import Store
-from cornplug.vllm_connector.model import weight_updates
 
 PREFIX: Final = "cpv1-"
 """Of a `mm_hash`: the media digest and the voucher's key follow. No name that an image has: vLLM keeps
@@ -77,7 +77,7 @@ class ReceivedHandles:
         except CornplugError as e:
             raise _refused(str(e)) from e
         identity = self._identity()
-        if claims.identity != identity or claims.dtype != self._dtype or weight_updates.replaced():
+        if claims.identity != identity or claims.dtype != self._dtype or weights_guard.replaced():
             here = "unknown" if identity is None else identity.hex()[:12]
             raise _refused(
                 "the voucher's embedding is of another model, dtype or preprocessing than this server's: "
@@ -130,7 +130,7 @@ class ReceivedHandles:
         Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
         changed: the voucher's embedding was made without.
         """
-        if weight_updates.replaced():
+        if weights_guard.replaced():
             raise _refused("this server's weights were replaced after the embedding was read")
         found = _OURS.fullmatch(mm_hash)
         identity = self._identity()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EngineRuntime
@@ -40,7 +41,6 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECAcks, ECMoves
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
-from cornplug.vllm_connector.model import weight_updates
 from cornplug.vllm_connector.model.model_config import embedding_width, tower_identity
 
 if TYPE_CHECKING:
@@ -153,13 +153,13 @@ class ECScheduler:
             # Then its cache was reset, of which nobody told us.
             self._held.clear()
         item = self._items.get(identifier)
-        return item is not None and item.arrived is not None and not weight_updates.replaced()
+        return item is not None and item.arrived is not None and not weights_guard.replaced()
 
     def allocated(self, identifier: str) -> None:
         """The engine made room: for what arrived, or for what it encodes itself."""
         self._allocated.add(identifier)
         item = self._drop(identifier)
-        if item is not None and item.arrived is not None and not weight_updates.replaced():
+        if item is not None and item.arrived is not None and not weights_guard.replaced():
             self._to_load.append(item)
 
     def moves(self, output: SchedulerOutput) -> ECMoves:
@@ -179,7 +179,7 @@ class ECScheduler:
             self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=len(item.arrived.data))
         return ECMoves(
             arrived=[item.arrived for item in items if item.arrived is not None],
-            publish=not weight_updates.replaced() and self._run.config.engine.share_embeddings,
+            publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
         )
 
     def finished(self, request: Request) -> None:
@@ -233,7 +233,7 @@ class ECScheduler:
     def _begin(self, feature: Any, request: Request, now: float) -> _Item | None:
         """Take a medium from the store, or ask the service; None where we must do neither."""
         key = key_of(feature.identifier)
-        if key is None or weight_updates.replaced() or not self._run.config.engine.share_embeddings:
+        if key is None or weights_guard.replaced() or not self._run.config.engine.share_embeddings:
             return None
         rows = feature.mm_position.get_num_embeds()
         ours = self._run.config.encoder

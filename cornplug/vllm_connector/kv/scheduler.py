@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.page_envelope import read_page_header
@@ -23,7 +24,6 @@ from cornplug.vllm_connector.kv.deferred_ops import WHAT, DeferredStoreOps, Open
 from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves, PageLoad, PageRead, PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.provenance import OwnTokens
-from cornplug.vllm_connector.model import weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class KVScheduler:
         """Why this request shares no KV; "" when it does."""
         if self._off:
             return self._off
-        if weight_updates.replaced():
+        if weights_guard.replaced():
             return "weights_updated"
         if self._identity is None:
             return "identifying"
@@ -164,7 +164,7 @@ class KVScheduler:
         tracked = self._track(request)
         if tracked.keys is None or tracked.barred or request.skip_reading_prefix_cache:
             return 0
-        if self._off or weight_updates.replaced():
+        if self._off or weights_guard.replaced():
             return 0
         match = tracked.match
         if match is None or match.computed != computed or time.monotonic() > match.expires:
@@ -301,7 +301,7 @@ class KVScheduler:
 
     def _new_pages(self, output: SchedulerOutput) -> list[tuple[_Tracked, int, bytes]]:
         """(request, page index, key) of pages that this step's forward completes."""
-        if self._off or weight_updates.replaced():
+        if self._off or weights_guard.replaced():
             return []
         found = []
         for request_id, scheduled in output.num_scheduled_tokens.items():

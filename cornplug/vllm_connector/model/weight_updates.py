@@ -1,9 +1,4 @@
-"""Weights that change under a running engine: from then on it shares nothing.
-
-What a checkpoint on disk says about an engine holds until somebody replaces the weights in
-place (sleep level 2, reload, RL update). We cannot fingerprint what came over the wire, so
-sharing ends for this engine, in all its processes, until it is restarted: reason "weights_updated".
-"""
+"""The calls of vLLM that replace an engine's weights in place; each ends sharing (`weights_guard`)."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from cornplug.engine_common import engine_state, lora_digests
+from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 
@@ -48,39 +43,28 @@ _HARMLESS = frozenset(
 )
 
 
-def replaced() -> bool:
-    """Whether this engine's weights may no longer be the checkpoint's, whichever process learned it."""
-    return engine_state.current().replaced()
-
-
-def note_replaced(how: str) -> None:
-    """Stop sharing in every process of this engine."""
-    state = engine_state.current()
-    if not state.replaced():
-        compat.logger.warning(
-            "cornplug: weights replaced by %s; this engine shares nothing until restart", how
-        )
-    state.note_replaced()
+def _called(method: Any) -> None:
+    if method not in _HARMLESS:
+        by = method if isinstance(method, str) else "a collective_rpc callable"
+        weights_guard.note_replaced(by, compat.logger)
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     # While the engine starts (it has no scheduler yet) the calls are its own.
-    started = getattr(core, "scheduler", None) is not None
-    if started and method not in _HARMLESS:
-        note_replaced(method if isinstance(method, str) else "a collective_rpc callable")
+    if getattr(core, "scheduler", None) is not None:
+        _called(method)
     return original(core, method, *args, **kwargs)
 
 
 def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     if level >= 2:
-        note_replaced("sleep level 2")
+        weights_guard.note_replaced("sleep level 2", compat.logger)
     return original(core, level, *args, **kwargs)
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """In the API process, which names images and takes vouchers."""
-    if method not in _HARMLESS:
-        note_replaced(method if isinstance(method, str) else "a collective_rpc callable")
+    _called(method)
     return original(llm, method, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from cornplug.engine_common import weights_guard
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
@@ -21,7 +22,6 @@ from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.layout import host_pages
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
@@ -265,12 +265,12 @@ def test_ranks_queue_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
 def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weight_updates, "replaced", lambda: False)
+    monkeypatch.setattr(weights_guard, "replaced", lambda: False)
     assert backend.batch_exists(hashes) == 0
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
     process.drain()
     assert backend.batch_exists(hashes) == 0
     assert not any(backend.batch_get_v1(hashes, slots))

@@ -14,13 +14,12 @@ import torch
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import embedding_prefetch, placeholder_tokens
 from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher, source_of
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
@@ -278,7 +277,7 @@ def test_nothing_is_asked_for_once_weights_were_replaced(
     here: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.publish(KEYS[0])
-    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
     assert here.prepare(KEYS[0]) == [None]
 
 

@@ -11,12 +11,11 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
 
 from cornplug.codec import PayloadKind
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.mm import encoder_bypass, placeholder_tokens
 from cornplug.sglang_hooks.mm.encoder_bypass import EmbeddingSource, EncoderBypass
-from cornplug.sglang_hooks.model import weight_updates
 from cornplug.store import payload as entry
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
@@ -255,7 +254,7 @@ def test_replaced_weights_neither_take_nor_give(
     engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
-    monkeypatch.setattr(weight_updates, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
     assert same(engine()([picture(1, None), picture(2)]), value(1), value(2))
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 

@@ -19,16 +19,16 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import activation, flags
-from cornplug.sglang_hooks.model import loaded_weights, model_config, weight_updates
+from cornplug.sglang_hooks.model import loaded_weights, model_config
 from devkit import checkpoints
 
 _CHILD = """
 from cornplug.engine_common import engine_state
-from cornplug.sglang_hooks.model import weight_updates
-print(engine_state.current().began_ns(), int(weight_updates.replaced()))
+from cornplug.engine_common import weights_guard
+print(engine_state.current().began_ns(), int(weights_guard.replaced()))
 """
 
 
@@ -39,7 +39,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_updates, "_replaced", SimpleNamespace(is_set=lambda: False))
     monkeypatch.setenv("CORNPLUG_SGLANG", "{}")
 
 
@@ -88,7 +87,7 @@ def test_the_next_server_of_a_process_begins_anew() -> None:
     first.note_replaced()
     engine_state.begin(anew=True)
     assert engine_state.current().began_ns() > first.began_ns()
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
     assert in_child() == (engine_state.current().began_ns(), False)
 
 
@@ -150,11 +149,11 @@ def test_a_rank_that_loaded_something_else_ends_sharing(
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
         loaded_weights._loaded(None, rank)
-        assert not weight_updates.replaced()
+        assert not weights_guard.replaced()
         assert not caplog.records
         rewrite(folder, part)
         loaded_weights._loaded(None, rank)
-    assert weight_updates.replaced()
+    assert weights_guard.replaced()
     assert in_child()[1]
     [record] = caplog.records
     assert str(folder) in record.getMessage()
@@ -167,9 +166,9 @@ def test_weights_that_come_late_are_compared_when_they_are_there(
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
     loaded_weights._loaded(None, rank)
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
     loaded_weights._fetched(None, rank)
-    assert weight_updates.replaced()
+    assert weights_guard.replaced()
 
 
 @pytest.mark.parametrize("why", ["draft", "off", "unidentified"])
@@ -185,7 +184,7 @@ def test_what_names_nothing_is_not_compared(folder: Path, why: str, monkeypatch:
     rank = runner(folder, is_draft_worker=why == "draft")
     rewrite(folder, "model.layers")
     loaded_weights._loaded(None, rank)
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
 
 
 def test_enough_is_compared_under_sglang_s_own_names(folder: Path) -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers import io_struct
 
+from cornplug.engine_common import weights_guard
 from cornplug.sglang_hooks.model import weight_updates
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    weight_updates._replaced.clear()
-    yield
-    weight_updates._replaced.clear()
 
 
 def run(name: str, request: Any) -> None:
@@ -42,9 +35,9 @@ def run(name: str, request: Any) -> None:
     ],
 )
 def test_an_update_ends_sharing(name: str, request_: Any) -> None:
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
     run(name, request_)
-    assert weight_updates.replaced()
+    assert weights_guard.replaced()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +50,7 @@ def test_an_update_ends_sharing(name: str, request_: Any) -> None:
 )
 def test_what_leaves_the_weights_alone_does_not(name: str, request_: Any) -> None:
     run(name, request_)
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
 
 
 @pytest.mark.parametrize(
@@ -80,4 +73,4 @@ def test_released_memory_that_comes_back_empty(
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: settings)
     run("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
-    assert weight_updates.replaced() is lost
+    assert weights_guard.replaced() is lost

@@ -23,13 +23,16 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
+from cornplug.config import Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
 from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.ec import mm_identifiers
+from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
@@ -362,3 +365,13 @@ def test_pictures_are_named_as_before(make: Make) -> None:
     make()
     [name] = names([picture(1)])
     assert key_of(name) is not None
+
+
+def test_received_handles_after_weights_replaced_are_refused(tmp_path: Path) -> None:
+    taken = ReceivedHandles(Config(), bytes(32), lambda: bytes(32), dtype="float32")
+    name = "cpv1-" + "11" * 32 + "-" + "22" * 32
+    with pytest.raises(VLLMValidationError, match="another salt"):
+        taken.key(name, None)
+    engine_state.current().note_replaced()
+    with pytest.raises(VLLMValidationError, match="weights were replaced"):
+        taken.key(name, None)

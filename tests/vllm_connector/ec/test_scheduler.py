@@ -16,6 +16,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
+from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
@@ -25,7 +26,6 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import ECAcks
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
-from cornplug.vllm_connector.model import weight_updates
 
 from ..rig import runtime
 
@@ -600,7 +600,7 @@ def test_replaced_weights_share_nothing(stage: Callable[..., Stage]) -> None:
     request = here.request("a", 1)
     assert here.half.available(request, 0)
     assert here.half.arrived(identifier(1))
-    weight_updates.note_replaced("a test")
+    engine_state.current().note_replaced()
     assert not here.half.arrived(identifier(1)), "what arrived is of the old weights"
     moves = here.take_in(request)
     assert moves.arrived == []

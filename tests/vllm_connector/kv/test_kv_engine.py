@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
+from cornplug.engine_common import engine_state
 from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.client import PoolStore
@@ -23,7 +24,6 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import scheduler as kv_scheduler
 from cornplug.vllm_connector.kv.metadata import KVAcks
-from cornplug.vllm_connector.model import weight_updates
 from devkit.processes import StoreProcess
 
 from ..conftest import open_in
@@ -712,7 +712,7 @@ def test_replaced_weights_share_nothing(engine: Make, store: MemoryStore) -> Non
     second = engine()
     waiting = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(waiting, 0)[0] == 128
-    weight_updates.note_replaced("a test")
+    engine_state.current().note_replaced()
     second.settle()
     second.check(waiting)
     assert waiting.external_tokens == 0

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.weight_comparison import differing
-from cornplug.vllm_connector.model import loaded_weights, setting_verdicts, weight_updates
+from cornplug.vllm_connector.model import loaded_weights, setting_verdicts
 from devkit import checkpoints
 
 
@@ -85,7 +86,7 @@ def test_a_worker_that_loaded_something_else_ends_sharing(
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)
     loaded_weights._load_model(lambda worker, **_: None, worker)
-    assert not weight_updates.replaced()
+    assert not weights_guard.replaced()
     rewrite(folder, "language_model")
     loaded_weights._load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
-    assert weight_updates.replaced() is ends
+    assert weights_guard.replaced() is ends

@@ -11,26 +11,21 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.config import Config
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
-from cornplug.vllm_connector.model import weight_updates
 from devkit import checkpoints
 
 CHILD = """
 import sys
 from cornplug.engine_common import engine_state
-from cornplug.vllm_connector.model import weight_updates
 print(engine_state.current().began_ns(), flush=True)
 for line in sys.stdin:
     if line.strip() == "replace":
-        weight_updates.note_replaced("a test")
-    print(int(weight_updates.replaced()), flush=True)
+        engine_state.current().note_replaced()
+    print(int(engine_state.current().replaced()), flush=True)
 """
 
 
@@ -61,37 +56,27 @@ class Child:
         self.process.communicate(timeout=20)
 
 
-def test_every_process_of_the_engine_stops_at_once() -> None:
+def test_engine_state_replaced_in_one_process_shows_in_all() -> None:
     """As API servers 1 and 2: the one that takes the update tells the other, and the core."""
     engine_state.begin()
     one, two = Child(), Child()
     try:
         assert one.began_ns == two.began_ns == engine_state.current().began_ns()
-        assert [one.tell(""), two.tell(""), weight_updates.replaced()] == [False] * 3
+        assert [one.tell(""), two.tell(""), engine_state.current().replaced()] == [False] * 3
         assert one.tell("replace")
         assert two.tell("")
-        assert weight_updates.replaced()
+        assert engine_state.current().replaced()
     finally:
         one.close()
         two.close()
 
 
-def test_a_process_that_cannot_see_the_state_shares_nothing() -> None:
+def test_engine_state_out_of_reach_reads_as_replaced() -> None:
     lost = Child(_CORNPLUG_ENGINE="1:999:" + "00" * 16)
     try:
         assert lost.tell("")
     finally:
         lost.close()
-
-
-def test_another_server_s_update_ends_vouchers_here(tmp_path: Path) -> None:
-    taken = ReceivedHandles(Config(), bytes(32), lambda: bytes(32), dtype="float32")
-    name = "cpv1-" + "11" * 32 + "-" + "22" * 32
-    with pytest.raises(VLLMValidationError, match="another salt"):
-        taken.key(name, None)
-    weight_updates.note_replaced("a trainer, by another API server")
-    with pytest.raises(VLLMValidationError, match="weights were replaced"):
-        taken.key(name, None)
 
 
 # -- files that change under the engine ---------------------------------------------------------
@@ -109,7 +94,7 @@ def model(folder: Path, began_ns: int) -> EngineModel:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "preprocessor_config.json"])
-def test_files_that_changed_after_the_engine_began_are_refused(tmp_path: Path, file: str) -> None:
+def test_engine_model_files_changed_after_start_are_refused(tmp_path: Path, file: str) -> None:
     """A trainer that writes into the folder: what is loaded may be what was there before."""
     folder = checkpoints.llava(tmp_path / "m")
     began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
@@ -128,7 +113,7 @@ def test_files_that_changed_after_the_engine_began_are_refused(tmp_path: Path, f
         assert caught.value.reason == "weights_changed"
 
 
-def test_the_hub_s_cache_may_be_filled_by_the_engine_itself(tmp_path: Path) -> None:
+def test_engine_model_hub_cache_filled_at_start_is_accepted(tmp_path: Path) -> None:
     """Its files are named by their content: what is fetched at start is what is loaded."""
     began_ns = time.time_ns() - 10**9
     made = checkpoints.llava(tmp_path / "made")
@@ -140,7 +125,7 @@ def test_the_hub_s_cache_may_be_filled_by_the_engine_itself(tmp_path: Path) -> N
     model(snapshot, began_ns).kv_identity()
 
 
-def test_children_of_the_configuring_process_do_not_begin_anew() -> None:
+def test_engine_state_begin_in_child_keeps_start_time() -> None:
     """vLLM resolves the configuration in each API server once more."""
     engine_state.begin()
     began_ns = engine_state.current().began_ns()
