@@ -2,11 +2,13 @@
 
     CornplugError
     ├── ConfigError            a setting is wrong: names the field and the remedy
+    │   └── SocketTaken        another process serves the socket's path
     ├── CheckpointError        a checkpoint cannot be read or is of no known family
     ├── MediaError             an image or sound cannot be decoded, or is refused
     ├── CodecError             bytes are not what their envelope says
     ├── LayoutError            an engine's KV cache does not map to pages
     ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking
+    ├── ProtocolError          another process sent bytes that are no frame or message of the protocol
     ├── PlanUnfinished         the solver's time was up before it had found any plan
     ├── StoreError
     │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
@@ -20,6 +22,8 @@ Connectors catch `CornplugError` where they call the store or the encoder servic
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class CornplugError(Exception):
@@ -41,6 +45,13 @@ class ConfigError(CornplugError):
         super().__init__(f"{field}: {problem}. {remedy}", reason="config")
         self.field = field
         self.remedy = remedy
+
+
+class SocketTaken(ConfigError):
+    """Another process serves at the path of this setting."""
+
+    def __init__(self, setting: str, path: Path) -> None:
+        super().__init__(setting, f"another process serves {path}", "Stop it, or name another path")
 
 
 class CheckpointError(CornplugError):
@@ -66,6 +77,10 @@ class LayoutError(CornplugError):
 
 class PlanInfeasible(CornplugError):
     """No plan meets the SLOs with this pool. The message names the constraint and how much is lacking."""
+
+
+class ProtocolError(CornplugError):
+    """Another process sent bytes that are no frame or no message of the protocol."""
 
 
 class PlanUnfinished(CornplugError):

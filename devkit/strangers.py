@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,12 +13,18 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.wire.handshake import ServiceHandshake
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, DescribeReply, EncodeReply, WireTensor
+from cornplug.encoder_service.wire.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    DescribeReply,
+    EncodeReply,
+    WireTensor,
+)
+from cornplug.local_socket import frame, receive_frame
 
 NOBODY: Final = 65534
 BODY: Final = b"\x66" * 96
 """What it says that an image's embedding is."""
-_LENGTH: Final = struct.Struct("<I")
 
 
 @contextmanager
@@ -62,20 +67,19 @@ def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[C
 
 def _serve(connection: socket.socket, secret: bytes, heard: bytearray) -> None:
     answering = ServiceHandshake(secret)
-    with suppress(OSError, EOFError):
+    with suppress(OSError):
         while True:
-            (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-            frame = _exactly(connection, size)
-            heard += frame
-            message: dict[str, Any] = msgspec.msgpack.decode(frame)
-            if (answer := _answer(message, frame, answering)) is not None:
-                connection.sendall(_LENGTH.pack(len(answer)) + answer)
+            body = receive_frame(connection, limit=MAX_FRAME_BYTES)
+            heard += body
+            message: dict[str, Any] = msgspec.msgpack.decode(body)
+            if (answer := _answer(message, body, answering)) is not None:
+                connection.sendall(frame(answer, limit=MAX_FRAME_BYTES))
 
 
-def _answer(message: dict[str, Any], frame: bytes, answering: ServiceHandshake) -> bytes | None:
+def _answer(message: dict[str, Any], body: bytes, answering: ServiceHandshake) -> bytes | None:
     match message["type"]:
         case "hello":
-            return answering.challenge(frame)
+            return answering.challenge(body)
         case "describe":
             return msgspec.msgpack.encode(DescribeReply(version=PROTOCOL_VERSION, models=()))
         case "encode":
@@ -90,13 +94,3 @@ def _answer(message: dict[str, Any], frame: bytes, answering: ServiceHandshake) 
                 )
             )
     return None
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    got = bytearray()
-    while len(got) < size:
-        data = connection.recv(size - len(got))
-        if not data:
-            raise EOFError
-        got += data
-    return bytes(got)

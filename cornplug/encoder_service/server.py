@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -45,8 +43,9 @@ from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSe
 from cornplug.encoder_service.server_flags import check, overrides, parser
 from cornplug.encoder_service.sglang.epd_server import SGLANG_FAMILIES
 from cornplug.encoder_service.telemetry.tracing import open_tracing
-from cornplug.encoder_service.unix_server import UnixServer, claim
+from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
+from cornplug.local_socket import SocketClaim
 from cornplug.qos import QosClasses
 from cornplug.store.backends import open_store
 from cornplug.store.host_memory import host_memory
@@ -75,8 +74,7 @@ class _Uvicorn(uvicorn.Server):
 class BoundListeners:
     """Taken before any weight is read, so that a wrong port or path costs no minute."""
 
-    unix: socket.socket
-    lock: int
+    unix: SocketClaim
     http: socket.socket
 
     @classmethod
@@ -99,18 +97,16 @@ class BoundListeners:
                 "Give --port another one; 0 picks a free one.",
             ) from e
         try:
-            unix, lock = claim(encoder.socket)
+            unix = SocketClaim(encoder.socket, setting="encoder.socket")
         except ConfigError:
             http.close()
             raise
-        return cls(unix=unix, lock=lock, http=http)
+        return cls(unix=unix, http=http)
 
-    def close(self, path: Path) -> None:
+    def close(self) -> None:
         """Take the socket's file away and let the next service have the lock."""
         self.unix.close()
         self.http.close()
-        path.unlink(missing_ok=True)
-        os.close(self.lock)
 
 
 def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
@@ -136,7 +132,7 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     gate, drain_s = DrainState(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(web_settings(app, config.encoder))
-    endpoint = UnixServer(encoder, listeners.unix, secret=secret)
+    endpoint = UnixServer(encoder, listeners.unix.listener, secret=secret)
     await endpoint.start()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -237,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
             if store is not None:
                 store.close()
     finally:
-        listeners.close(config.encoder.socket)
+        listeners.close()
     console.print("stopped")
     return 0
 

@@ -1,4 +1,4 @@
-"""The unix socket for engines of this host and user: a handshake, then frames of `protocol`.
+"""The unix socket for engines of this host and user: a handshake, then frames of `wire/messages.py`.
 
 A connection that sends anything but frames of ours is closed, alone. When a client goes,
 what it waited for is cancelled, and no tower runs for it.
@@ -7,78 +7,34 @@ what it waited for is cancelled, and no tower runs for it.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import socket
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.wire.framing import LENGTH
 from cornplug.encoder_service.wire.handshake import (
     MAX_BYTES,
     PATIENCE_S,
     ServiceHandshake,
     UntrustedPeer,
-    peer_uid,
 )
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     DescribeRequest,
+    EncodeRefusal,
     EncodeRequest,
     Reply,
     Request,
 )
-from cornplug.errors import ConfigError
-from cornplug.private_paths import open_folder
-
-_LISTEN_BACKLOG: Final = 64
+from cornplug.errors import ProtocolError
+from cornplug.local_socket import foreign_user, frame, read_frame
 
 log = logging.getLogger(__name__)
-
-
-def claim(path: Path) -> tuple[socket.socket, int]:
-    """Listen at `path` (mode 0600, in a folder of this user only), replacing a dead service's socket.
-
-    Returns the socket and the descriptor of a lock to keep open as long as the service lives.
-    Raises ConfigError when another service lives there, another user could put a socket there, or the
-    path cannot be one.
-    """
-    lock = -1
-    try:
-        os.close(open_folder(path.parent, setting="encoder.socket"))
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(_LISTEN_BACKLOG)
-        listener.setblocking(False)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(
-            "encoder.socket", f"another service lives at {path}", "Stop it, or give --socket another path."
-        ) from None
-    except OSError as e:
-        if lock >= 0:
-            os.close(lock)
-        raise ConfigError(
-            "encoder.socket",
-            f"cannot listen at {path}: {e.strerror or e}",
-            "Give --socket a short path that you may write.",
-        ) from e
-    return listener, lock
 
 
 class UnixServer:
@@ -113,7 +69,7 @@ class UnixServer:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
         try:
-            if (uid := peer_uid(writer.get_extra_info("socket"))) != os.getuid():
+            if (uid := foreign_user(writer.get_extra_info("socket"))) is not None:
                 log.warning("refused a connection of user %d", uid)
                 return
             if not await _greeted(reader, writer, ServiceHandshake(self._secret)):
@@ -142,15 +98,10 @@ class _Connection:
     async def run(self) -> None:
         try:
             while True:
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if not 0 < size <= MAX_FRAME_BYTES:
-                    log.warning("closed a connection: a frame of %d bytes", size)
-                    return
-                frame = await self._reader.readexactly(size)
                 try:
-                    request = self._decode(frame)
-                except (msgspec.ValidationError, msgspec.DecodeError) as e:
-                    log.warning("closed a connection: no message of ours: %s", e)
+                    request = self._decode(await read_frame(self._reader, limit=MAX_FRAME_BYTES))
+                except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
+                    log.warning("closed a connection: no message of this protocol: %s", e)
                     return
                 self._handle(request)
                 # A client that reads no answers may not make us hold ever more of them.
@@ -174,11 +125,14 @@ class _Connection:
     def _reply(self, future: Future[Answer]) -> None:
         self._pending.discard(future)
         if not future.cancelled() and not self._writer.is_closing():
-            self._send(future.result())
+            answer = future.result()
+            try:
+                self._send(answer)
+            except ValueError as e:  # No store took the embedding, and it is larger than a frame.
+                self._send(EncodeRefusal(id=answer.id, reason="internal", message=str(e)))
 
     def _send(self, reply: Reply) -> None:
-        frame = self._encode(reply)
-        self._writer.write(LENGTH.pack(len(frame)) + frame)
+        self._writer.write(frame(self._encode(reply), limit=MAX_FRAME_BYTES))
 
 
 async def _greeted(
@@ -187,20 +141,13 @@ async def _greeted(
     """Whether the engine has proved in time that it has the secret."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            challenge = answering.challenge(await _small_frame(reader))
-            writer.write(LENGTH.pack(len(challenge)) + challenge)
-            answering.check(await _small_frame(reader))
+            challenge = answering.challenge(await read_frame(reader, limit=MAX_BYTES))
+            writer.write(frame(challenge, limit=MAX_BYTES))
+            answering.check(await read_frame(reader, limit=MAX_BYTES))
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", PATIENCE_S)
-    except (UntrustedPeer, msgspec.ValidationError, msgspec.DecodeError) as e:
+    except (UntrustedPeer, ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
         log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
     else:
         return True
     return False
-
-
-async def _small_frame(reader: asyncio.StreamReader) -> bytes:
-    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if not 0 < size <= MAX_BYTES:
-        raise UntrustedPeer(f"a frame of {size} bytes")
-    return await reader.readexactly(size)

@@ -7,7 +7,6 @@ file beside the socket. It ends by itself once nobody has used it for a while.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import BinaryIO, Final
 
 import cornplug
 from cornplug.config import StoreConfig
+from cornplug.local_socket import try_lock
 from cornplug.private_paths import open_file, open_folder
 
 IDLE_EXIT_S: Final = 600.0
@@ -47,7 +47,7 @@ def start_lock(socket_path: Path) -> Iterator[bool]:
     finally:
         os.close(folder)
     try:
-        yield _try_lock(fd)
+        yield try_lock(fd)
     finally:
         os.close(fd)
 
@@ -55,14 +55,6 @@ def start_lock(socket_path: Path) -> Iterator[bool]:
 def log_path(socket_path: Path) -> Path:
     """Where an auto-started daemon writes."""
     return socket_path.with_suffix(".log")
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _log_file(path: Path) -> BinaryIO:

@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from typing import Final
 
 import msgspec
 
-from cornplug.errors import ConfigError
+from cornplug.errors import ConfigError, ProtocolError
+from cornplug.local_socket import foreign_user
 from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
@@ -36,7 +36,6 @@ _CHUNK_BYTES: Final = 256 << 10
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class StoreSlow(TimeoutError):
@@ -202,7 +201,7 @@ class DaemonConnection:
         try:
             body = wire.take_frame(self._received)
             return None if body is None else wire.take_number(body)
-        except ValueError as e:
+        except ProtocolError as e:
             raise self._end(ConnectionAbortedError(f"no frames: {e}")) from e
 
     def _give_back(self, body: memoryview) -> None:
@@ -255,9 +254,7 @@ class DaemonConnection:
         self._sock.close()
 
     def _check_peer(self, path: Path) -> None:
-        raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid != os.getuid():
+        if (uid := foreign_user(self._sock)) is not None:
             raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
 
     def _hello(self, secret: bytes, end_s: float) -> MappedArena:
@@ -269,7 +266,7 @@ class DaemonConnection:
             self._received += data
             try:
                 reply = self._first_answer(end_s)
-            except (msgspec.MsgspecError, ValueError) as e:
+            except (msgspec.MsgspecError, ProtocolError, ValueError) as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
             if isinstance(reply, wire.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"

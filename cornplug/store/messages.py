@@ -19,7 +19,9 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
+from cornplug.errors import ProtocolError
 from cornplug.store.base import KEY_BYTES, Lease, Reservation, StoreStat, WriterPart
 
 T = TypeVar("T")
@@ -37,7 +39,6 @@ BATCH_BYTES: Final = 1 << 20
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
 more than any answer, and who asks once (reserve) soon asks again (commit)."""
-LENGTH: Final = struct.Struct("<I")
 NUMBER: Final = struct.Struct("<I")
 
 
@@ -170,9 +171,7 @@ def frame(message: Request | Reply, number: int | None = None) -> bytes:
     body = _encoder.encode(message)
     if number is not None:
         body = NUMBER.pack(number) + body
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"message of {len(body)} bytes, at most {MAX_FRAME_BYTES}: ask for fewer keys")
-    return LENGTH.pack(len(body)) + body
+    return local_socket.frame(body, limit=MAX_FRAME_BYTES)
 
 
 def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
@@ -210,24 +209,15 @@ def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def take_number(body: bytes) -> tuple[int, memoryview]:
-    """A numbered body's number and message. Raises ValueError when it is too short for one."""
+    """A numbered body's number and message. Raises ProtocolError when it is too short for one."""
     if len(body) < NUMBER.size:
-        raise ValueError("a message without its number")
+        raise ProtocolError("a message without its number")
     return NUMBER.unpack_from(body)[0], memoryview(body)[NUMBER.size :]
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Remove one whole frame from the front of `buffer`; its body, or None while incomplete.
+    """The body of the first frame of `buffer`, which is removed; None while the frame is incomplete.
 
-    Raises ValueError at a length beyond MAX_FRAME_BYTES."""
-    if len(buffer) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack_from(buffer)
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES}")
-    end = LENGTH.size + size
-    if len(buffer) < end:
-        return None
-    body = bytes(memoryview(buffer)[LENGTH.size : end])
-    del buffer[:end]
-    return body
+    Raises ProtocolError for a length out of bounds.
+    """
+    return local_socket.take_frame(buffer, limit=MAX_FRAME_BYTES)

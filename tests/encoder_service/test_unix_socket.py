@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import struct
@@ -23,7 +22,7 @@ from cornplug.config import load, read_secret
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.unix_server import UnixServer, claim
+from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.encoder_service.wire.handshake import ServiceChallenge
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
@@ -32,7 +31,8 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRequest,
     Reply,
 )
-from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
+from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
+from cornplug.local_socket import SocketClaim
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
 from .execution.test_encoder import Gate, passes
@@ -52,22 +52,21 @@ def serve(short_path: Path) -> Iterator[Callable[[EncoderCore], Path]]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     endpoints: list[UnixServer] = []
-    locks: list[int] = []
+    claims: list[SocketClaim] = []
 
     def start(encoder: EncoderCore) -> Path:
         path = short_path / f"e{len(endpoints)}.sock"
-        listener, lock = claim(path)
-        endpoint = UnixServer(encoder, listener, secret=SECRET)
+        claims.append(SocketClaim(path, setting="encoder.socket"))
+        endpoint = UnixServer(encoder, claims[-1].listener, secret=SECRET)
         asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(5)
         endpoints.append(endpoint)
-        locks.append(lock)
         return path
 
     yield start
     for endpoint in endpoints:
         asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(5)
-    for lock in locks:
-        os.close(lock)
+    for claim in claims:
+        claim.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(5)
     loop.close()
@@ -242,22 +241,6 @@ def test_another_version(short_path: Path) -> None:
         client.describe(5)
     assert e.value.reason == "encoder_version"
     impostor.listener.close()
-
-
-def test_claim_refuses_a_living_service_and_replaces_a_dead_one(short_path: Path) -> None:
-    path = short_path / "deep" / "e.sock"
-    listener, lock = claim(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ConfigError, match="another service"):
-        claim(path)
-    listener.close()
-    os.close(lock)
-    again, lock = claim(path)
-    again.close()
-    os.close(lock)
-    with pytest.raises(ConfigError, match="cannot listen"):
-        claim(short_path / ("x" * 200))
 
 
 class RealService:

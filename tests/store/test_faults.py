@@ -17,6 +17,7 @@ import pytest
 from cornplug.codec import PayloadHeader, PayloadKind, encode_header
 from cornplug.config import StoreConfig, read_secret
 from cornplug.errors import StoreUnavailable
+from cornplug.local_socket import receive_frame
 from cornplug.store import messages as wire
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
 from cornplug.store.circuit_breaker import CircuitBreaker
@@ -163,17 +164,8 @@ def _greeted(config: StoreConfig) -> socket.socket:
     return raw
 
 
-def _read(raw: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        some = raw.recv(size - len(data))
-        assert some, "the daemon has closed the connection"
-        data += some
-    return bytes(data)
-
-
 def _reply(raw: socket.socket) -> wire.Reply:
-    body = _read(raw, wire.LENGTH.unpack(_read(raw, wire.LENGTH.size))[0])
+    body = receive_frame(raw, limit=wire.MAX_FRAME_BYTES)
     return wire.reply_decoder.decode(wire.take_number(body)[1])
 
 

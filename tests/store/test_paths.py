@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +14,12 @@ import pytest
 from cornplug import codec, private_paths
 from cornplug.config import StoreConfig
 from cornplug.errors import CodecError, ConfigError, StoreUnavailable
+from cornplug.local_socket import SocketClaim
 from cornplug.store import autostart
 from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon import socket_claim
 from cornplug.store.daemon.main import EXIT_TAKEN
-from cornplug.store.daemon.socket_claim import SocketClaim, SocketTaken
 from cornplug.store.memory import MemoryStore
 from cornplug.testing.store import fill, key, present, reserve
 
@@ -51,7 +49,7 @@ def test_in_a_strangers_folder_nothing_is_opened_or_made(store_config: StoreConf
     for attempt in (
         lambda: _start(store_config),
         lambda: autostart.spawn(store_config, idle_exit_s=1),
-        lambda: SocketClaim(store_config.socket),
+        lambda: SocketClaim(store_config.socket, setting="store.socket"),
     ):
         with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
             attempt()
@@ -65,14 +63,16 @@ def test_no_link_is_followed(store_config: StoreConfig, tmp_path: Path, name: st
     victim.write_bytes(b"x" * (2 << 20))
     (store_config.socket.parent / name).symlink_to(victim)
     with pytest.raises((OSError, ConfigError), match="symbolic link"):
-        SocketClaim(store_config.socket) if name.endswith("lock") else _start(store_config)
+        SocketClaim(store_config.socket, setting="store.socket") if name.endswith("lock") else _start(
+            store_config
+        )
     assert victim.read_bytes() == b"x" * (2 << 20)
 
 
 def test_a_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
     (short_path / "run").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a symbolic link"):
-        SocketClaim(short_path / "run" / "s.sock")
+        SocketClaim(short_path / "run" / "s.sock", setting="store.socket")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,58 +143,6 @@ def test_a_daemon_that_was_replaced_ends_and_leaves_the_others_socket(
     new = connect()
     fill(new, "a", b"x")
     eventually(lambda: old.connected and present(old, "a") == b"\1")
-
-
-def test_a_claim_whose_folder_went_away_takes_it_anew(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
-    path = short_path / "run" / "s.sock"
-    ours = SocketClaim(path)
-    path.parent.rename(short_path / "elsewhere")
-    with pytest.raises(SocketTaken):
-        # Still ours by its inode, wherever it went.
-        SocketClaim(short_path / "elsewhere" / "s.sock")
-    assert ours.renew() is ours.listener
-    assert answers(path)
-    ours.close()
-    assert not path.exists()
-    assert (short_path / "elsewhere" / "s.sock").exists(), "what is not ours by name stays"
-
-
-def test_a_claim_without_a_folder_serves_on(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = short_path / "run" / "s.sock"
-    ours = SocketClaim(path)
-    path.parent.rename(short_path / "elsewhere")
-    path.parent.write_text("a file is in the way")
-    listener = ours.listener
-    assert [ours.renew(), ours.renew()] == [listener, listener]
-    assert caplog.text.count("new clients cannot come") == 1
-    path.parent.unlink()
-    assert ours.renew() is not listener
-    ours.close()
-
-
-def test_two_that_wait_for_one_lock(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_claim, "_LOCK_WAIT_S", 0.0)
-    first = SocketClaim(short_path / "s.sock")
-    with pytest.raises(SocketTaken):
-        SocketClaim(short_path / "s.sock")
-    assert answers(short_path / "s.sock"), "the loser touched nothing"
-    first.close()
-    SocketClaim(short_path / "s.sock").close()
-
-
-def test_files_stay_young(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleaners go by age."""
-    ours = SocketClaim(short_path / "s.sock")
-    files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
-    for path in files:
-        os.utime(path, (1, 1))
-    monkeypatch.setattr(socket_claim, "_TOUCH_S", 0.0)
-    ours.renew()
-    assert all(time.time() - path.stat().st_mtime < 60 for path in files)
-    ours.close()
 
 
 # -- how it is started --

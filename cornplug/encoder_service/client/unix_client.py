@@ -24,9 +24,9 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.framing import LENGTH, FrameBuffer, ProtocolError
-from cornplug.encoder_service.wire.handshake import PATIENCE_S, EngineHandshake, check_user
+from cornplug.encoder_service.wire.handshake import MAX_BYTES, PATIENCE_S, EngineHandshake, check_user
 from cornplug.encoder_service.wire.messages import (
+    MAX_FRAME_BYTES,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
@@ -36,7 +36,8 @@ from cornplug.encoder_service.wire.messages import (
     Request,
     ServedModel,
 )
-from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
+from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
+from cornplug.local_socket import FrameBuffer, frame
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _MARGIN_S: Final = 5.0
@@ -59,7 +60,7 @@ class SocketEncoder:
         self._path = path
         self._secret = secret
         self._lock = threading.Lock()
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer(limit=MAX_FRAME_BYTES)
         self._pending: dict[int, tuple[Future[Result], float]] = {}
         self._describing: set[int] = set()
         self._ids = itertools.count(1)
@@ -189,8 +190,7 @@ class SocketEncoder:
             sock.connect(str(self._path))
             check_user(sock)
             # It fits into the buffer of a new connection.
-            hello = asking.hello()
-            sock.sendall(LENGTH.pack(len(hello)) + hello)
+            sock.sendall(frame(asking.hello(), limit=MAX_BYTES))
         except EncoderUnavailable as e:
             sock.close()
             return self._untrusted(e)
@@ -226,8 +226,8 @@ class SocketEncoder:
                             with self._lock:
                                 self._frames.send(sock)
                         if events & selectors.EVENT_READ:
-                            for frame in self._frames.receive(sock):
-                                self._take(sock, asking, frame)
+                            for body in self._frames.receive(sock):
+                                self._take(sock, asking, body)
                     except EncoderUnavailable as e:
                         return self._untrusted(e)
                     except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
@@ -239,12 +239,11 @@ class SocketEncoder:
                 self._expire()
         return self._down("this client was closed; no service is asked")
 
-    def _take(self, sock: socket.socket, asking: EngineHandshake, frame: bytes) -> None:
+    def _take(self, sock: socket.socket, asking: EngineHandshake, body: bytes) -> None:
         if self._socket is not None:
-            self._reply(self._decode(frame))
+            self._reply(self._decode(body))
             return
-        proof = asking.proof(frame)
-        sock.sendall(LENGTH.pack(len(proof)) + proof)
+        sock.sendall(frame(asking.proof(body), limit=MAX_BYTES))
         with self._lock:
             self._socket, self._refusing = sock, None
 

@@ -18,10 +18,11 @@ from typing import Any, Final, Literal
 import msgspec
 import torch
 
-from cornplug.encoder_service.wire.framing import LENGTH
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.local_socket import frame, receive_frame
 
 _ALIGN: Final = 64
+_MAX_FRAME_BYTES: Final = 256 << 20
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -109,24 +110,12 @@ Computed = BatchDone | ReplicaFailed
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
     """OSError when the other side has gone."""
-    body = msgspec.msgpack.encode(message)
-    sock.sendall(LENGTH.pack(len(body)) + body)
+    sock.sendall(frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
 
 
 def receive(sock: socket.socket, kind: Any) -> Any:
     """The next message. ConnectionResetError at the other side's end, TimeoutError as the socket says."""
-    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
-    return msgspec.msgpack.decode(_exactly(sock, size), type=kind)
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("the other side has ended")
-        data += more
-    return data
+    return msgspec.msgpack.decode(receive_frame(sock, limit=_MAX_FRAME_BYTES), type=kind)
 
 
 class SharedBuffer:

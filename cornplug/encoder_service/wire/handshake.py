@@ -7,7 +7,7 @@
 A proof is an HMAC over the side's name and both nonces, which are new for each connection: nothing
 that was said before is of use again, and neither side's proof can be sent back as the other's.
 Inputs and salts follow only after both have been checked. The kernel says whose process it is
-(`peer_uid`), so that no other user can stand between the two and pass proofs on. Torch-free.
+(`foreign_user`), so that no other user can stand between the two and pass proofs on. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import hmac
 import os
 import secrets
 import socket
-import struct
 from typing import Final
 
 import msgspec
 
 from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
 from cornplug.errors import EncoderUnavailable
+from cornplug.local_socket import foreign_user
 
 MAX_BYTES: Final = 1024
 """Of a frame, until the other side has proved who it is."""
@@ -31,7 +31,6 @@ PATIENCE_S: Final = 5.0
 """Longest that a handshake may take."""
 _NONCE_BYTES: Final = 32
 _DOMAIN: Final = b"cornplug/encoder-socket/1/"
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -117,16 +116,9 @@ class ServiceHandshake:
             raise UntrustedPeer("a proof made with another secret")
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user of the process at the other end: of a service, who it was when it began to listen."""
-    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(packed)[1]
-    return uid
-
-
 def check_user(sock: socket.socket) -> None:
     """Return when the other side is this user's. Raises EncoderUnavailable("encoder_untrusted")."""
-    if (uid := peer_uid(sock)) != os.getuid():
+    if (uid := foreign_user(sock)) is not None:
         raise EncoderUnavailable(
             f"user {uid} listens there, not this one ({os.getuid()}); name an encoder.socket of yours",
             reason="encoder_untrusted",

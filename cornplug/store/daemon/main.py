@@ -1,6 +1,6 @@
 """`cornplug serve-store`: one daemon per host and socket, from start to clean end.
 
-A lock beside the socket decides who serves (`socket_claim.py`): of two starters one wins, and only the
+A lock beside the socket decides who serves (`local_socket.py`): of two starters one wins, and only the
 winner touches a socket that a dead daemon left behind.
 """
 
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Final
 
 from cornplug import config
-from cornplug.errors import ConfigError
+from cornplug.errors import ConfigError, SocketTaken
+from cornplug.local_socket import SocketClaim
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.daemon.socket_claim import SocketClaim, SocketTaken
 
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
+_LOCK_WAIT_S: Final = 2.0
 _DESCRIPTORS: Final = 65536
 _UNITS: Final = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -110,7 +111,7 @@ def _serve(options: argparse.Namespace) -> int:
     # Who sees the socket may end us: not before we can do so in good order.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
-        claim = SocketClaim(path)
+        claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
     except SocketTaken:
         _log.error("another store serves %s: not starting a second", path)
         return EXIT_TAKEN

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from cornplug.errors import ProtocolError
 from cornplug.store import messages as wire
 from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
@@ -165,7 +166,7 @@ class StoreServer:
             return
         try:
             number, message = wire.take_number(body)
-        except ValueError as e:
+        except ProtocolError as e:
             raise ClientFault(str(e)) from e
         try:
             reply = self._reply(session.owner, wire.request_decoder.decode(message))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Final
 
+from cornplug.errors import ProtocolError
+from cornplug.local_socket import foreign_user
 from cornplug.store import messages as wire
 
 _CHUNK_BYTES: Final = 256 << 10
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class ClientFault(Exception):
@@ -40,9 +40,7 @@ class ClientSession:
 
     def check_peer(self) -> None:
         """Raises ClientFault when another user is on the other end."""
-        raw = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid != os.getuid():
+        if (uid := foreign_user(self.sock)) is not None:
             raise ClientFault(f"user {uid} is not user {os.getuid()}")
 
     def read(self) -> None:
@@ -64,7 +62,7 @@ class ClientSession:
             return None
         try:
             return wire.take_frame(self._received)
-        except ValueError as e:
+        except ProtocolError as e:
             raise ClientFault(f"no frames: {e}") from e
 
     def send(self, reply: wire.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:

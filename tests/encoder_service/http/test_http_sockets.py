@@ -111,7 +111,7 @@ def test_who_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch, config: C
         with serving(app, listeners.http) as port, send(port, {}):
             assert ended.wait(20)
     finally:
-        listeners.close(config.encoder.socket)
+        listeners.close()
 
 
 async def _poll(receive: Any) -> Any:

@@ -15,7 +15,6 @@ import pytest
 from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.unix_server import claim
 from cornplug.encoder_service.wire import handshake
 from cornplug.encoder_service.wire.handshake import (
     EngineHandshake,
@@ -26,6 +25,7 @@ from cornplug.encoder_service.wire.handshake import (
 )
 from cornplug.encoder_service.wire.messages import DescribeRequest, EncodeRequest
 from cornplug.errors import ConfigError, EncoderUnavailable
+from cornplug.local_socket import SocketClaim
 from devkit.strangers import NOBODY, listener
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually
@@ -188,5 +188,5 @@ def test_a_folder_of_another_user_or_open_to_others_is_refused(short_path: Path)
         with pytest.raises(
             ConfigError, match=r"encoder\.socket: .* (belongs to user|can be written to|is a symbolic link)"
         ):
-            claim(folder / "e.sock")
+            SocketClaim(folder / "e.sock", setting="encoder.socket")
         assert not list(folder.iterdir())

@@ -1,0 +1,324 @@
+"""Unix sockets of one host and one user: frames, the right to serve a path, the peer's user.
+
+    frame   u32 little-endian length, then a body of so many bytes, at least one
+    claim   PATH.lock    locked by the process that serves; a name that points to another file locks nothing
+            PATH         the socket of the process that has the lock, mode 0600
+    peer    SO_PEERCRED: the user that connected, or that began to listen
+
+A claim compares names by inode with files that it holds open. It notices a name that a cleaner of /tmp
+removed or another process replaced, makes it again, and never removes a name of another process.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from cornplug.errors import ConfigError, ProtocolError, SocketTaken
+from cornplug.private_paths import open_file, open_folder
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader
+
+_LENGTH: Final = struct.Struct("<I")
+_CREDENTIALS: Final = struct.Struct("3i")
+"""pid, uid and gid of Linux's `struct ucred`."""
+_CHUNK_BYTES: Final = 1 << 20
+_BACKLOG: Final = 128
+_RETRY_S: Final = 0.05
+_TOUCH_S: Final = 3600.0
+"""Cleaners of /tmp remove files that are some days old."""
+
+_log = logging.getLogger("cornplug.local_socket")
+
+_Inode = tuple[int, int]
+
+
+# -- frames --
+
+
+def frame(body: bytes, *, limit: int) -> bytes:
+    """The frame of a body. Raises ValueError for a body of more than `limit` bytes."""
+    if len(body) > limit:
+        raise ValueError(f"a message of {len(body)} bytes, at most {limit}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
+    """The body of the first frame of `buffer`, which is removed; None while the frame is incomplete.
+
+    Raises ProtocolError for a length of 0 or beyond `limit`.
+    """
+    if len(buffer) < _LENGTH.size:
+        return None
+    end = _LENGTH.size + _checked(_LENGTH.unpack_from(buffer)[0], limit)
+    if len(buffer) < end:
+        return None
+    body = bytes(memoryview(buffer)[_LENGTH.size : end])
+    del buffer[:end]
+    return body
+
+
+def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
+    """The body of the next frame of a blocking socket.
+
+    Raises ProtocolError for a length of 0 or beyond `limit`, ConnectionResetError at the end of the
+    connection, TimeoutError after the socket's timeout.
+    """
+    (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return _receive_exactly(sock, _checked(size, limit))
+
+
+async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
+    """The body of the next frame of a stream.
+
+    Raises ProtocolError for a length of 0 or beyond `limit`, IncompleteReadError at the end of the stream.
+    """
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(_checked(size, limit))
+
+
+def _checked(size: int, limit: int) -> int:
+    if not 0 < size <= limit:
+        raise ProtocolError(f"a frame of {size} bytes, at most {limit}")
+    return size
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        more = sock.recv(min(size - len(data), _CHUNK_BYTES))
+        if not more:
+            raise ConnectionResetError("closed by the other side")
+        data += more
+    return bytes(data)
+
+
+class FrameBuffer:
+    """Unsent and received frames of a non-blocking socket. Not thread-safe: its owner locks.
+
+    Args:
+        limit: Largest body in bytes, in both directions.
+    """
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._out: collections.deque[tuple[int, memoryview]] = collections.deque()
+        self._sent_of_first = 0
+        self._in = bytearray()
+        self.unsent_bytes = 0
+
+    def add(self, number: int, body: bytes) -> None:
+        """Queue a frame; `number` names it for `drop`. Raises ValueError when it is over the limit."""
+        whole = memoryview(frame(body, limit=self._limit))
+        self._out.append((number, whole))
+        self.unsent_bytes += len(whole)
+
+    def drop(self, numbers: set[int]) -> None:
+        """Forget these frames, except one whose first bytes are sent."""
+        kept: collections.deque[tuple[int, memoryview]] = collections.deque()
+        for place, (number, whole) in enumerate(self._out):
+            if number in numbers and not (place == 0 and self._sent_of_first):
+                self.unsent_bytes -= len(whole)
+            else:
+                kept.append((number, whole))
+        self._out = kept
+
+    def clear(self) -> None:
+        """Forget everything, as after the end of a connection."""
+        self._out.clear()
+        self._in.clear()
+        self._sent_of_first = 0
+        self.unsent_bytes = 0
+
+    def send(self, sock: socket.socket) -> None:
+        """Send as much as the socket takes now. Raises OSError when the connection is gone."""
+        while self._out:
+            whole = self._out[0][1]
+            try:
+                sent = sock.send(whole[self._sent_of_first :])
+            except BlockingIOError:
+                return
+            self._sent_of_first += sent
+            self.unsent_bytes -= sent
+            if self._sent_of_first == len(whole):
+                self._out.popleft()
+                self._sent_of_first = 0
+
+    def receive(self, sock: socket.socket) -> Iterator[bytes]:
+        """The bodies of all frames that have come whole.
+
+        Raises ProtocolError for a length out of bounds, ConnectionResetError at the end of the connection,
+        OSError when it is broken.
+        """
+        try:
+            data = sock.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        self._in += data
+        while (body := take_frame(self._in, limit=self._limit)) is not None:
+            yield body
+
+
+# -- the peer --
+
+
+def foreign_user(sock: socket.socket) -> int | None:
+    """The user id of the process at the other end where it is not this process's; None where it is.
+
+    For a server it is the user that connected; for a client, the user that began to listen.
+    """
+    uid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
+        1
+    ]
+    return None if uid == os.getuid() else uid
+
+
+# -- the right to serve a path --
+
+
+def try_lock(fd: int) -> bool:
+    """Whether this open file now has the exclusive lock; it lasts until the last descriptor is closed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class SocketClaim:
+    """The right to serve `path`, and the socket that listens there.
+
+    Args:
+        setting: The setting that names the path, for errors.
+        wait_s: Longest wait for the lock of a process that is just ending.
+
+    Raises SocketTaken when another process serves there; ConfigError when the path cannot be a socket, or
+    another user could put one there.
+    """
+
+    def __init__(self, path: Path, *, setting: str, wait_s: float = 0.0) -> None:
+        self._path = path
+        self._setting = setting
+        self._lock_name = path.name + ".lock"
+        self._folder = self._lock = -1
+        self._socket: _Inode | None = None
+        self._touched_s = time.monotonic()
+        self._logged = ""
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._take(wait_s=wait_s)
+        except OSError as e:
+            self.close()
+            raise ConfigError(setting, f"{path}: {e.strerror}", "Name another path.") from e
+        except ConfigError:
+            self.close()
+            raise
+
+    def renew(self) -> socket.socket | None:
+        """The socket to listen on from now: the same, or one made again. None: another process serves."""
+        try:
+            if not self._stands():
+                _log.warning("%s or its lock is gone or replaced: making it again", self._path)
+                self._take(wait_s=0.0)
+            self._touch()
+            self._logged = ""
+        except SocketTaken:
+            return None
+        except (OSError, ConfigError) as e:
+            # Connected clients are served on: without a folder no other process can serve there either.
+            if str(e) != self._logged:
+                _log.warning("new clients cannot come to %s: %s", self._path, e)
+            self._logged = str(e)
+        return self.listener
+
+    def close(self) -> None:
+        """Give the path up. The socket's file is removed where it is still this claim's."""
+        with contextlib.suppress(OSError):
+            if self._stands():
+                os.unlink(self._path.name, dir_fd=self._folder)
+        self.listener.close()
+        for fd in (self._lock, self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self._folder = -1
+
+    def _stands(self) -> bool:
+        here, open_here = self._inode(self._path.parent, None), _inode(os.fstat(self._folder))
+        lock = self._inode(self._lock_name, self._folder)
+        return (
+            here == open_here
+            and lock == _inode(os.fstat(self._lock))
+            and self._socket is not None
+            and self._inode(self._path.name, self._folder) == self._socket
+        )
+
+    def _take(self, *, wait_s: float) -> None:
+        folder = open_folder(self._path.parent, setting=self._setting)
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = folder
+        self._take_lock(time.monotonic() + wait_s)
+        if self._socket is None or self._inode(self._path.name, folder) != self._socket:
+            self._listen()
+
+    def _take_lock(self, give_up_s: float) -> None:
+        while self._lock < 0 or self._inode(self._lock_name, self._folder) != _inode(os.fstat(self._lock)):
+            fd = open_file(self._folder, self._lock_name, os.O_RDWR)
+            if not try_lock(fd):
+                os.close(fd)
+                if time.monotonic() >= give_up_s:
+                    raise SocketTaken(self._setting, self._path)
+                time.sleep(_RETRY_S)
+                continue
+            if self._lock >= 0:
+                os.close(self._lock)
+            # Once more round: the file may have been replaced before it was locked.
+            self._lock = fd
+
+    def _listen(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path.name, dir_fd=self._folder)
+        fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        mask = os.umask(0o177)
+        try:
+            fresh.bind(str(self._path))
+            fresh.listen(_BACKLOG)
+            self._socket = self._inode(self._path.name, self._folder)
+        except OSError as e:
+            fresh.close()
+            problem = f"cannot listen at {self._path}: {e}"
+            raise ConfigError(self._setting, problem, "Name a shorter path.") from e
+        finally:
+            os.umask(mask)
+        self.listener.close()
+        self.listener = fresh
+
+    def _touch(self) -> None:
+        if time.monotonic() - self._touched_s > _TOUCH_S:
+            self._touched_s = time.monotonic()
+            os.utime(self._path.name, dir_fd=self._folder)
+            for fd in (self._lock, self._folder):
+                os.utime(fd)
+
+    @staticmethod
+    def _inode(name: str | Path, folder: int | None) -> _Inode | None:
+        try:
+            return _inode(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+
+
+def _inode(about: os.stat_result) -> _Inode:
+    return about.st_dev, about.st_ino

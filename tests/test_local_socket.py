@@ -1,0 +1,260 @@
+"""Frames of the store's and the encoder service's sockets, claims of their paths, the peer's user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cornplug import local_socket
+from cornplug.encoder_service.wire import handshake
+from cornplug.encoder_service.wire import messages as encoder_messages
+from cornplug.errors import ConfigError, ProtocolError, SocketTaken
+from cornplug.local_socket import (
+    FrameBuffer,
+    SocketClaim,
+    foreign_user,
+    frame,
+    read_frame,
+    receive_frame,
+    take_frame,
+)
+from cornplug.store import messages as store_messages
+from cornplug.store.base import Lease, PayloadLocation, Reservation, StoreStat, WriterPart
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())
+KEY, META, NONCE, PROOF = b"k" * 32, b"meta", b"n" * 32, b"p" * 32
+AT = PayloadLocation(b"a" * 16, 128, 65, 7, 3)
+STORE = {
+    "ClientHello": (
+        store_messages.ClientHello(store_messages.PROTOCOL_VERSION, store_messages.secret_tag(b"s" * 32)),
+        None,
+    ),
+    "ContainsRequest": (store_messages.ContainsRequest(KEY * 2), 1),
+    "TakeLeases": (store_messages.TakeLeases(KEY, 2.5), 2),
+    "ReserveRequest": (
+        store_messages.ReserveRequest(KEY, [65], "app", WriterPart(b"g" * 16, 1, 2)),
+        3,
+    ),
+    "CommitRequest": (store_messages.CommitRequest([9], [META]), 4),
+    "ReleaseRequest": (store_messages.ReleaseRequest([9, 10]), 0),
+    "DeleteRequest": (store_messages.DeleteRequest(KEY), 5),
+    "StatRequest": (store_messages.StatRequest(), 6),
+    "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30), None),
+    "ContainsReply": (store_messages.ContainsReply(b"\1\0"), 1),
+    "LeaseReply": (store_messages.LeaseReply([Lease(9, KEY, META, AT), None]), 2),
+    "ReserveReply": (store_messages.ReserveReply([Reservation(9, KEY, AT), "full"]), 3),
+    "CommitReply": (store_messages.CommitReply([True, False]), 4),
+    "DeleteReply": (store_messages.DeleteReply(1), 5),
+    "StatReply": (store_messages.StatReply(StoreStat(1, 2, 3, 4, 5, {"app": 6}, 7, 8, 9, 10)), 6),
+    "ClientRejected": (store_messages.ClientRejected("secret", "why"), None),
+    "RequestFault": (store_messages.RequestFault("why"), 7),
+}
+ENCODER: dict[str, msgspec.Struct] = {
+    "EngineHello": handshake.EngineHello(version=encoder_messages.PROTOCOL_VERSION, nonce=NONCE),
+    "ServiceChallenge": handshake.ServiceChallenge(
+        version=encoder_messages.PROTOCOL_VERSION, nonce=b"m" * 32, proof=PROOF
+    ),
+    "EngineProof": handshake.EngineProof(proof=PROOF),
+    "DescribeRequest": encoder_messages.DescribeRequest(),
+}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    left.settimeout(5)
+    yield left, right
+    left.close()
+    right.close()
+
+
+def claim(path: Path, wait_s: float = 0.0) -> SocketClaim:
+    return SocketClaim(path, setting="store.socket", wait_s=wait_s)
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+# -- frames --
+
+
+def test_frame_every_store_message_has_its_golden_bytes() -> None:
+    assert {name: store_messages.frame(*message).hex() for name, message in STORE.items()} == GOLDEN["store"]
+
+
+def test_frame_encoder_messages_have_their_golden_bytes() -> None:
+    made = {name: frame(msgspec.msgpack.encode(m), limit=1024).hex() for name, m in ENCODER.items()}
+    assert made == GOLDEN["encoder"]
+
+
+def test_frame_body_over_limit_is_an_error() -> None:
+    assert frame(b"abc", limit=3) == b"\3\0\0\0abc"
+    with pytest.raises(ValueError, match="4 bytes, at most 3"):
+        frame(b"abcd", limit=3)
+
+
+def test_take_frame_byte_by_byte_gives_each_body_once() -> None:
+    buffer, bodies = bytearray(), []
+    for byte in frame(b"one", limit=9) + frame(b"second", limit=9) + b"\5\0":
+        buffer.append(byte)
+        if (body := take_frame(buffer, limit=9)) is not None:
+            bodies.append(body)
+    assert bodies == [b"one", b"second"]
+    assert bytes(buffer) == b"\5\0"
+
+
+@pytest.mark.parametrize("size", [0, 10, 0xFFFFFFFF])
+def test_every_reader_length_out_of_bounds_is_a_protocol_error(
+    size: int, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    head = struct.pack("<I", size)
+
+    async def stream() -> bytes:
+        reader = asyncio.StreamReader()
+        reader.feed_data(head)
+        return await read_frame(reader, limit=9)
+
+    with pytest.raises(ProtocolError, match=f"{size} bytes, at most 9"):
+        take_frame(bytearray(head), limit=9)
+    with pytest.raises(ProtocolError):
+        asyncio.run(stream())
+    for _ in range(2):
+        pair[1].sendall(head)
+    with pytest.raises(ProtocolError):
+        receive_frame(pair[0], limit=9)
+    with pytest.raises(ProtocolError):
+        list(FrameBuffer(limit=9).receive(pair[0]))
+
+
+def test_receive_frame_end_inside_a_frame_is_a_reset(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = pair
+    right.sendall(frame(b"whole", limit=9) + b"\5\0\0\0cut")
+    right.shutdown(socket.SHUT_WR)
+    assert receive_frame(left, limit=9) == b"whole"
+    with pytest.raises(ConnectionResetError):
+        receive_frame(left, limit=9)
+
+
+def test_frame_buffer_dropped_frame_is_not_sent_once_begun_it_is(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left, right = pair
+    right.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    right.setblocking(False)
+    buffer = FrameBuffer(limit=1 << 20)
+    for number, body in enumerate([b"a" * (1 << 19), b"b" * 9, b"c" * 9]):
+        buffer.add(number, body)
+    buffer.send(right)
+    assert buffer.unsent_bytes > 0
+    buffer.drop({0, 1})
+    received = FrameBuffer(limit=1 << 20)
+    bodies: list[bytes] = []
+    while len(bodies) < 2:
+        bodies += received.receive(left)
+        buffer.send(right)
+    assert bodies == [b"a" * (1 << 19), b"c" * 9]
+    assert buffer.unsent_bytes == 0
+
+
+# -- the peer --
+
+
+def test_foreign_user_own_process_is_none_another_is_its_uid(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert foreign_user(pair[0]) is None
+    mine = os.getuid()
+    monkeypatch.setattr(local_socket.os, "getuid", lambda: mine + 1)
+    assert foreign_user(pair[0]) == mine
+
+
+# -- claims --
+
+
+def test_socket_claim_folder_and_socket_are_private_to_this_user(short_path: Path) -> None:
+    path = short_path / "deep" / "s.sock"
+    mask = os.umask(0)
+    try:
+        held = claim(path)
+    finally:
+        os.umask(mask)
+    modes = [stat.S_IMODE(f.stat().st_mode) for f in (path.parent, path, path.with_name("s.sock.lock"))]
+    assert modes == [0o700, 0o600, 0o600]
+    held.close()
+
+
+def test_socket_claim_path_of_a_live_process_is_taken(short_path: Path) -> None:
+    first = claim(short_path / "s.sock")
+    with pytest.raises(SocketTaken, match=r"store\.socket: another process serves"):
+        claim(short_path / "s.sock")
+    assert answers(short_path / "s.sock"), "the second one touched nothing"
+    first.close()
+    claim(short_path / "s.sock").close()
+
+
+def test_socket_claim_socket_of_a_dead_process_is_replaced(short_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(short_path / "s.sock"))
+    held = claim(short_path / "s.sock")
+    assert answers(short_path / "s.sock")
+    held.close()
+    assert not (short_path / "s.sock").exists()
+
+
+def test_socket_claim_path_too_long_for_a_socket_is_an_error(short_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store\.socket: cannot listen"):
+        claim(short_path / ("x" * 200))
+
+
+def test_socket_claim_folder_moved_away_is_taken_anew(short_path: Path) -> None:
+    path = short_path / "run" / "s.sock"
+    held = claim(path)
+    path.parent.rename(short_path / "elsewhere")
+    with pytest.raises(SocketTaken):
+        # Its inode is the same, wherever the folder went.
+        claim(short_path / "elsewhere" / "s.sock")
+    assert held.renew() is held.listener
+    assert answers(path)
+    held.close()
+    assert not path.exists()
+    assert (short_path / "elsewhere" / "s.sock").exists(), "a name that is no longer the claim's stays"
+
+
+def test_socket_claim_folder_gone_serves_connected_clients_on(
+    short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = short_path / "run" / "s.sock"
+    held = claim(path)
+    path.parent.rename(short_path / "elsewhere")
+    path.parent.write_text("a file is in the way")
+    listener = held.listener
+    assert [held.renew(), held.renew()] == [listener, listener]
+    assert caplog.text.count("new clients cannot come") == 1
+    path.parent.unlink()
+    assert held.renew() is not listener
+    held.close()
+
+
+def test_socket_claim_renewed_names_stay_young_for_cleaners(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = claim(short_path / "s.sock")
+    files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
+    for path in files:
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(local_socket, "_TOUCH_S", 0.0)
+    held.renew()
+    assert all(time.time() - path.stat().st_mtime < 60 for path in files)
+    held.close()
