@@ -35,6 +35,9 @@ _FIXED: Final = struct.Struct("<4sHBBBBH32s")
 PART_MAGIC: Final = b"CPPT"
 _PART: Final = struct.Struct("<4sHH")
 
+ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Size of one value of each dtype that embeddings and KV pages have, by torch's name without "torch."."""
+
 
 class PayloadKind(enum.IntEnum):
     EMBEDDING = 1

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cornplug.codec import ITEM_BYTES
 from cornplug.errors import LayoutError
 
 PLANES = 2
@@ -23,8 +24,6 @@ PLANES = 2
 
 MAX_SEGMENTS = 0xFFFF
 """The kinds of payload that a header can name."""
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

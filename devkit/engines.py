@@ -9,18 +9,17 @@ import base64
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cornplug.host import free_port, has_gpu
 from devkit.photos import Photo, photos
 from devkit.processes import (
     EncoderProcess,
@@ -28,7 +27,6 @@ from devkit.processes import (
     ProcessFailed,
     StoreProcess,
     answers,
-    free_port,
     wait_until,
 )
 
@@ -42,8 +40,6 @@ __all__ = [
     "RequestFailed",
     "StoreProcess",
     "VllmServer",
-    "free_port",
-    "has_gpu",
     "photos",
     "wait_until",
 ]
@@ -190,15 +186,6 @@ class VllmServer(EngineServer):
         super().__init__(
             command, port=port, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
         )
-
-
-@cache
-def has_gpu() -> bool:
-    """Whether the NVIDIA driver names a GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return False
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return listed.stdout.startswith("GPU")
 
 
 def _vllm() -> str:

@@ -23,6 +23,7 @@ from typing import Final, Self, TypeVar
 import httpx
 
 from cornplug.config import load
+from cornplug.host import free_port
 from cornplug.store.base import StoreStat
 from cornplug.store.client import PoolStore
 
@@ -288,14 +289,6 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=2, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-    return port
 
 
 def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from devkit.engines import has_gpu
+from cornplug.host import has_gpu
 
 # The two engines pin other versions of the same libraries: each has an environment of its own.
 collect_ignore = [

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from devkit.engines import ManagedProcess, VllmServer, free_port
+from cornplug.host import free_port
+from devkit.engines import ManagedProcess, VllmServer
 from devkit.processes import answers
 from devkit.sglang_engine import SglangServer, sglang_python
 

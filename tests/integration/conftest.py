@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from integration.stack import ASKS, Stack
 
+from cornplug.host import free_port
 from devkit import checkpoints
-from devkit.engines import Answer, EncoderProcess, VllmServer, free_port
+from devkit.engines import Answer, EncoderProcess, VllmServer
 from devkit.processes import at_once
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")

@@ -22,10 +22,11 @@ from integration.stack import Stack, count
 from PIL import Image
 
 from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.host import free_port
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit import checkpoints
-from devkit.engines import Answer, EncoderProcess, EngineServer, free_port
+from devkit.engines import Answer, EncoderProcess, EngineServer
 from devkit.sglang_engine import sglang_python
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

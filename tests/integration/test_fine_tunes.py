@@ -15,9 +15,10 @@ from integration.stack import PREAMBLE, Ask, Stack, count
 from safetensors.torch import load_file, save_file
 
 from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.host import free_port
 from devkit import checkpoints
 from devkit.checkpoints import qwen
-from devkit.engines import Answer, EncoderProcess, VllmServer, free_port, photos
+from devkit.engines import Answer, EncoderProcess, VllmServer, photos
 from devkit.quantised import quantised
 
 SHARED = Ask(f"{PREAMBLE} What is shown?", (0,))

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
 
+from cornplug.host import free_port
 from devkit import checkpoints
-from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, free_port, photos, wait_until
+from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, photos, wait_until
 from devkit.processes import at_once
 from devkit.sglang_engine import SglangServer, sglang_python
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from cornplug.codec import PayloadKind
+from cornplug.codec import ITEM_BYTES, PayloadKind
 from cornplug.encoder_service.client import openai_parts
 from cornplug.errors import CodecError, StoreError
 from cornplug.store import payload as entry
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 STORE_DEADLINE_S: Final = 0.25
-_ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,7 +127,7 @@ def from_store(
 
 
 def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
-    if dtype not in _ITEM_BYTES:
+    if dtype not in ITEM_BYTES:
         raise ValueError(f"no embedding has dtype {dtype!r}")
-    if any(n <= 0 for n in shape) or math.prod(shape) * _ITEM_BYTES[dtype] != size:
+    if any(n <= 0 for n in shape) or math.prod(shape) * ITEM_BYTES[dtype] != size:
         raise ValueError(f"{size} bytes do not fill {shape} of {dtype}")

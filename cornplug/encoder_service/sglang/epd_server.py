@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
@@ -52,7 +51,7 @@ from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.sglang import wire
 from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
-from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_is_proved
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
@@ -115,8 +114,7 @@ class SglangParts:
 
         def of(item: wire.MediaItem) -> wire.MediaItem:
             salt = item.cornplug_salt
-            proof = "" if salt is None else salt_proof(self._secret, salt)
-            if salt is None or not hmac.compare_digest(item.cornplug_salt_proof or "", proof):
+            if salt is None or not salt_is_proved(item.cornplug_salt_proof, self._secret, salt):
                 salt = salt_of(caller, salt, self._config)
             return msgspec.structs.replace(item, cornplug_salt=salt)
 

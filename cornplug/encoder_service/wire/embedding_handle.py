@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hmac
 from typing import Final, Self
 
 import msgspec
 
 from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.wire.signing import is_signed, sign
 from cornplug.errors import CodecError
-from cornplug.identity import DIGEST_BYTES, keyed
+from cornplug.identity import DIGEST_BYTES
 
 PREFIX: Final = "cornplug1."
 LIFETIME_S: Final = 24 * 3600.0
@@ -56,7 +56,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         or "voucher_expired". `now` in seconds of the Unix clock.
         """
         voucher, claims, proof = cls._parsed(text)
-        if not hmac.compare_digest(proof, keyed(secret, _DOMAIN, claims)):
+        if not is_signed(proof, secret, _DOMAIN, claims):
             raise CodecError(
                 "the voucher is not signed by this store's secret: encode with a service that shares "
                 "store.secret_file, or send the embedding by value",
@@ -69,7 +69,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     def signed(self, secret: bytes) -> str:
         """As text, some 600 characters that need no quoting anywhere."""
         claims = msgspec.json.encode(self)
-        return f"{PREFIX}{_text(claims)}.{_text(keyed(secret, _DOMAIN, claims))}"
+        return f"{PREFIX}{_text(claims)}.{_text(sign(secret, _DOMAIN, claims))}"
 
     @classmethod
     def _parsed(cls, text: str) -> tuple[Self, bytes, bytes]:

@@ -9,18 +9,20 @@ Without a statement that holds, an embedding is used as SGLang uses it, and shar
 from __future__ import annotations
 
 import hashlib
-import hmac
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+from cornplug.encoder_service.wire.signing import is_signed, sign
 from cornplug.errors import CodecError
-from cornplug.identity import DIGEST_BYTES, digest, keyed
+from cornplug.identity import DIGEST_BYTES, digest
 
 _IDENTITY: Final = "cornplug_identity"
 _MEDIA: Final = "cornplug_media"
 _PROOF: Final = "cornplug_proof"
+_DOMAIN: Final = "cornplug-statement-v2"
+_SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
 
 Grid = Sequence[Sequence[int]]
 """An image's (frames, height, width) in patches, a row an image; counts of 64 bits."""
@@ -49,15 +51,15 @@ class SignedClaim:
         payload: bytes | memoryview,
     ) -> Self:
         """A statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
-        proof = _proof(secret, identity, media, dtype, shape, grid, payload)
+        proof = sign(secret, _DOMAIN, *_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
     def holds(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
-        """Whether somebody with the secret said this of these bytes."""
-        expected = _proof(secret, self.identity, self.media, dtype, shape, grid, payload)
-        return hmac.compare_digest(self.proof, expected)
+        """Whether a holder of the secret made this claim about these bytes."""
+        parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
+        return is_signed(self.proof, secret, _DOMAIN, *parts)
 
     def fields(self) -> Mapping[str, str]:
         """As text, for a message with named fields."""
@@ -87,20 +89,27 @@ class SignedClaim:
 
 
 def salt_proof(secret: bytes, salt: str) -> str:
-    """Hex that shows that an engine with the secret named this salt, to a service that asks nobody else."""
-    return keyed(secret, "cornplug-sglang-salt-v1", salt.encode()).hex()
+    """Hex by which a service sees that an engine with the secret named this salt."""
+    return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 
-def _proof(
-    secret: bytes,
+def salt_is_proved(proof: str | None, secret: bytes, salt: str) -> bool:
+    """Whether `proof` is the `salt_proof` of this salt."""
+    try:
+        return is_signed(bytes.fromhex(proof or ""), secret, _SALT_DOMAIN, salt.encode())
+    except ValueError:
+        return False
+
+
+def _parts(
     identity: bytes,
     media: Sequence[bytes],
     dtype: str,
     shape: tuple[int, int],
     grid: Grid,
     payload: bytes | memoryview,
-) -> bytes:
+) -> tuple[bytes, ...]:
     packed = struct.pack(">QQ", *shape)
     grids = digest("grid", *(struct.pack(f">{len(row)}Q", *row) for row in grid))
     content = hashlib.sha256(payload).digest()
-    return keyed(secret, "cornplug-statement-v2", identity, dtype.encode(), packed, grids, content, *media)
+    return identity, dtype.encode(), packed, grids, content, *media

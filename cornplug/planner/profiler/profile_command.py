@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Shown
 
 from cornplug.errors import ConfigError
+from cornplug.host import has_gpu
 from cornplug.planner.inputs import component_shapes, profile_tables
 from cornplug.planner.inputs.schema import Component, TowerShape
 from cornplug.planner.launch.command_lines import LaunchCommand
@@ -129,7 +130,7 @@ def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
 def _cores(args: argparse.Namespace) -> Sequence[int]:
     """On a machine without a GPU a device is a core, and a component has as many as it has ranks."""
     mine = sorted(os.sched_getaffinity(0))
-    return [] if server_under_test.has_gpu() else mine[: args.tp * args.pp]
+    return [] if has_gpu() else mine[: args.tp * args.pp]
 
 
 @contextmanager

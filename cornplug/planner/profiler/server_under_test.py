@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+from cornplug.host import free_port
 from cornplug.planner.inputs.schema import Engine
 from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
@@ -85,22 +83,6 @@ def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[st
     finally:
         process.terminate()
         process.end(time.monotonic() + GRACE_S)
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-    return port
-
-
-def has_gpu() -> bool:
-    """Whether the NVIDIA driver names a GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return False
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return listed.stdout.startswith("GPU")
 
 
 def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.codec import ITEM_BYTES
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
-from cornplug.kv_page import ITEM_BYTES
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
@@ -53,7 +53,7 @@ _HYBRID_FIELDS: Final = (
     "ssm_state_size",
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which a value of the cache is one of `kv_page.ITEM_BYTES`. All others quantise."""
+"""Settings under which a value of the cache is one of `codec.ITEM_BYTES`. All others quantise."""
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cornplug.codec import ITEM_BYTES
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
@@ -34,7 +35,6 @@ from cornplug.errors import (
     EncoderUnavailable,
     StoreError,
 )
-from cornplug.kv_page import ITEM_BYTES
 from cornplug.metrics import Tally
 from cornplug.store import payload as entry
 from cornplug.vllm_connector import compat

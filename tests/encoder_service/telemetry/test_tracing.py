@@ -255,7 +255,7 @@ def test_a_collector_that_is_down_does_not_hold_up_the_end(
 
 @pytest.fixture
 def unused_port() -> int:
-    from devkit.processes import free_port
+    from cornplug.host import free_port
 
     return free_port()
 

@@ -4,10 +4,11 @@ import subprocess
 
 import pytest
 
+from cornplug.host import free_port
 from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.launch.process_runner import ProcessEnded
 from cornplug.planner.profiler.sample_grid import SampleGrid
-from cornplug.planner.profiler.server_under_test import engine, free_port, running
+from cornplug.planner.profiler.server_under_test import engine, running
 
 GRID = SampleGrid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 
