@@ -1,13 +1,12 @@
-"""What a store knows: which key lies where, who reads, who writes, who goes first.
+"""The state of a store: entries by key, leases, and entries being written.
 
-Pure: no clock, no socket, no memory. `now_s` is an argument, growth of the arena a function
-handed in, so that the same rules serve the reference store and the pool's daemon, and tests
-run years in milliseconds. An `owner` is one connection.
+Pure: no clock, no socket, no memory. `now_s` is an argument and growth of the arena a function, so that
+the same rules serve the reference store and the daemon, and tests run years in milliseconds. An `owner` is
+one connection.
 
-    entries   key -> Entry        what lookups see
-    lru       key -> Entry        those of them that nobody leases, oldest use first
-    placed    offset -> Entry     all room in use by entries, also of deleted ones still leased
-    drafts                        what is being written, see `reservations.py`
+    entries      key -> entry    all that lookups see
+    placement                    where entries lie, and room for new ones (`placement.py`)
+    open entries                 entries being written (`reservations.py`)
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,39 +28,20 @@ from cornplug.store.base import (
     StoreStat,
     WriterPart,
 )
-from cornplug.store.daemon.allocator import ArenaAllocator, align_up
-from cornplug.store.daemon.eviction import LookBudget, plan_eviction
+from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseLimits
+from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
 """At least what a lease takes in an answer, without its meta."""
 STAT_APPS: Final = 256
-MAX_LOOKS: Final = 8192
-"""Entries that one call of `reserve` looks at in search of victims: about 10 ms."""
 SWEEP: Final = 1024
 """Most that one call ends of what has expired: about 2 ms."""
 
 _log = logging.getLogger("cornplug.store")
-
-Grow = Callable[[int], int | None]
-"""Asked for so many bytes more at the arena's end; answers how many it added: more, less or 0. None:
-they are being made, and `extend` will tell."""
-
-
-@dataclass(slots=True, eq=False)
-class StoredEntry:
-    """One committed payload. `room` is its aligned size; `readers` the leases on it."""
-
-    key: bytes
-    meta: bytes
-    app: str
-    location: PayloadLocation
-    room: int
-    readers: int = 0
-    visible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +66,10 @@ class StoreIndex:
         fences: WriteFences | None = None,
     ) -> None:
         self.arena_id = arena_id
-        self.capacity_bytes = capacity_bytes // 64 * 64
-        self.room = ArenaAllocator()
-        self.shortfall_bytes = 0
-        """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
-        self._growing_bytes = 0
-        self._grow = grow
+        self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop)
+        self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
         self._entries: dict[bytes, StoredEntry] = {}
-        self._lru: OrderedDict[bytes, StoredEntry] = OrderedDict()
-        self._placed: dict[int, StoredEntry] = {}
-        self._placed_end: dict[int, StoredEntry] = {}
         self._drafts = OpenEntries(
             quarantine_s=quarantine_s,
             reservation_s=reservation_s,
@@ -113,11 +85,7 @@ class StoreIndex:
         self._bytes_by_app: dict[str, int] = {}
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
-        self._refused_bytes: int | None = None
-        self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
-        self._gave_up_bytes: int | None = None
-        """For which room this call has found no end of looking."""
-        self._evictions = self._hits = self._misses = self._refusals = 0
+        self._hits = self._misses = self._refusals = 0
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
         """One byte a key, 1 where present. Changes nothing."""
@@ -152,7 +120,7 @@ class StoreIndex:
             token = self._new_token(owner)
             entry.readers += 1
             self._pins.add(owner, entry)
-            self._lru.pop(key, None)
+            self.placement.pin(entry)
             self._reading[token] = _Reading(owner, entry, self._expiries.add(token, now_s + ttl_s))
             out.append(Lease(token, key, entry.meta, entry.location))
         return out
@@ -170,20 +138,17 @@ class StoreIndex:
         """Room for each (key, size), growing and evicting as needed, or why not; for the first
         ones only, and at least one, where making room took more than `cut_looks`."""
         self.sweep(now_s)
-        self._growing_bytes = 0
+        self.placement.begin_call()
         out: list[Reservation | ReserveRefusal] = []
-        self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
         for key, size in entries:
-            if cut_looks is not None and MAX_LOOKS - self._looks.left > cut_looks:
+            if cut_looks is not None and self.placement.looks > cut_looks:
                 break
             draft = self._draft(key, size, app, part, now_s)
             if isinstance(draft, OpenEntry):
                 out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
             else:
                 out.append(draft)
-        if self._growing_bytes:
-            lacking = self._growing_bytes - self.room.hole_ending_at(self.room.end_bytes)
-            self.shortfall_bytes = max(self.shortfall_bytes, lacking)
+        self.placement.end_call()
         return out
 
     def commit(self, owner: int, token: int, meta: bytes) -> bool:
@@ -202,10 +167,8 @@ class StoreIndex:
         location = draft.location
         self._fences.shut(location.fence)
         entry = StoredEntry(draft.key, meta, draft.app, location, draft.room)
-        self._entries[entry.key] = self._lru[entry.key] = entry
-        self._placed[location.offset] = entry
-        self._placed_end[location.offset + entry.room] = entry
-        self._refused_bytes = None
+        self._entries[entry.key] = entry
+        self.placement.add(entry)
         return True
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
@@ -248,23 +211,16 @@ class StoreIndex:
             self._end_lease(token)
         self._drafts.sweep(now_s, SWEEP)
 
-    def extend(self, grown_bytes: int) -> None:
-        """Tell that the arena has grown, which `grow` was not asked for."""
-        self.room.extend(grown_bytes)
-        self.shortfall_bytes = max(0, self.shortfall_bytes - grown_bytes)
-        if grown_bytes:
-            self._refused_bytes = None
-
     def stat(self) -> StoreStat:
         """A snapshot. `used_bytes` counts aligned room, also of reservations and quarantine."""
         return StoreStat(
             capacity_bytes=self.capacity_bytes,
-            used_bytes=self.room.end_bytes - self.room.free_bytes,
+            used_bytes=self.placement.used_bytes,
             entries=len(self._entries),
             reservations=len(self._drafts),
             leases=len(self._reading),
             bytes_by_app=self._largest_apps(),
-            evictions=self._evictions,
+            evictions=self.placement.evictions,
             hits=self._hits,
             misses=self._misses,
             refusals=self._refusals,
@@ -289,7 +245,7 @@ class StoreIndex:
         if room > self.capacity_bytes:
             self._refusals += 1
             return ReserveRefusal.TOO_LARGE
-        offset = self._make_room(room)
+        offset = self.placement.make_room(room)
         if isinstance(offset, ReserveRefusal):
             self._refusals += offset is ReserveRefusal.FULL
             return offset
@@ -297,72 +253,23 @@ class StoreIndex:
         generation = self._last_token + 1
         fence = self._fences.open(generation)
         if fence == NO_SLOT:
-            self.room.free(offset, room)
+            self.placement.free(offset, room)
             self._refusals += 1
             return ReserveRefusal.FULL
         self._charge(app, room)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
         return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
 
-    def _make_room(self, room: int) -> int | ReserveRefusal:
-        offset = self.room.allocate(room)
-        if offset is not None:
-            return offset
-        if self._refused_bytes is not None and room >= self._refused_bytes:
-            return ReserveRefusal.FULL
-        if not self._extend_for(room):
-            self._growing_bytes += room
-            return ReserveRefusal.GROWING
-        offset = self.room.allocate(room)
-        if offset is not None:
-            return offset
-        if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
-            return ReserveRefusal.FULL
-        plan = plan_eviction(room, self._lru.values(), self._placed, self._placed_end, self.room, self._looks)
-        for entry in plan.victims:
-            self._drop(entry)
-        self._evictions += len(plan.victims)
-        if plan.enough:
-            offset = self.room.allocate(room)
-            return ReserveRefusal.FULL if offset is None else offset
-        if self._looks.left > 0:
-            # Until something is freed, asking for as much again would search in vain again.
-            self._refused_bytes = room
-            return ReserveRefusal.FULL
-        self._gave_up_bytes = room
-        for entry in plan.tried:
-            self._lru.move_to_end(entry.key)
-        return ReserveRefusal.FULL
-
-    def _extend_for(self, room: int) -> bool:
-        """Grow as far as possible; False when that is under way."""
-        missing = room - self.room.hole_ending_at(self.room.end_bytes)
-        # What is left may be too little alone, and enough beside an entry that can be evicted.
-        missing = min(missing, self.capacity_bytes - self.room.end_bytes)
-        if missing <= 0:
-            return True
-        grown = self._grow(missing)
-        if grown is not None:
-            self.extend(grown)
-        return grown is not None
-
     def _drop(self, entry: StoredEntry) -> None:
         del self._entries[entry.key]
-        self._lru.pop(entry.key, None)
+        self.placement.pin(entry)
         entry.visible = False
         if not entry.readers:
             self._unplace(entry)
 
     def _unplace(self, entry: StoredEntry) -> None:
-        offset = entry.location.offset
-        del self._placed[offset]
-        del self._placed_end[offset + entry.room]
-        self._free(offset, entry.room, entry.app)
-
-    def _free(self, offset: int, room: int, app: str) -> None:
-        self.room.free(offset, room)
-        self._charge(app, -room)
-        self._refused_bytes = None
+        self.placement.remove(entry)
+        self._charge(entry.app, -entry.room)
 
     def _charge(self, app: str, room: int) -> None:
         self._bytes_by_app[app] = self._bytes_by_app.get(app, 0) + room
@@ -379,8 +286,7 @@ class StoreIndex:
         if entry.readers:
             return
         if entry.visible:
-            self._lru[entry.key] = entry
-            self._refused_bytes = None
+            self.placement.unpin(entry)
         else:
             self._unplace(entry)
 
@@ -389,8 +295,7 @@ class StoreIndex:
         self._charge(draft.app, -draft.room)
 
     def _free_draft(self, draft: OpenEntry) -> None:
-        self.room.free(draft.location.offset, draft.room)
-        self._refused_bytes = None
+        self.placement.free(draft.location.offset, draft.room)
 
     def _disown(self, owner: int, token: int) -> None:
         if owner in self._owned:

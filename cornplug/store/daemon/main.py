@@ -20,6 +20,7 @@ from typing import Final
 from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
 from cornplug.local_socket import SocketClaim
+from cornplug.private_paths import read_secret
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.daemon.server import StoreServer
 
@@ -107,7 +108,7 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 
 def _serve(options: argparse.Namespace) -> int:
     path: Path = options.socket.absolute()
-    secret = config.read_secret(options.secret_file)
+    secret = read_secret(options.secret_file)
     # Who sees the socket may end us: not before we can do so in good order.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:

@@ -92,7 +92,7 @@ class StoreServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
         # Who comes first finds room.
-        self._index.extend(self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES)))
+        self._index.placement.extend(self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES)))
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
             self._growth.want(self._target_bytes())
@@ -108,7 +108,7 @@ class StoreServer:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._growth:
-                    self._index.extend(self._growth.collect())
+                    self._index.placement.extend(self._growth.collect())
                 elif key.data.owner not in eager:
                     self._attend(key.data, mask)
             self._end_owners()
@@ -239,9 +239,8 @@ class StoreServer:
         return 0 if self._growth.exhausted else None
 
     def _target_bytes(self) -> int:
-        room = self._index.room
-        used = room.end_bytes - room.free_bytes
-        target = max(used + self._headroom_bytes, room.end_bytes + self._index.shortfall_bytes)
+        placed = self._index.placement
+        target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
         return min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES)
 
     def _tick(self) -> None:

@@ -166,12 +166,12 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @invariant()
     def no_two_share_room_and_none_is_lost(self) -> None:
         rooms = dict(self.fixed()) | {o: align_up(size) for _, o, size in self.visible.values()}
-        taken = sorted([*rooms.items(), *self.index.room.holes()])
+        taken = sorted([*rooms.items(), *self.index.placement.holes()])
         at = 0
         for offset, size in taken:
             assert offset == at
             at += size
-        assert at == self.index.room.end_bytes
+        assert at == self.index.placement.end_bytes
         stat = self.index.stat()
         assert stat.used_bytes == sum(rooms.values())
         quarantined = sum(align_up(size) for _, _, size in self.quarantine)
@@ -256,16 +256,18 @@ def test_a_full_store_refuses_a_batch_quickly() -> None:
 
 def test_room_that_is_being_made_is_promised_and_nothing_is_evicted_for_it() -> None:
     index = StoreIndex(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=lambda missing: None)
-    index.extend(24 << 20)
+    index.placement.extend(24 << 20)
     wanted = [(key(n), 16 << 20) for n in range(8)]
     first = index.reserve(1, wanted, app="a", now_s=0.0)
     assert isinstance(first[0], Reservation)
     assert set(first[1:]) == {ReserveRefusal.GROWING}
-    assert index.shortfall_bytes == (7 * 16 - 8) << 20, "what is free at the end is part of the next"
+    assert index.placement.shortfall_bytes == (7 * 16 - 8) << 20, (
+        "what is free at the end is part of the next"
+    )
     for _ in range(3):
         index.reserve(2, wanted[1:], app="a", now_s=0.0)
-    assert index.shortfall_bytes == (7 * 16 - 8) << 20, "asking again wants no more"
-    index.extend(index.shortfall_bytes)
-    assert index.shortfall_bytes == 0
+    assert index.placement.shortfall_bytes == (7 * 16 - 8) << 20, "asking again wants no more"
+    index.placement.extend(index.placement.shortfall_bytes)
+    assert index.placement.shortfall_bytes == 0
     assert all(isinstance(a, Reservation) for a in index.reserve(1, wanted[1:], app="a", now_s=0.0))
     assert index.stat().refusals == 0

@@ -1,0 +1,176 @@
+"""Where entries lie in the arena, and room for new ones: by growth first, then by eviction, oldest use first.
+
+lru          key -> entry       visible entries without a lease, oldest use first
+by_offset    offset -> entry    all room in use by entries, also of deleted ones with a lease
+by_end       end -> entry       the same
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.store.base import PayloadLocation, ReserveRefusal
+from cornplug.store.daemon.allocator import ArenaAllocator
+from cornplug.store.daemon.eviction import LookBudget, plan_eviction
+
+MAX_LOOKS: Final = 8192
+"""Entries that one call of `reserve` looks at in search of victims: about 10 ms."""
+
+Grow = Callable[[int], int | None]
+"""Asks for so many bytes more at the arena's end; returns the number of bytes that it added: more, less or 0.
+None: they are being made, and `EntryPlacement.extend` will tell."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredEntry:
+    """One committed payload. `room` is its aligned size; `readers` the leases on it."""
+
+    key: bytes
+    meta: bytes
+    app: str
+    location: PayloadLocation
+    room: int
+    readers: int = 0
+    visible: bool = True
+
+
+class EntryPlacement:
+    """The room of one arena.
+
+    Args:
+        evict: Told of each victim; it removes the entry from the index, and from here by `remove`.
+    """
+
+    def __init__(self, capacity_bytes: int, *, grow: Grow, evict: Callable[[StoredEntry], None]) -> None:
+        self.capacity_bytes = capacity_bytes // 64 * 64
+        self.evictions = 0
+        self.shortfall_bytes = 0
+        """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
+        self._grow = grow
+        self._evict = evict
+        self._allocator = ArenaAllocator()
+        self._lru: OrderedDict[bytes, StoredEntry] = OrderedDict()
+        self._by_offset: dict[int, StoredEntry] = {}
+        self._by_end: dict[int, StoredEntry] = {}
+        self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
+        self._growing_bytes = 0
+        self._refused_bytes: int | None = None
+        """The room that no eviction makes until something is freed."""
+        self._gave_up_bytes: int | None = None
+        """The room for which this call has ended its search."""
+
+    @property
+    def end_bytes(self) -> int:
+        """The arena's size so far."""
+        return self._allocator.end_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Aligned room that is taken, also by reservations and quarantine."""
+        return self._allocator.end_bytes - self._allocator.free_bytes
+
+    @property
+    def looks(self) -> int:
+        """Entries that this call has looked at in search of victims."""
+        return MAX_LOOKS - self._looks.left
+
+    def holes(self) -> list[tuple[int, int]]:
+        """All (offset, size) of free room, by offset. For tests and diagnosis."""
+        return self._allocator.holes()
+
+    def begin_call(self) -> None:
+        """Give the next requests for room a fresh budget of looks."""
+        self._growing_bytes = 0
+        self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
+
+    def end_call(self) -> None:
+        """Note the room that this call wanted and that is being made."""
+        if self._growing_bytes:
+            lacking = self._growing_bytes - self._allocator.hole_ending_at(self.end_bytes)
+            self.shortfall_bytes = max(self.shortfall_bytes, lacking)
+
+    def extend(self, grown_bytes: int) -> None:
+        """Tell that the arena has grown, which `grow` was not asked for."""
+        self._allocator.extend(grown_bytes)
+        self.shortfall_bytes = max(0, self.shortfall_bytes - grown_bytes)
+        if grown_bytes:
+            self._refused_bytes = None
+
+    def make_room(self, room: int) -> int | ReserveRefusal:
+        """The offset of `room` free bytes, by growth or eviction; GROWING or FULL without them."""
+        offset = self._allocator.allocate(room)
+        if offset is not None:
+            return offset
+        if self._refused_bytes is not None and room >= self._refused_bytes:
+            return ReserveRefusal.FULL
+        if not self._extend_for(room):
+            self._growing_bytes += room
+            return ReserveRefusal.GROWING
+        offset = self._allocator.allocate(room)
+        if offset is not None:
+            return offset
+        if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
+            return ReserveRefusal.FULL
+        return self._evict_for(room)
+
+    def free(self, offset: int, room: int) -> None:
+        """Take back room that no entry has."""
+        self._allocator.free(offset, room)
+        self._refused_bytes = None
+
+    def add(self, entry: StoredEntry) -> None:
+        """A new entry in room that `make_room` gave: the last to be evicted."""
+        self._lru[entry.key] = entry
+        self._by_offset[entry.location.offset] = entry
+        self._by_end[entry.location.offset + entry.room] = entry
+        self._refused_bytes = None
+
+    def pin(self, entry: StoredEntry) -> None:
+        """Keep an entry in place: it has a lease, or is deleted and has one."""
+        self._lru.pop(entry.key, None)
+
+    def unpin(self, entry: StoredEntry) -> None:
+        """Allow an entry's eviction, as of the one used last."""
+        self._lru[entry.key] = entry
+        self._refused_bytes = None
+
+    def remove(self, entry: StoredEntry) -> None:
+        """Free the room of a pinned entry."""
+        offset = entry.location.offset
+        del self._by_offset[offset]
+        del self._by_end[offset + entry.room]
+        self.free(offset, entry.room)
+
+    def _extend_for(self, room: int) -> bool:
+        """Grow as far as possible; False when that is under way."""
+        missing = room - self._allocator.hole_ending_at(self.end_bytes)
+        # The rest of the arena may be too little alone, and enough beside an entry that can be evicted.
+        missing = min(missing, self.capacity_bytes - self.end_bytes)
+        if missing <= 0:
+            return True
+        grown = self._grow(missing)
+        if grown is not None:
+            self.extend(grown)
+        return grown is not None
+
+    def _evict_for(self, room: int) -> int | ReserveRefusal:
+        plan = plan_eviction(
+            room, self._lru.values(), self._by_offset, self._by_end, self._allocator, self._looks
+        )
+        for entry in plan.victims:
+            self._evict(entry)
+        self.evictions += len(plan.victims)
+        if plan.enough:
+            offset = self._allocator.allocate(room)
+            return ReserveRefusal.FULL if offset is None else offset
+        if self._looks.left > 0:
+            # Until something is freed, asking for as much again would search in vain again.
+            self._refused_bytes = room
+            return ReserveRefusal.FULL
+        self._gave_up_bytes = room
+        for entry in plan.tried:
+            self._lru.move_to_end(entry.key)
+        return ReserveRefusal.FULL
