@@ -9,11 +9,9 @@ the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a sett
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
-import secrets
 import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -31,28 +29,11 @@ from pydantic import (
 )
 
 from cornplug.errors import ConfigError
-from cornplug.private_paths import secret_problem
+from cornplug.private_paths import cache_dir, runtime_dir
 
 STORE_PROTOCOL: Final = 3
 """The version of the protocol between clients and store. It is in the socket's default name: during a rolling
 upgrade each release has its store, and shares."""
-
-
-def runtime_dir() -> Path:
-    """Where sockets live: `$XDG_RUNTIME_DIR/cornplug`, else a 0700 folder of this user in /tmp."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "cornplug" if base else Path(f"/tmp/cornplug-{os.getuid()}")
-
-
-def cache_dir() -> Path:
-    """Where fingerprints and the secret are kept: `$XDG_CACHE_HOME/cornplug` or `~/.cache/cornplug`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "cornplug"
-    try:
-        return Path.home() / ".cache" / "cornplug"
-    except RuntimeError:  # a container's user that has no name and no HOME
-        return runtime_dir()
 
 
 class _Section(BaseModel):
@@ -365,42 +346,6 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
             "Set it in the file named by CORNPLUG_CONFIG, as "
             f"CORNPLUG_{field.upper().replace('.', '_')}, or by the engine's --cornplug-* flag.",
         ) from None
-
-
-def read_secret(path: Path) -> bytes:
-    """The 32-byte secret, made on first use with mode 0600.
-
-    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or others may read it.
-    """
-    field = "store.secret_file"
-    try:
-        if not path.exists():
-            _make_secret(path)
-        with path.open("rb") as file:
-            about, secret = os.fstat(file.fileno()), file.read()
-    except OSError as e:
-        remedy = "Name a file that this user can read or make: CORNPLUG_STORE_SECRET_FILE."
-        raise ConfigError(field, f"{path}: {e.strerror}", remedy) from e
-    if len(secret) != 32:
-        problem = f"{path} has {len(secret)} bytes"
-        raise ConfigError(field, problem, "Make one: head -c 32 /dev/urandom > FILE.")
-    if problem := secret_problem(about):
-        remedy = "Make a new one, or chmod 600 where nobody can have read it (Kubernetes: defaultMode: 0400)."
-        raise ConfigError(field, f"{path} {problem}", remedy)
-    return secret
-
-
-def _make_secret(path: Path) -> None:
-    """Written beside and linked into place: of two first users one wins, and both read the winner's."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    draft.touch(mode=0o600)
-    try:
-        draft.write_bytes(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Folders and files that only this user can change.
+"""Folders and files that only this user can change, and the secret that is one of them.
 
 Everything is checked on the descriptor that is then used, and no symbolic link is followed: in /tmp
 a stranger may have made the folder first, or put a link where our log is to be.
@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
 from cornplug.errors import ConfigError
 
 _REMEDY = "Name a folder of yours, mode 0700."
+
+
+def runtime_dir() -> Path:
+    """Where sockets live: `$XDG_RUNTIME_DIR/cornplug`, else a 0700 folder of this user in /tmp."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "cornplug" if base else Path(f"/tmp/cornplug-{os.getuid()}")
+
+
+def cache_dir() -> Path:
+    """Where fingerprints and the secret are kept: `$XDG_CACHE_HOME/cornplug` or `~/.cache/cornplug`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "cornplug"
+    try:
+        return Path.home() / ".cache" / "cornplug"
+    except RuntimeError:  # a container's user that has no name and no HOME
+        return runtime_dir()
 
 
 def open_folder(path: Path, *, setting: str) -> int:
@@ -64,3 +82,39 @@ def secret_problem(about: os.stat_result) -> str:
     if mode & (0o037 if about.st_uid == 0 else 0o077):
         return f"has mode {mode:03o}: others can make keys"
     return ""
+
+
+def read_secret(path: Path) -> bytes:
+    """The 32-byte secret, made on first use with mode 0600.
+
+    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or others may read it.
+    """
+    field = "store.secret_file"
+    try:
+        if not path.exists():
+            _make_secret(path)
+        with path.open("rb") as file:
+            about, secret = os.fstat(file.fileno()), file.read()
+    except OSError as e:
+        remedy = "Name a file that this user can read or make: CORNPLUG_STORE_SECRET_FILE."
+        raise ConfigError(field, f"{path}: {e.strerror}", remedy) from e
+    if len(secret) != 32:
+        problem = f"{path} has {len(secret)} bytes"
+        raise ConfigError(field, problem, "Make one: head -c 32 /dev/urandom > FILE.")
+    if problem := secret_problem(about):
+        remedy = "Make a new one, or chmod 600 where nobody can have read it (Kubernetes: defaultMode: 0400)."
+        raise ConfigError(field, f"{path} {problem}", remedy)
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Written beside and linked into place: of two first users one wins, and both read the winner's."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    draft.touch(mode=0o600)
+    try:
+        draft.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()

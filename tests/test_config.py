@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cornplug.config import Config, cache_dir, load, read_secret, runtime_dir
+from cornplug.config import Config, load
 from cornplug.errors import ConfigError
-from cornplug.private_paths import secret_problem
+from cornplug.private_paths import cache_dir, read_secret, runtime_dir, secret_problem
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_concurrent_first_threads_agree(tmp_path: Path) -> None:
 
 def test_concurrent_first_processes_agree(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from cornplug.config import read_secret; "
+        "import sys, pathlib; from cornplug.private_paths import read_secret; "
         "sys.stdin.readline(); print(read_secret(pathlib.Path(sys.argv[1])).hex())"
     )
     pipe = subprocess.PIPE

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cornplug.config import cache_dir
+from cornplug.private_paths import cache_dir
 from devkit import checkpoints
 
 

@@ -2,7 +2,7 @@
 
 A header is checked whole before a byte of data is touched: names, dtypes, shapes and
 offsets must agree with each other and with the file's size. Digests are kept per file
-under `config.cache_dir()/"fingerprints"`, so that a checkpoint is read once a host.
+under `private_paths.cache_dir()/"fingerprints"`, so that a checkpoint is read once a host.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cornplug.config import cache_dir
 from cornplug.errors import CheckpointError
+from cornplug.private_paths import cache_dir
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from cornplug.commands.engine_checks import CheckResult
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
-from cornplug.private_paths import folder_problem, secret_problem
+from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import fitting_size
 from cornplug.store.backends import open_store
 from cornplug.store.base import StoreStat
@@ -177,7 +177,7 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
     if not settings.store.secret_file.exists():  # reading it would make one
         return EncoderUnavailable("no service has run here, there is no secret yet", reason="encoder_down")
     try:
-        secret = config.read_secret(settings.store.secret_file)
+        secret = read_secret(settings.store.secret_file)
     except ConfigError as e:
         return EncoderUnavailable(str(e), reason="config")
     client = SocketEncoder(settings.encoder.socket, secret)

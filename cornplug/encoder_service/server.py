@@ -22,7 +22,7 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
 
-from cornplug.config import Config, EncoderConfig, load, read_secret
+from cornplug.config import Config, EncoderConfig, load
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.client.endpoints import url_name
@@ -46,6 +46,7 @@ from cornplug.encoder_service.telemetry.tracing import open_tracing
 from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.local_socket import SocketClaim
+from cornplug.private_paths import read_secret
 from cornplug.qos import QosClasses
 from cornplug.store.backends import open_store
 from cornplug.store.host_memory import host_memory

@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cornplug.config import Config, read_secret
+from cornplug.config import Config
 from cornplug.errors import ConfigError, CornplugError
 from cornplug.metrics import Tally
+from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
 from cornplug.store.base import Store
 from cornplug.store.disabled import OffStore

@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, TypeVar
 
-from cornplug.config import StoreConfig, read_secret
+from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.private_paths import read_secret
 from cornplug.store import autostart as starter
 from cornplug.store import messages as wire
 from cornplug.store.arena import MappedArena

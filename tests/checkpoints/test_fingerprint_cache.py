@@ -14,7 +14,7 @@ import pytest
 from cornplug.checkpoints import safetensors_digest
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.safetensors_digest import read_header, tensor_digests
-from cornplug.config import cache_dir
+from cornplug.private_paths import cache_dir
 from devkit.checkpoints import bare
 
 

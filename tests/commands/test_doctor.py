@@ -16,6 +16,7 @@ from cornplug.commands import doctor
 from cornplug.commands.fingerprint import describe
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import EncoderUnavailable
+from cornplug.private_paths import read_secret
 from devkit import checkpoints
 from devkit.engines import StoreProcess
 
@@ -55,7 +56,7 @@ def test_secret(settings: config.StoreConfig) -> None:
     (absent,) = doctor.secret(settings)
     assert (absent.status, settings.secret_file.exists()) == ("ok", False)
 
-    config.read_secret(settings.secret_file)
+    read_secret(settings.secret_file)
     (good,) = doctor.secret(settings)
     assert good.status == "ok"
 
@@ -73,7 +74,7 @@ def test_store_that_is_down(settings: config.StoreConfig) -> None:
     assert not settings.secret_file.exists(), "looking must not make a secret"
 
     lazy = settings.model_copy(update={"autostart": True})
-    config.read_secret(lazy.secret_file)
+    read_secret(lazy.secret_file)
     assert statuses(list(doctor.store(lazy)))[0] == ("warn", "store")
     assert not lazy.socket.exists(), "looking must not start a store"
 
@@ -122,7 +123,7 @@ def test_encoder_that_is_down(short_path: Path) -> None:
         assert statuses(list(doctor.encoder(settings.encoder, described))) == [("warn", "encoder")]
         # Without a secret no service can have run; one is not made by asking.
         assert settings.store.secret_file.exists() == bool(secrets)
-        secrets.append(config.read_secret(settings.store.secret_file))
+        secrets.append(read_secret(settings.store.secret_file))
 
 
 def test_model_that_the_encoder_serves(llava: Path) -> None:

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 import pytest
 
-from cornplug.config import load, read_secret
+from cornplug.config import load
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
@@ -33,6 +33,7 @@ from cornplug.encoder_service.wire.messages import (
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.local_socket import SocketClaim
+from cornplug.private_paths import read_secret
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
 from .execution.test_encoder import Gate, passes

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.config import StoreConfig, read_secret
+from cornplug.config import StoreConfig
+from cornplug.private_paths import read_secret
 from cornplug.store.arena import SharedArena
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer

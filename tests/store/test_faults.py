@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import pytest
 
 from cornplug.codec import PayloadHeader, PayloadKind, encode_header
-from cornplug.config import StoreConfig, read_secret
+from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.local_socket import receive_frame
+from cornplug.private_paths import read_secret
 from cornplug.store import messages as wire
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
 from cornplug.store.circuit_breaker import CircuitBreaker

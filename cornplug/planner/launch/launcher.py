@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cornplug.config import runtime_dir
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
 from cornplug.planner.launch.scripts import READY_S
 from cornplug.planner.plan import Plan
+from cornplug.private_paths import runtime_dir
 
 Event = Callable[[RunningCommand, str], None]
 """Told of each process: "starting", "ready"."""

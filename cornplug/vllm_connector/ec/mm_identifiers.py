@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
-from cornplug.config import read_secret
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
+from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX as VOUCHER

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.config import StoreConfig, read_secret
+from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError
+from cornplug.private_paths import read_secret
 from cornplug.store import autostart
 from cornplug.store import messages as wire
 from cornplug.store.base import WriterPart
