@@ -19,8 +19,8 @@ OF_DOCUMENTS, OF_DOCSTRINGS = 10, 20
 
 
 def words(text: str) -> int:
-    """Words of a page, code and tables included, table rules and other signs not."""
-    return sum(1 for word in text.split() if re.search(r"[A-Za-z0-9]", word))
+    """Number of words of a page as `wc -w` counts them: code, table rules and signs included."""
+    return len(text.split())
 
 
 def paths(text: str) -> set[str]:
@@ -43,7 +43,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
-def test_the_page_is_read_in_five_minutes(name: str) -> None:
+def test_readme_and_architecture_have_at_most_700_words(name: str) -> None:
     assert words((TREE / name).read_text()) <= MOST_WORDS
 
 
