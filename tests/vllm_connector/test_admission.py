@@ -43,7 +43,7 @@ def likely(requests: float) -> float:
     return requests + 3 * math.sqrt(requests)
 
 
-def test_a_deadline_that_the_queue_allows_is_admitted_and_one_that_it_does_not_is_refused() -> None:
+def test_ttft_forecast_refuses_requests_past_deadline() -> None:
     forecast = saturated(PREMIUM, waiting=8)
     verdict = forecast.decide(PREMIUM, 10.0)
     assert verdict.admitted
@@ -55,7 +55,7 @@ def test_a_deadline_that_the_queue_allows_is_admitted_and_one_that_it_does_not_i
     assert forecast.decide(PREMIUM, 10.0 + verdict.retry_after_s).admitted
 
 
-def test_what_others_leave_is_anybodys_but_their_share_is_kept_free() -> None:
+def test_ttft_forecast_keeps_reserved_share_free() -> None:
     room = (math.sqrt(2.25 + 10 * 2.0) - 1.5) ** 2
     forecast = saturated(PREMIUM, BATCH, waiting=3)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_what_others_leave_is_anybodys_but_their_share_is_kept_free() -> None:
     assert forecast.decide(PREMIUM, 11.0).admitted
 
 
-def test_who_is_promised_nothing_or_the_impossible_takes_no_room_from_others() -> None:
+def test_ttft_forecast_impossible_deadline_takes_no_room() -> None:
     hasty = ServiceClass(name="hasty", share=0.02, deadline_s=0.05)
     absurd = ServiceClass(name="absurd", share=0.4, deadline_s=0.05)
     for other in (hasty, absurd):
@@ -81,7 +81,7 @@ def test_who_is_promised_nothing_or_the_impossible_takes_no_room_from_others() -
         assert forecast.decide(other, 10.0).outcome == "overloaded"
 
 
-def test_a_burst_between_two_readings_is_seen() -> None:
+def test_ttft_forecast_burst_between_readings_counts() -> None:
     forecast = saturated(PREMIUM, waiting=1)
     forecast.read(QueueReading(at_s=11.0, waiting=0, first_tokens=110))
     admitted = 0
@@ -92,7 +92,7 @@ def test_a_burst_between_two_readings_is_seen() -> None:
     assert likely(admitted + 1) > 20
 
 
-def test_nothing_is_refused_before_anything_was_measured_or_where_nothing_is_promised() -> None:
+def test_ttft_forecast_without_data_or_deadline_admits() -> None:
     assert TtftForecast([PREMIUM]).decide(PREMIUM, 0.0).outcome == "blind"
     fresh = TtftForecast([PREMIUM])
     fresh.read(QueueReading(at_s=0.0, waiting=1000, first_tokens=0))
@@ -101,7 +101,7 @@ def test_nothing_is_refused_before_anything_was_measured_or_where_nothing_is_pro
     assert saturated(promised_nothing, waiting=1000).decide(promised_nothing, 10.0).admitted
 
 
-def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
+def test_ttft_forecast_idle_engine_keeps_measured_rate() -> None:
     forecast = saturated(PREMIUM, waiting=10)
     for second in range(11, 60):
         forecast.read(QueueReading(at_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
@@ -118,7 +118,7 @@ def test_an_idle_engines_rate_is_its_callers_not_its_own() -> None:
         max_size=40,
     )
 )
-def test_whatever_vllm_says_there_is_a_verdict_and_a_bounded_wait(
+def test_ttft_forecast_any_readings_bound_retry_after(
     steps: list[tuple[float, float, float, int]],
 ) -> None:
     forecast, now = TtftForecast([PREMIUM, BATCH]), 0.0
@@ -186,7 +186,7 @@ def overload(
 
 
 @pytest.mark.parametrize("wanted", [0.3, 1.5])
-def test_at_three_times_capacity_the_premium_class_keeps_its_deadlines(wanted: float) -> None:
+def test_ttft_forecast_at_3x_capacity_keeps_deadlines(wanted: float) -> None:
     tally = overload(wanted, 3.0 - wanted)
     premium, batch = tally["premium"], tally["batch"]
     assert premium["in_time"] / premium["admitted"] >= 0.95
@@ -198,7 +198,7 @@ def test_at_three_times_capacity_the_premium_class_keeps_its_deadlines(wanted: f
         assert premium["in_time"] >= 0.5 * 0.95 * 20 * 120
 
 
-def test_below_capacity_nearly_nobody_is_refused() -> None:
+def test_ttft_forecast_below_capacity_admits_97_percent() -> None:
     for counts in overload(0.35, 0.35).values():
         assert counts["admitted"] >= 0.97 * counts["offered"]
 
@@ -265,7 +265,7 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(test())
 
 
-def test_refusals_are_such_as_openais_clients_understand() -> None:
+def test_admission_refusals_are_openai_errors() -> None:
     async def test() -> None:
         engine = Engine(QOS)
         await engine.saturate(waiting=8)
@@ -289,7 +289,7 @@ def test_refusals_are_such_as_openais_clients_understand() -> None:
     run(test)
 
 
-def test_health_metrics_and_the_rest_are_never_refused() -> None:
+def test_admission_other_paths_are_never_refused() -> None:
     async def test() -> None:
         engine = Engine(QOS)
         await engine.saturate(waiting=1000)
@@ -305,7 +305,7 @@ def test_health_metrics_and_the_rest_are_never_refused() -> None:
     run(test)
 
 
-def test_without_classes_it_is_not_there() -> None:
+def test_admission_without_classes_is_inactive() -> None:
     async def test() -> None:
         engine = Engine({})
         await engine.saturate(waiting=1000)
@@ -316,7 +316,7 @@ def test_without_classes_it_is_not_there() -> None:
     run(test)
 
 
-def test_without_vllms_figures_everybody_is_admitted_and_counted() -> None:
+def test_admission_without_vllm_metrics_admits_and_counts() -> None:
     async def test() -> None:
         engine = Engine(QOS, figures=False)
         for _ in range(3):
@@ -326,7 +326,7 @@ def test_without_vllms_figures_everybody_is_admitted_and_counted() -> None:
     run(test)
 
 
-def test_who_has_its_first_token_or_fails_stands_in_no_queue() -> None:
+def test_admission_request_leaves_queue_at_first_token() -> None:
     async def test() -> None:
         engine = Engine(QOS)
         engine.hold = asyncio.Event()
@@ -341,7 +341,7 @@ def test_who_has_its_first_token_or_fails_stands_in_no_queue() -> None:
     run(test)
 
 
-def test_a_reading_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_hanging_reading_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     from cornplug.vllm_connector import admission
@@ -360,7 +360,7 @@ def test_a_reading_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -
     run(test)
 
 
-def test_the_figures_of_several_api_servers_are_read_together(tmp_path: Path) -> None:
+def test_admission_metrics_of_api_servers_are_combined(tmp_path: Path) -> None:
     """As with `--api-server-count 2`: each server's figures are in a file of its own."""
     script = tmp_path / "server.py"
     script.write_text(
@@ -392,7 +392,7 @@ def test_the_figures_of_several_api_servers_are_read_together(tmp_path: Path) ->
     assert [out.split()[-3:] for out in outs] == [["7.0", "3.0", "1.0"], ["5.0", "5.0", "2.0"]]
 
 
-def test_vllm_loads_it_as_its_own_middlewares() -> None:
+def test_admission_loads_as_vllm_middleware() -> None:
     """By the code that `--middleware` runs, in front of a FastAPI application."""
     from argparse import Namespace
 

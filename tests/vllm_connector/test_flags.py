@@ -59,7 +59,7 @@ def produced(*args: str) -> dict[str, Any]:
     return found
 
 
-def test_one_flag_sets_both_configs() -> None:
+def test_kv_connector_flag_sets_both_configs() -> None:
     made = engine_args("--kv-connector", "cornplug")
     assert made.kv_transfer_config is not None
     assert made.kv_transfer_config.kv_connector == "CornplugConnector"
@@ -70,7 +70,7 @@ def test_one_flag_sets_both_configs() -> None:
     assert made.ec_transfer_config.is_ec_consumer
 
 
-def test_golden_flags() -> None:
+def test_flags_configs_equal_golden_file() -> None:
     found = {
         "none": produced(),
         "cornplug": produced("--kv-connector", "cornplug"),
@@ -80,7 +80,7 @@ def test_golden_flags() -> None:
     assert found == json.loads(GOLDEN.read_text())
 
 
-def test_every_flag_is_a_setting() -> None:
+def test_flags_all_reach_their_settings() -> None:
     extra = produced(*ALL)["kv"]["kv_connector_extra_config"]
     config = settings(extra)
     assert set(extra) == {setting for setting, _ in flags.SETTINGS.values()}
@@ -92,7 +92,7 @@ def test_every_flag_is_a_setting() -> None:
     assert config.engine.page_tokens == 128
 
 
-def test_an_unknown_name_is_argparses_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse("--kv-connector", "cornplugg")
     assert end.value.code == 2
@@ -123,7 +123,7 @@ def test_an_unknown_name_is_argparses_own_error(capsys: pytest.CaptureFixture[st
         ),
     ],
 )
-def test_conflicts(args: list[str], message: str) -> None:
+def test_flags_in_conflict_error_names_both(args: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_args(*args)
 
@@ -139,7 +139,7 @@ def test_conflicts(args: list[str], message: str) -> None:
         (["--cornplug-encoder-deadline", "soon"], "encoder.deadline_s"),
     ],
 )
-def test_a_wrong_value_names_its_field(args: list[str], field: str) -> None:
+def test_flags_wrong_value_error_names_field(args: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine_args("--kv-connector", "cornplug", *args)
     assert error.value.field == field
@@ -147,13 +147,13 @@ def test_a_wrong_value_names_its_field(args: list[str], field: str) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"app": "x"}, {"engine.apps": "x"}, {"motor.app": "x"}])
-def test_unknown_keys_of_the_long_form(extra: dict[str, str]) -> None:
+def test_settings_unknown_key_error_names_it(extra: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as error:
         settings(extra)
     assert error.value.field == next(iter(extra))
 
 
-def test_a_namespace_that_is_read_twice() -> None:
+def test_flags_namespace_read_twice_gives_equal_configs() -> None:
     """`vllm serve` makes its engine arguments once for checks and once to run."""
     args = parse(*ALL)
     first = EngineArgs.from_cli_args(args)
@@ -162,7 +162,7 @@ def test_a_namespace_that_is_read_twice() -> None:
     assert first.ec_transfer_config == second.ec_transfer_config
 
 
-def test_the_long_form_is_left_as_it_is() -> None:
+def test_flags_long_form_is_unchanged() -> None:
     long = {"kv_connector": "CornplugConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
     made = engine_args("--kv-transfer-config", json.dumps(long))
     kept = made.kv_transfer_config
@@ -174,7 +174,7 @@ def test_the_long_form_is_left_as_it_is() -> None:
 # -- the process's runtime --------------------------------------------------------------------
 
 
-def test_one_runtime_for_equal_settings(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_of_equal_settings_is_shared(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_module, "_runtimes", {})
     monkeypatch.setenv("CORNPLUG_STORE_AUTOSTART", "false")
     extra = {"store.socket": str(short_path / "s"), "store.secret_file": str(short_path / "secret")}
@@ -188,7 +188,7 @@ def test_one_runtime_for_equal_settings(short_path: Path, monkeypatch: pytest.Mo
         first.store.close()
 
 
-def test_an_engine_starts_without_a_secret(
+def test_runtime_without_secret_shares_nothing(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A home that cannot be written to, an arbitrary user: nothing is shared, and that is all."""
@@ -202,7 +202,7 @@ def test_an_engine_starts_without_a_secret(
     off.store.close()
 
 
-def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_in_untested_vllm_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"registered": False})
     with (
         mock.patch.object(VersionRange, "installed", return_value="0.99.0"),
@@ -213,7 +213,7 @@ def test_asked_for_and_impossible_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.integration  # vLLM looks at a model class in a process of its own: 10 s each
 @pytest.mark.parametrize("tower", [True, False])
-def test_a_model_without_a_tower_shares_kv_alone(tmp_path: Path, tower: bool) -> None:
+def test_kv_connector_for_text_model_shares_kv_alone(tmp_path: Path, tower: bool) -> None:
     make = qwen2_vl if tower else qwen2_text
     args = ("--model", str(make(tmp_path / "model")), "--kv-connector", "cornplug", "--max-model-len", "512")
     config = engine_args(*args).create_engine_config()

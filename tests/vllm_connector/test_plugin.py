@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"registered": False})
 
 
-def test_register_is_idempotent(fresh: None) -> None:
+def test_register_repeated_wraps_once(fresh: None) -> None:
     plugin.register()
     assert plugin.registered()
     assert plugin.why_not() == ""
@@ -54,7 +54,7 @@ def test_register_is_idempotent(fresh: None) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "1.0.0", "0.99rc1", "dev", "", None])
-def test_another_version_is_one_line_and_no_error(
+def test_register_in_untested_vllm_logs_one_line(
     fresh: None, version: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -69,7 +69,7 @@ def test_another_version_is_one_line_and_no_error(
     assert len({r.message for r in caplog.records}) == 1
 
 
-def test_a_vllm_that_lacks_a_seam_is_one_line_and_no_error(fresh: None) -> None:
+def test_register_with_missing_method_gives_reason(fresh: None) -> None:
     with mock.patch.object(compat, "wrap", side_effect=AttributeError("no such method")):
         plugin.register()
     assert not plugin.registered()
@@ -113,7 +113,7 @@ def target() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_wrap_keeps_the_kind_of_method_and_wraps_once(target: Any) -> None:
+def test_wrap_keeps_method_kind_and_wraps_once(target: Any) -> None:
     calls: list[str] = []
 
     def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def test_wrap_keeps_the_kind_of_method_and_wraps_once(target: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Thing.missing", "Nothing.plain", "missing"])
-def test_wrap_says_what_is_missing(target: Any, name: str) -> None:
+def test_wrap_missing_target_raises(target: Any, name: str) -> None:
     with pytest.raises(AttributeError):
         compat.wrap(target.__name__, name, lambda original: None)
     with pytest.raises(ImportError):
@@ -173,7 +173,7 @@ def registered() -> None:
         "reset_weights", "update_weights_from_distributed", "my_trainer_step", lambda worker: None,
     ],
 )  # fmt: skip
-def test_calls_that_may_replace_weights_end_sharing(method: Any) -> None:
+def test_collective_rpc_other_call_ends_sharing(method: Any) -> None:
     core = Core()
     core.collective_rpc(method, None, (1,))
     assert core.calls == [(method, None, (1,), None)]
@@ -181,18 +181,18 @@ def test_calls_that_may_replace_weights_end_sharing(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["add_lora", "profile", "synchronize_device", "reset_mm_cache", "wake_up"])
-def test_harmless_calls_do_not(method: str) -> None:
+def test_collective_rpc_harmless_call_keeps_sharing(method: str) -> None:
     Core().collective_rpc(method)
     assert not weights_guard.replaced()
 
 
-def test_calls_of_the_start_do_not() -> None:
+def test_collective_rpc_at_start_keeps_sharing() -> None:
     Core(started=False).collective_rpc("load_model")
     assert not weights_guard.replaced()
 
 
 @pytest.mark.parametrize(("args", "ends"), [((), False), ((1,), False), ((2,), True), ((3,), True)])
-def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
+def test_sleep_discarding_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
     Core().sleep(*args)
     assert weights_guard.replaced() is ends
     engine_state.current().note_replaced(False)
@@ -200,7 +200,7 @@ def test_sleep_that_discards_weights_ends_sharing(args: tuple[int, ...], ends: b
     assert weights_guard.replaced() is ends
 
 
-def test_every_harmless_name_is_a_method_of_vllms_workers() -> None:
+def test_weight_updates_harmless_names_exist_in_vllm() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     unknown = [name for name in weight_updates._HARMLESS if not hasattr(Worker, name)]
@@ -210,7 +210,7 @@ def test_every_harmless_name_is_a_method_of_vllms_workers() -> None:
 # -- adapters ---------------------------------------------------------------------------------
 
 
-def test_adapters_are_known_by_content(tmp_path: Path) -> None:
+def test_lora_digests_follow_adapter_content(tmp_path: Path) -> None:
     for name, data in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
@@ -246,7 +246,7 @@ def tallied() -> Tally:
     return tally
 
 
-def test_both_connectors_count_into_one_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_of_both_connectors_share_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(stats, "_collectors", {})
 
@@ -281,7 +281,7 @@ def test_both_connectors_count_into_one_registry(monkeypatch: pytest.MonkeyPatch
         assert f"# HELP {name.removesuffix('_total')}" in text
 
 
-def test_stats_add_up_and_empty_out() -> None:
+def test_stats_aggregate_adds_and_reset_empties() -> None:
     first, second = stats.drained_kv(tallied()), stats.drained_kv(tallied())
     assert first is not None
     assert second is not None
@@ -305,7 +305,7 @@ def test_stats_add_up_and_empty_out() -> None:
     assert CornplugECConnector.build_ec_connector_stats({}) is not None
 
 
-def test_vllms_log_line_takes_our_stats() -> None:
+def test_stats_appear_in_log_line_of_vllm() -> None:
     config = SimpleNamespace(
         kv_connector="CornplugConnector", kv_connector_module_path=None, is_kv_transfer_instance=True
     )

@@ -125,7 +125,7 @@ def configured(model: Path, line: str, *ours: str) -> Any:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_what_stock_accepts_is_accepted(
+def test_vllm_line_of_stock_is_accepted_with_cornplug(
     name: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     which, line = LINES[name]
@@ -148,7 +148,7 @@ def test_what_stock_accepts_is_accepted(
         )
 
 
-def test_offloading_beside_us_is_an_error_that_names_both(model: Callable[[str], Path]) -> None:
+def test_vllm_offloading_with_cornplug_error_names_both(model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"--kv-offloading-size.*--kv-connector cornplug"):
         configured(model("text"), "--kv-offloading-size 1", "--kv-connector", "cornplug")
 
@@ -172,7 +172,7 @@ def connectors(policy: str) -> str:
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_lost_page_among_several_connectors_ends_no_request(
+def test_connector_config_of_several_sets_recompute(
     model: Callable[[str], Path], policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scheduler goes by the policy of the whole, the connector's own is not asked."""
@@ -183,7 +183,7 @@ def test_a_lost_page_among_several_connectors_ends_no_request(
     assert "kv_load_failure_policy" not in other
 
 
-def test_what_stock_refuses_is_refused_in_stocks_words(model: Callable[[str], Path]) -> None:
+def test_vllm_refusal_with_cornplug_equals_stock(model: Callable[[str], Path]) -> None:
     line = "--max-model-len 100000000"
     with pytest.raises(ValueError, match="max_model_len") as stock:
         configured(model("text"), line)
@@ -192,7 +192,7 @@ def test_what_stock_refuses_is_refused_in_stocks_words(model: Callable[[str], Pa
     assert str(with_us.value) == str(stock.value)
 
 
-def test_a_backend_that_takes_no_connector_runs_without_one() -> None:
+def test_kv_impossible_backend_without_connector_is_named() -> None:
     """ROCm's, which a CPU has not: by its class alone."""
     backend = SimpleNamespace(
         name="ROCM_ATTN", get_class=lambda: SimpleNamespace(supports_kv_connector=lambda: False)

@@ -145,7 +145,7 @@ def final(mm_hash: str, salt: str | None = None, identifier: str | None = None) 
 
 
 @pytest.mark.parametrize("salt", [None, "tenant"])
-def test_a_voucher_is_the_picture_itself_to_the_engine(
+def test_embedding_handle_loaded_has_embedding_key_of_image(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -162,7 +162,7 @@ def test_a_voucher_is_the_picture_itself_to_the_engine(
     assert names(loaded(kept(store, identity_of(llava), salt=salt).as_vllm_part())) == [name]
 
 
-def test_a_grid_belongs_to_the_embedding(
+def test_embedding_handle_with_another_grid_is_refused(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -177,7 +177,7 @@ def test_a_grid_belongs_to_the_embedding(
         names(loaded(part))
 
 
-def test_tenants_do_not_exchange_vouchers(
+def test_embedding_handle_of_another_salt_is_refused(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -189,7 +189,7 @@ def test_tenants_do_not_exchange_vouchers(
             final(name, salt)
 
 
-def test_what_cannot_be_believed_or_had_is_a_clear_error(
+def test_embedding_handle_invalid_or_evicted_error_names_cause(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -233,7 +233,7 @@ def kept_voucher_only(identity: bytes) -> str:
     return voucher.signed(SECRET)
 
 
-def test_a_store_that_is_gone_is_an_error_in_time(
+def test_embedding_handle_with_store_down_fails_within_deadline(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -247,7 +247,7 @@ def test_a_store_that_is_gone_is_an_error_in_time(
     assert time.monotonic() - started < 3
 
 
-def test_embeddings_by_value_need_the_operators_word(
+def test_embedding_by_value_without_flag_is_refused(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -263,7 +263,7 @@ def test_embeddings_by_value_need_the_operators_word(
     assert key_of(final(name)) is None, "nobody says what it is of"
 
 
-def test_the_operators_word_reaches_the_api_process() -> None:
+def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
     def config(asked: bool) -> dict[str, Any]:
         made = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
@@ -293,21 +293,21 @@ def test_the_operators_word_reaches_the_api_process() -> None:
 
 
 @pytest.mark.parametrize("by_value", [False, True])
-def test_a_request_that_leaves_the_embedding_out_is_refused(make: Make, by_value: bool) -> None:
+def test_embedding_missing_from_request_is_refused(make: Make, by_value: bool) -> None:
     """vLLM trusts that a connector like ours has it; its worker dies where it has not."""
     make(extra={"engine.embeddings_by_value": by_value})
     with pytest.raises(VLLMValidationError, match="missing"):
         names({"image_grid_thw": torch.tensor([GRID])})
 
 
-def test_another_encoder_connector_may_have_what_is_left_out(make: Make) -> None:
+def test_embedding_missing_beside_other_ec_connector_is_accepted(make: Make) -> None:
     kv = SimpleNamespace(kv_connector="CornplugConnector", kv_connector_extra_config={})
     make(ec="Other", kv=kv)
     [name] = names({"image_grid_thw": torch.tensor([GRID])})
     assert key_of(name) is None
 
 
-def test_nobodys_rows_pass_for_a_vouchers(
+def test_embedding_handle_forged_rows_get_no_key(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -324,7 +324,7 @@ def test_nobodys_rows_pass_for_a_vouchers(
     assert final(f"foreign-{name}") == f"foreign-{name}"
 
 
-def test_a_uuid_never_passes_for_a_vouchers_name(make: Make) -> None:
+def test_embedding_handle_name_as_uuid_gets_no_key(make: Make) -> None:
     made = make()
     claimed = f"cpv1-{MEDIA.hex()}-{bytes(32).hex()}"
     assert mm_identifiers._foreign(claimed) == f"foreign-{claimed}"
@@ -333,7 +333,7 @@ def test_a_uuid_never_passes_for_a_vouchers_name(make: Make) -> None:
         made.identifier(claimed, None)
 
 
-def test_arguments_and_adapters_make_another_embedding(
+def test_embedding_handle_with_processor_args_or_lora_is_refused(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
@@ -347,21 +347,21 @@ def test_arguments_and_adapters_make_another_embedding(
         final(name, identifier=f"7:{name}")
 
 
-def test_without_us_a_voucher_is_no_embedding() -> None:
+def test_embedding_handle_in_stock_vllm_is_value_error() -> None:
     """A stock engine's answer to one: an error, as to any bytes that are no tensor."""
     text = msgspec.structs.replace(EmbeddingHandle.read(kept_voucher_only(b"i" * 32))).signed(SECRET)
     with pytest.raises(ValueError, match=r"base64|character|Invalid|Non"):
         MediaConnector().fetch_image_embedding(text)
 
 
-def test_a_value_of_numpys_form_is_what_vllm_loads() -> None:
+def test_vllm_npy_embedding_loads_as_tensor() -> None:
     out = io.BytesIO()
     np.save(out, np.ones((2, 3), "<f2"))
     found = MediaConnector().fetch_image_embedding(base64.b64encode(out.getvalue()).decode())
     assert torch.equal(found, torch.ones(2, 3, dtype=torch.float16))
 
 
-def test_pictures_are_named_as_before(make: Make) -> None:
+def test_mm_identifiers_image_beside_handles_gets_key(make: Make) -> None:
     make()
     [name] = names([picture(1)])
     assert key_of(name) is not None

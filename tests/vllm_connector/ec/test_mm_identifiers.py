@@ -114,14 +114,14 @@ def final(active: MmIdentifiers, mm_hash: str, salt: str | None = None, identifi
     return feature.identifier
 
 
-def test_a_picture_is_named_by_its_pixels(active: MmIdentifiers, llava: Path) -> None:
+def test_mm_identifiers_image_key_comes_from_pixels(active: MmIdentifiers, llava: Path) -> None:
     [name] = names({"image": picture(1)})["image"]
     assert name == "cp1-" + digest_image(picture(1)).hex()
     identity = Checkpoint.open(llava).identity("float32", processor_kwargs={"size": 56}).identity
     assert key_of(final(active, name)) == embedding_key(SECRET, identity, digest_image(picture(1)), None)
 
 
-def test_container_and_metadata_say_nothing(active: MmIdentifiers) -> None:
+def test_mm_identifiers_image_format_and_exif_are_ignored(active: MmIdentifiers) -> None:
     exif = Image.Exif()
     exif[0xA420] = "11111111222222223333333344444444"  # ImageUniqueID, which vLLM takes for a name
     found = set()
@@ -138,7 +138,7 @@ def test_container_and_metadata_say_nothing(active: MmIdentifiers) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"])
-def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: MmIdentifiers, uuid: str) -> None:
+def test_mm_identifiers_uuid_in_key_form_becomes_foreign(active: MmIdentifiers, uuid: str) -> None:
     assert names({"image": [None]}, {"image": [uuid]}) == {"image": [f"foreign-{uuid}"]}
     sound = (np.zeros(16000, dtype=np.float32), 16000)
     assert names({"audio": [sound]}, {"audio": [uuid]}) == {"audio": [f"foreign-{uuid}"]}
@@ -149,7 +149,7 @@ def test_a_clients_uuid_never_passes_for_a_name_of_ours(active: MmIdentifiers, u
     assert names({"image": [picture(1)]}, {"image": [uuid]}) == names({"image": picture(1)})
 
 
-def test_a_uuid_without_content_means_what_came_with_it(active: MmIdentifiers) -> None:
+def test_mm_identifiers_uuid_alone_names_its_last_content(active: MmIdentifiers) -> None:
     assert names({"image": [None]}, {"image": ["cat"]}) == {"image": ["cat"]}
     with_content = names({"image": [picture(1), picture(2)]}, {"image": ["cat", "dog"]})["image"]
     assert names({"image": [None, None]}, {"image": ["dog", "cat"]})["image"] == with_content[::-1]
@@ -158,13 +158,15 @@ def test_a_uuid_without_content_means_what_came_with_it(active: MmIdentifiers) -
     assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(3)})
 
 
-def test_a_uuid_means_a_picture_not_how_it_was_once_processed(active: MmIdentifiers) -> None:
+def test_mm_identifiers_uuid_takes_args_of_its_request(active: MmIdentifiers) -> None:
     names({"image": [picture(1)]}, {"image": ["cat"]}, size=28)
     assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(1)})
     assert names({"image": [None]}, {"image": ["cat"]}, size=28) == names({"image": picture(1)}, size=28)
 
 
-def test_uuids_are_forgotten_oldest_first(active: MmIdentifiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mm_identifiers_uuid_table_drops_oldest(
+    active: MmIdentifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mm_identifiers, "_UUIDS", 2)
     for i, uuid in enumerate("abca"):
         names({"image": [picture(i)]}, {"image": [uuid]})
@@ -173,7 +175,7 @@ def test_uuids_are_forgotten_oldest_first(active: MmIdentifiers, monkeypatch: py
     assert names({"image": [None]}, {"image": ["a"]}) == names({"image": picture(3)})
 
 
-def test_one_requests_processor_arguments_change_the_name(active: MmIdentifiers) -> None:
+def test_mm_identifiers_processor_args_change_name(active: MmIdentifiers) -> None:
     plain = names({"image": picture(1)})
     assert names({"image": picture(1)}, size=28) != plain
     assert names({"image": picture(1)}, size=28) == names({"image": picture(1)}, size=28)
@@ -181,12 +183,12 @@ def test_one_requests_processor_arguments_change_the_name(active: MmIdentifiers)
     assert names({"image": picture(1)}, size=56) == plain
 
 
-def test_arguments_that_have_no_canonical_form_are_not_shared(active: MmIdentifiers) -> None:
+def test_mm_identifiers_noncanonical_args_get_no_key(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)}, size=2.5, weird=float("nan"))["image"]
     assert key_of(name) is None
 
 
-def test_a_picture_as_an_array(active: MmIdentifiers) -> None:
+def test_mm_identifiers_array_is_named_by_its_pixels(active: MmIdentifiers) -> None:
     array = np.asarray(picture(1))
     [name] = names({"image": array})["image"]
     assert key_of(name) is not None
@@ -198,7 +200,7 @@ def test_a_picture_as_an_array(active: MmIdentifiers) -> None:
     assert mm_identifiers._media_digest({"image_embeds": 1}) is None
 
 
-def test_video_and_audio_keep_vllms_names(active: MmIdentifiers) -> None:
+def test_mm_identifiers_audio_keeps_name_of_vllm(active: MmIdentifiers) -> None:
     data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": picture(1)}
     items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)
     theirs = ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
@@ -208,7 +210,7 @@ def test_video_and_audio_keep_vllms_names(active: MmIdentifiers) -> None:
     assert final(active, found["audio"][0]) == theirs["audio"][0]
 
 
-def test_tenants_have_their_own_identifiers(active: MmIdentifiers) -> None:
+def test_mm_identifiers_of_other_salts_differ(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)})["image"]
     found = [final(active, name, salt) for salt in (None, "", "x", "y")]
     assert len(set(found)) == 4
@@ -216,19 +218,19 @@ def test_tenants_have_their_own_identifiers(active: MmIdentifiers) -> None:
     assert final(active, name, "x") == found[2]
 
 
-def test_an_adapter_on_the_tower_is_nobody_elses(active: MmIdentifiers) -> None:
+def test_mm_identifiers_tower_lora_gets_no_key(active: MmIdentifiers) -> None:
     [name] = names({"image": picture(1)})["image"]
     assert final(active, name, identifier=f"7:{name}") == f"7:{name}"
     assert key_of(f"7:{name}") is None
 
 
-def test_requests_without_media(active: MmIdentifiers) -> None:
+def test_process_inputs_without_media_is_unchanged(active: MmIdentifiers) -> None:
     request = SimpleNamespace(mm_features=None, cache_salt=None)
     mm_identifiers._process_inputs(lambda this, r: r, None, request)
     assert request.mm_features is None
 
 
-def test_without_us_names_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mm_identifiers_inactive_keeps_names_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mm_identifiers, "_active", None)
     items = MultiModalDataParser().parse_mm_data({"image": picture(1)})
     assert names({"image": picture(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
@@ -238,7 +240,9 @@ def test_without_us_names_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert feature.identifier == feature.mm_hash
 
 
-def test_a_model_without_identity_has_local_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mm_identifiers_unidentified_model_gets_local_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "m").mkdir()
     one = named(config(tmp_path / "m"), tmp_path)
     monkeypatch.setattr(mm_identifiers, "_active", one)
@@ -250,7 +254,7 @@ def test_a_model_without_identity_has_local_names(tmp_path: Path, monkeypatch: p
     assert final(one, other) != found[0]
 
 
-def test_a_family_that_was_not_compared_runs_as_stock_and_says_so_once(
+def test_mm_identifiers_unvalidated_family_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sounds = checkpoints.qwen2_audio(tmp_path / "m")
@@ -263,7 +267,7 @@ def test_a_family_that_was_not_compared_runs_as_stock_and_says_so_once(
     assert "nobody has compared what vllm makes of 'qwen2_audio'" in str(warning.call_args)
 
 
-def test_while_weights_are_read_names_wait(
+def test_identifier_while_weights_are_read_waits_once(
     llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
@@ -302,7 +306,7 @@ def test_while_weights_are_read_names_wait(
         ({"multimodal_config": None}, False),
     ],
 )
-def test_only_engines_with_a_connector_of_ours_are_touched(
+def test_input_processor_init_without_cornplug_stays_inactive(
     llava: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: bool
 ) -> None:
     monkeypatch.setattr(mm_identifiers, "_active", None)
@@ -315,7 +319,7 @@ def test_only_engines_with_a_connector_of_ours_are_touched(
     assert (mm_identifiers._active is not None) is wanted
 
 
-def test_without_a_secret_an_engine_starts_and_names_are_vllms(
+def test_input_processor_init_without_secret_stays_inactive(
     llava: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "home").write_text("no folder")
@@ -332,7 +336,7 @@ def test_without_a_secret_an_engine_starts_and_names_are_vllms(
 # -- what an engine's model is ----------------------------------------------------------------
 
 
-def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> None:
+def test_tower_identity_follows_engine_settings(llava: Path, tmp_path: Path) -> None:
     base = tower_identity(config(llava))
     assert base.identity == base.served_identity
     others = [
@@ -352,7 +356,7 @@ def test_identity_follows_what_the_engine_runs(llava: Path, tmp_path: Path) -> N
     assert tower_identity(config(declared, quantization="awq")).identity == base.identity
 
 
-def test_pruned_videos_are_no_other_engine_s(llava: Path) -> None:
+def test_tower_identity_with_video_pruning_is_not_served(llava: Path) -> None:
     """Pruning writes into images' embeddings too; no service does it."""
     plain = tower_identity(config(llava, multimodal_config=SimpleNamespace(video_pruning_rate=0.0)))
     assert plain == tower_identity(config(llava))
@@ -362,15 +366,13 @@ def test_pruned_videos_are_no_other_engine_s(llava: Path) -> None:
 
 
 @pytest.mark.parametrize(("levels", "width"), [(None, 64), ([], 64), ([8, 16, 24], 256)])
-def test_an_embedding_is_as_wide_as_the_llm_times_what_the_tower_hands_on(
-    llava: Path, levels: list[int] | None, width: int
-) -> None:
+def test_embedding_width_counts_deepstack_levels(llava: Path, levels: list[int] | None, width: int) -> None:
     vision = SimpleNamespace() if levels is None else SimpleNamespace(deepstack_visual_indexes=levels)
     hf_config = SimpleNamespace(vision_config=vision)
     assert embedding_width(config(llava, hf_config=hf_config, get_hidden_size=lambda: 64)) == width
 
 
-def test_kv_identity_follows_the_language_model(llava: Path, tmp_path: Path) -> None:
+def test_kv_identity_follows_language_model(llava: Path, tmp_path: Path) -> None:
     fingerprint, spec = kv_identity(config(llava))
     assert spec["dtype"] == "float32"
     assert "max_model_len" not in spec
@@ -384,7 +386,7 @@ def test_kv_identity_follows_the_language_model(llava: Path, tmp_path: Path) -> 
     assert kv_identity(config(stretched))[1]["length"]["max_model_len"] == 2048
 
 
-def test_items_are_unwrapped_as_vllm_does() -> None:
+def test_vllm_items_get_unwraps_media_with_bytes() -> None:
     """`_get_mm_hashes` relies on these classes' `get`."""
     wrapped = MediaWithBytes(picture(1), b"anything")
     items = MultiModalDataItems({"image": ImageProcessorItems([wrapped])})

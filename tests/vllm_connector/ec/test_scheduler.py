@@ -181,7 +181,7 @@ def stage(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         assert one.service.closed
 
 
-def test_from_the_store(stage: Callable[..., Stage], store: MemoryStore) -> None:
+def test_ec_scheduler_stored_entry_is_loaded(stage: Callable[..., Stage], store: MemoryStore) -> None:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
@@ -205,7 +205,7 @@ def test_from_the_store(stage: Callable[..., Stage], store: MemoryStore) -> None
 
 @pytest.mark.parametrize("tower", ["ran", "joined", "reused"])
 @pytest.mark.parametrize("stored", [True, False])
-def test_from_the_service(stage: Callable[..., Stage], tower: str, stored: bool) -> None:
+def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], tower: str, stored: bool) -> None:
     here = stage()
     request = here.request("a", 2, salt="tenant")
     assert not here.half.available(request, 0)
@@ -226,7 +226,9 @@ def test_from_the_service(stage: Callable[..., Stage], tower: str, stored: bool)
     assert here.counted()["hits", "embedding", f"service_{tower}"] == 1
 
 
-def test_polling_only_looks(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+def test_ec_scheduler_polling_makes_no_further_calls(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
     here = stage(over=faulty)
     request = here.request("a", 1, 2, 3)
     here.half.available(request, 0)
@@ -244,7 +246,7 @@ def test_polling_only_looks(stage: Callable[..., Stage], faulty: FaultyStore) ->
     assert faulty.calls == calls
 
 
-def test_an_entry_evicted_between_answer_and_reading(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_entry_evicted_after_reply_is_miss(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1)
     here.half.available(request, 0)
@@ -270,7 +272,9 @@ def test_an_entry_evicted_between_answer_and_reading(stage: Callable[..., Stage]
         {"tensor": WireTensor("float32", (ROWS, HIDDEN), b"")},
     ],
 )
-def test_an_answer_of_another_form(stage: Callable[..., Stage], changes: dict[str, Any]) -> None:
+def test_ec_scheduler_reply_of_wrong_shape_is_miss(
+    stage: Callable[..., Stage], changes: dict[str, Any]
+) -> None:
     here = stage()
     request = here.request("a", 1)
     here.half.available(request, 0)
@@ -281,7 +285,7 @@ def test_an_answer_of_another_form(stage: Callable[..., Stage], changes: dict[st
     assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
 
 
-def test_an_answer_for_another_key(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_reply_for_other_key_starts_backoff(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1)
     here.half.available(request, 0)
@@ -295,7 +299,9 @@ def test_an_answer_for_another_key(stage: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(ROWS, HIDDEN // 2), (ROWS * HIDDEN,), (ROWS + 1, HIDDEN)])
-def test_a_stored_entry_of_another_form(stage: Callable[..., Stage], shape: tuple[int, ...]) -> None:
+def test_ec_scheduler_entry_of_wrong_shape_is_miss(
+    stage: Callable[..., Stage], shape: tuple[int, ...]
+) -> None:
     here = stage()
     size = 4 * torch.Size(shape).numel()
     put(here.store, 1, shape=shape, payload=bytes(size))
@@ -303,7 +309,7 @@ def test_a_stored_entry_of_another_form(stage: Callable[..., Stage], shape: tupl
     assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
 
 
-def test_a_corrupt_entry_is_dropped_and_the_service_asked(
+def test_ec_scheduler_corrupt_entry_is_deleted_and_encoded(
     stage: Callable[..., Stage], faulty: FaultyStore
 ) -> None:
     here = stage(over=faulty)
@@ -321,7 +327,7 @@ def test_a_corrupt_entry_is_dropped_and_the_service_asked(
     assert faulty.contains([key(1)], deadline_s=1) == b"\0"
 
 
-def test_without_a_store_the_service_answers_inline(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+def test_ec_scheduler_store_down_takes_inline_reply(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
     here = stage(over=faulty)
     faulty.unavailable = True
     request = here.request("a", 1)
@@ -334,14 +340,16 @@ def test_without_a_store_the_service_answers_inline(stage: Callable[..., Stage],
     assert here.counted()["hits", "embedding", "service_ran"] == 1
 
 
-def test_without_a_store_and_a_service(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+def test_ec_scheduler_store_down_without_encoder_is_miss(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
     here = stage(over=faulty, identity=lambda config: TowerIdentity(b"i" * 32, None))
     faulty.unavailable = True
     assert here.half.available(here.request("a", 1), 0)
     assert here.counted() == {("misses", "embedding", "store_down"): 1}
 
 
-def test_a_store_that_dies_before_the_answer_is_read(
+def test_ec_scheduler_store_down_after_reply_is_miss(
     stage: Callable[..., Stage], faulty: FaultyStore
 ) -> None:
     here = stage(over=faulty)
@@ -363,7 +371,9 @@ def test_a_store_that_dies_before_the_answer_is_read(
         (EncoderRefused("who?", reason="unknown_model"), True),
     ],
 )
-def test_refusals(stage: Callable[..., Stage], error: Exception, spares: bool) -> None:
+def test_ec_scheduler_refusal_is_miss_with_its_reason(
+    stage: Callable[..., Stage], error: Exception, spares: bool
+) -> None:
     here = stage()
     request = here.request("a", 1)
     here.half.available(request, 0)
@@ -374,7 +384,7 @@ def test_refusals(stage: Callable[..., Stage], error: Exception, spares: bool) -
     assert here.half.available(here.request("b", 2), 0) is spares
 
 
-def test_a_client_that_refuses_at_once(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_submit_that_raises_is_miss(stage: Callable[..., Stage]) -> None:
     here = stage()
     here.service.refusal = EncoderUnavailable("closed", reason="encoder_down")
     request = here.request("a", 1)
@@ -385,7 +395,9 @@ def test_a_client_that_refuses_at_once(stage: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("device"), AssertionError("2D"), TypeError(), ValueError()])
-def test_inputs_that_cannot_be_packed(stage: Callable[..., Stage], error: Exception) -> None:
+def test_ec_scheduler_inputs_that_fail_to_pack_are_miss(
+    stage: Callable[..., Stage], error: Exception
+) -> None:
     here = stage()
     here.inputs.of = mock.Mock(side_effect=error)
     request = here.request("a", 1)
@@ -395,7 +407,7 @@ def test_inputs_that_cannot_be_packed(stage: Callable[..., Stage], error: Except
     assert here.counted() == {("misses", "embedding", "no_inputs"): 1}
 
 
-def test_a_silent_service_is_waited_for_once(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_two_timeouts_count_as_one_failure(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 2)
     assert not here.half.available(first, 0)
@@ -423,7 +435,7 @@ def test_a_silent_service_is_waited_for_once(stage: Callable[..., Stage]) -> Non
     assert not here.half.arrived(identifier(1))
 
 
-def test_pauses_grow_and_end(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_backoff_grows_to_ten_seconds(stage: Callable[..., Stage]) -> None:
     here = stage()
     pauses = []
     for i in range(7):
@@ -438,7 +450,7 @@ def test_pauses_grow_and_end(stage: Callable[..., Stage]) -> None:
     assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
 
 
-def test_two_requests_for_one_picture(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_two_requests_for_one_image_encode_once(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 1)
     assert not here.half.available(first, 0)
@@ -458,7 +470,7 @@ def test_two_requests_for_one_picture(stage: Callable[..., Stage]) -> None:
     assert not here.half._items
 
 
-def test_a_failure_is_everybodys_who_waits(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_failure_ends_wait_of_all_requests(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 1)
     here.half.available(first, 0)
@@ -472,7 +484,7 @@ def test_a_failure_is_everybodys_who_waits(stage: Callable[..., Stage]) -> None:
     assert here.half.available(second, 0)
 
 
-def test_aborted_while_waiting_leaves_nothing(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_aborted_request_leaves_nothing(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1, 1, 2)
     here.half.available(request, 0)
@@ -484,7 +496,7 @@ def test_aborted_while_waiting_leaves_nothing(stage: Callable[..., Stage]) -> No
     assert not here.half.arrived(identifier(1))
 
 
-def test_a_request_that_never_needed_its_picture_leaves_nothing(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_image_behind_loaded_prefix_leaves_nothing(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
@@ -495,7 +507,7 @@ def test_a_request_that_never_needed_its_picture_leaves_nothing(stage: Callable[
     assert not here.half._items
 
 
-def test_what_is_behind_the_computed_tokens_is_not_asked_for(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_image_behind_computed_tokens_is_skipped(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1, 2)
     assert here.half.available(request, 16)
@@ -504,7 +516,7 @@ def test_what_is_behind_the_computed_tokens_is_not_asked_for(stage: Callable[...
     assert here.service.asked[0][0].key == key(2)
 
 
-def test_freed_from_the_engines_cache_and_asked_for_again(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_image_freed_by_engine_is_loaded_again(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
@@ -520,7 +532,7 @@ def test_freed_from_the_engines_cache_and_asked_for_again(stage: Callable[..., S
     assert here.counted()["hits", "embedding", "store"] == 2
 
 
-def test_evicted_and_taken_in_again_within_one_step_is_held(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_image_freed_and_loaded_in_one_step_is_held(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
@@ -530,7 +542,7 @@ def test_evicted_and_taken_in_again_within_one_step_is_held(stage: Callable[...,
     assert not here.half._items
 
 
-def test_a_reset_of_the_engines_cache_is_noticed(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_reset_of_encoder_cache_is_noticed(stage: Callable[..., Stage]) -> None:
     here = stage()
     for picture in (1, 2):
         put(here.store, picture)
@@ -545,7 +557,7 @@ def test_a_reset_of_the_engines_cache_is_noticed(stage: Callable[..., Stage]) ->
     assert here.half.arrived(identifier(2))
 
 
-def test_what_the_engine_encodes_itself_is_held_too(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_image_encoded_by_engine_is_held(stage: Callable[..., Stage]) -> None:
     here = stage(identity=lambda config: TowerIdentity(b"i" * 32, None))
     request = here.request("a", 1)
     assert here.half.available(request, 0)
@@ -556,7 +568,7 @@ def test_what_the_engine_encodes_itself_is_held_too(stage: Callable[..., Stage])
     assert not here.half._items
 
 
-def test_the_service_joins_the_callers_trace(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_trace_headers_reach_encoder(stage: Callable[..., Stage]) -> None:
     here = stage()
     parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     for name, headers in (("a", {**parent, "tracestate": "x=1", "baggage": "secret"}), ("b", None)):
@@ -567,7 +579,7 @@ def test_the_service_joins_the_callers_trace(stage: Callable[..., Stage]) -> Non
     assert traces == [{**parent, "tracestate": "x=1"}, None]
 
 
-def test_an_unknown_model_asks_no_service(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_unidentified_model_asks_no_encoder(stage: Callable[..., Stage]) -> None:
     def unknown(config: Any) -> Any:
         raise CheckpointError("no weights", reason="no_weights")
 
@@ -577,7 +589,9 @@ def test_an_unknown_model_asks_no_service(stage: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize("name", ["uuid-1", "local-" + "0" * 64, "3:" + identifier(1), "cp1-nonsense"])
-def test_foreign_media_are_left_alone(stage: Callable[..., Stage], faulty: FaultyStore, name: str) -> None:
+def test_ec_scheduler_foreign_identifier_is_ignored(
+    stage: Callable[..., Stage], faulty: FaultyStore, name: str
+) -> None:
     here = stage(over=faulty)
     request = SimpleNamespace(request_id="a", cache_salt=None, mm_features=[feature(name, 0)])
     assert here.half.available(request, 0)  # type: ignore[arg-type]
@@ -586,14 +600,16 @@ def test_foreign_media_are_left_alone(stage: Callable[..., Stage], faulty: Fault
     assert here.counted() == {}
 
 
-def test_sharing_switched_off(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+def test_ec_scheduler_share_embeddings_off_asks_no_store(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
     here = stage(over=faulty, share_embeddings=False)
     assert here.half.available(here.request("a", 1), 0)
     assert faulty.calls == {}
     assert not here.moves().publish
 
 
-def test_replaced_weights_share_nothing(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_replaced_weights_end_sharing(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)
     put(here.store, 2)
@@ -610,7 +626,7 @@ def test_replaced_weights_share_nothing(stage: Callable[..., Stage]) -> None:
     assert here.counted() == {}
 
 
-def test_memory_is_bounded_and_nobody_waits_for_each_other(
+def test_ec_scheduler_memory_limit_causes_no_deadlock(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ec_scheduler, "_MAX_WAITING_BYTES", 2 * ROWS * HIDDEN * 4)
@@ -636,7 +652,7 @@ def test_memory_is_bounded_and_nobody_waits_for_each_other(
     assert here.half._waiting_bytes == 0
 
 
-def test_outcomes_of_offers_are_counted(stage: Callable[..., Stage]) -> None:
+def test_ec_scheduler_save_outcomes_are_counted(stage: Callable[..., Stage]) -> None:
     here = stage()
     acks = ECAcks([("stored", 100), ("present", 0)]).aggregate(ECAcks([("stored", 50), ("full", 10)]))
     assert isinstance(acks, ECAcks)
@@ -649,7 +665,7 @@ def test_outcomes_of_offers_are_counted(stage: Callable[..., Stage]) -> None:
     }
 
 
-def test_an_idle_engine_rests_until_the_service_answers(
+def test_ec_scheduler_idle_wait_ends_with_reply(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = stage()
@@ -675,7 +691,7 @@ def test_an_idle_engine_rests_until_the_service_answers(
 # -- nothing slow, and nothing that does not pay ------------------------------------------------
 
 
-def test_pixels_are_not_packed_for_a_service_that_is_not_there(
+def test_ec_scheduler_encoder_down_packs_no_pixels(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage(store.connect(), monkeypatch)
@@ -688,7 +704,7 @@ def test_pixels_are_not_packed_for_a_service_that_is_not_there(
     assert stage.counted()["misses", "embedding", "encoder_down"] == 2
 
 
-def test_a_request_whose_pictures_lie_behind_is_not_looked_at(
+def test_ec_scheduler_computed_request_is_not_iterated(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked each step for each running request: 256 with 100 images each took 4.5 ms."""
@@ -707,7 +723,7 @@ def test_a_request_whose_pictures_lie_behind_is_not_looked_at(
     assert stage.half.available(stage.request("none"), 0)
 
 
-def test_the_service_is_waited_for_as_long_as_this_engines_tower_would_justify(
+def test_ec_scheduler_deadline_follows_measured_tower_time(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage(store.connect(), monkeypatch)
@@ -725,7 +741,7 @@ def test_the_service_is_waited_for_as_long_as_this_engines_tower_would_justify(
     assert stage.counted()["misses", "embedding", "encoder_timeout"] == 1
 
 
-def test_an_embedding_that_is_cheaper_to_compute_is_computed(
+def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = FaultyStore(store.connect())

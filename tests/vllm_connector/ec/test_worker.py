@@ -45,7 +45,7 @@ def published(worker: ECWorker) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_one_worker_publishes_another_loads(store: MemoryStore, dtype: torch.dtype) -> None:
+def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtype: torch.dtype) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     value = torch.randn(9, 8).to(dtype)[::3]  # not contiguous
     worker.save(NAME, value, ECMoves())
@@ -75,7 +75,7 @@ def test_what_one_worker_publishes_another_loads(store: MemoryStore, dtype: torc
         (NAME, torch.ones(2, 2, 2), ECMoves(), True),
     ],
 )
-def test_what_is_not_published(
+def test_ec_worker_foreign_or_disabled_is_not_published(
     store: MemoryStore, name: str, value: torch.Tensor, moves: ECMoves, publishes: bool
 ) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=publishes, device="cpu")
@@ -84,7 +84,7 @@ def test_what_is_not_published(
     assert store.connect().stat(deadline_s=1).entries == 0
 
 
-def test_a_store_that_fails_is_an_outcome(faulty: FaultyStore) -> None:
+def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
     worker = ECWorker(runtime(faulty), publishes=True, device="cpu")
     faulty.unavailable = True
     worker.save(NAME, torch.ones(2, 2), ECMoves())
@@ -94,7 +94,7 @@ def test_a_store_that_fails_is_an_outcome(faulty: FaultyStore) -> None:
     assert published(worker) == [("full", 16)]
 
 
-def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStore) -> None:
+def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with mock.patch.object(entry, "put", side_effect=RuntimeError("device")):
         for _ in range(3 * embedding_publisher._MAX_WAITING):
@@ -104,7 +104,7 @@ def test_an_unforeseen_error_is_an_outcome_and_frees_its_place(store: MemoryStor
     assert published(worker) == [("stored", 16)]
 
 
-def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
+def test_ec_worker_slow_store_bounds_publish_queue(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
@@ -120,7 +120,7 @@ def test_a_slow_store_does_not_keep_embeddings_alive_without_end(
         assert published(worker) == [("stored", 16)] * 2
 
 
-def test_the_connector_without_a_medium_model_does_nothing() -> None:
+def test_ec_connector_for_text_model_does_nothing() -> None:
     connector = facade(None, ECConnectorRole.SCHEDULER)
     request: Any = SimpleNamespace(mm_features=[])
     output: Any = SimpleNamespace(
@@ -136,7 +136,7 @@ def test_the_connector_without_a_medium_model_does_nothing() -> None:
     connector.shutdown()
 
 
-def test_the_worker_facade(store: MemoryStore) -> None:
+def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     connector = facade(store, ECConnectorRole.WORKER)
     cache = {NAME: torch.ones(2, 4)}
     # A profiling run encodes outside of a step.
@@ -190,7 +190,7 @@ def item(**tensors: Any) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(data, "image", NAME, PlaceholderRange(0, 4))
 
 
-def test_inputs_travel_as_they_are() -> None:
+def test_media_inputs_keep_values_dtype_and_shape() -> None:
     pixels = torch.randn(3, 4, 4, dtype=torch.bfloat16)
     grid = torch.tensor([1, 2, 2])
     sent = inputs(IdentityInputNorm()).of(
@@ -203,7 +203,7 @@ def test_inputs_travel_as_they_are() -> None:
     assert (sent["image_grid_thw"].dtype, sent["image_grid_thw"].shape) == ("int64", (3,))
 
 
-def test_a_scalar_input() -> None:
+def test_media_inputs_scalar_keeps_shape_and_value() -> None:
     sent = inputs(IdentityInputNorm()).of(item(pixel_values=torch.ones(1), image_grid_thw=torch.tensor(7)))
     assert sent["image_grid_thw"].shape == ()
     assert int.from_bytes(sent["image_grid_thw"].data, "little") == 7
@@ -219,7 +219,7 @@ def test_a_scalar_input() -> None:
         ("qwen2_vl", {"pixel_values", "image_grid_thw"}),
     ],
 )
-def test_what_the_family_names_is_sent(model_type: str, sent: set[str]) -> None:
+def test_media_inputs_hold_only_fields_of_family(model_type: str, sent: set[str]) -> None:
     """Not what else a processor counts: the service refuses what its tower does not take."""
     from vllm.config import VllmConfig
 
@@ -232,7 +232,7 @@ def test_what_the_family_names_is_sent(model_type: str, sent: set[str]) -> None:
     assert set(made.of(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
 
 
-def test_raw_pixels_are_normalised_as_the_engine_would() -> None:
+def test_media_inputs_raw_pixels_are_normalised() -> None:
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
     found = inputs(norm(mean, std)).of(item(pixel_values=pixels))["pixel_values"]
@@ -260,7 +260,7 @@ def norm(mean: list[float], std: list[float]) -> FusedMMInputNorm:
         MultiModalFeatureSpec(item(pixel_values=torch.ones(3)).data, "video", NAME, PlaceholderRange(0, 4)),
     ],
 )
-def test_without_pixels_nobody_is_asked(feature: MultiModalFeatureSpec) -> None:
+def test_media_inputs_without_pixels_are_refused(feature: MultiModalFeatureSpec) -> None:
     with pytest.raises(EncoderRefused) as error:
         inputs(IdentityInputNorm()).of(feature)
     assert error.value.reason == "no_inputs"

@@ -76,7 +76,9 @@ def copies(of: list[Any], slots: int, **how: Any) -> BlockCopies:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("direct", [True, False], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize(("layout", "slots"), SPLIT)
-def test_every_layout_of_vllm(layout: KVCacheLayout, slots: int, direct: bool, dtype: torch.dtype) -> None:
+def test_block_copies_round_trip_every_vllm_layout(
+    layout: KVCacheLayout, slots: int, direct: bool, dtype: torch.dtype
+) -> None:
     source = caches(layout, slots, dtype)
     values = fill(source, slots)
     side = None if direct else LateDevice()
@@ -104,12 +106,12 @@ def test_every_layout_of_vllm(layout: KVCacheLayout, slots: int, direct: bool, d
 
 
 @pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
-def test_a_slab_is_gathered_at_once(layout: KVCacheLayout) -> None:
+def test_block_copies_one_allocation_is_one_part(layout: KVCacheLayout) -> None:
     """vLLM's layers lie evenly in one allocation: not a launch for each of them."""
     assert len(copies(caches(layout), BLOCK, direct=False)._parts) == 1
 
 
-def test_layers_of_separate_allocations_each_go_by_themselves() -> None:
+def test_block_copies_separate_allocations_are_parts() -> None:
     source = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
     values = fill(source, BLOCK)
     out = copies(source, BLOCK, direct=False)
@@ -117,7 +119,7 @@ def test_layers_of_separate_allocations_each_go_by_themselves() -> None:
     assert torch.equal(out.copy_out(np.array(TABLE), [1], None)[0], page_of(values, 1))
 
 
-def test_a_layout_that_spans_the_whole_cache_is_refused_before_anything_is_allocated(
+def test_derive_layout_across_blocks_is_refused_unallocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = caches(KVCacheLayout.LHBNC)[0]
@@ -133,7 +135,7 @@ def test_a_layout_that_spans_the_whole_cache_is_refused_before_anything_is_alloc
 # -- copies that arrive late ------------------------------------------------------------------
 
 
-def test_a_late_copy_into_strided_memory_is_read_too_early() -> None:
+def test_copies_into_strided_memory_are_read_stale() -> None:
     """What the mover did before: the control that `LateDevice` sees such a thing."""
     device = LateDevice()
     source = torch.randn(PAGE, HEADS, DIM)
@@ -145,7 +147,7 @@ def test_a_late_copy_into_strided_memory_is_read_too_early() -> None:
     assert (host[:, 0, 0] == STALE).all()
 
 
-def test_nothing_is_read_before_it_has_arrived() -> None:
+def test_block_copies_on_late_device_wait_for_data() -> None:
     device = LateDevice()
     source = caches(KVCacheLayout.LBNHC)
     values = fill(source, BLOCK)
@@ -157,7 +159,7 @@ def test_nothing_is_read_before_it_has_arrived() -> None:
     assert device.pageable == 0
 
 
-def test_a_slab_that_fails_has_nothing_under_way_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copies_failed_slab_finishes_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice()
     out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, side=device)
     finished = []
@@ -185,7 +187,7 @@ def on_cuda() -> tuple[Recorder, BlockCopies]:
 
 
 @pytest.mark.parametrize("pages", [[0], [0, 1, 2]])
-def test_on_cuda_one_whole_copy_into_pinned_memory_then_the_event(pages: list[int]) -> None:
+def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None:
     events = Recorder()
     with fake_cuda(events):
         out = on_cuda()
@@ -202,7 +204,7 @@ def test_on_cuda_one_whole_copy_into_pinned_memory_then_the_event(pages: list[in
     ]
 
 
-def test_on_cuda_a_load_crosses_once_and_is_waited_for() -> None:
+def test_copy_in_on_cuda_is_one_pinned_copy_and_wait() -> None:
     events = Recorder()
     with fake_cuda(events):
         into = on_cuda()
@@ -217,7 +219,7 @@ def test_on_cuda_a_load_crosses_once_and_is_waited_for() -> None:
     ]
 
 
-def test_the_movers_thread_has_its_ranks_device() -> None:
+def test_kv_mover_thread_sets_device_of_rank() -> None:
     """Else a rank above 0 makes itself a context, half a gigabyte, on GPU 0."""
     events, done = Recorder(), threading.Event()
     with fake_cuda(events):
@@ -239,7 +241,7 @@ def test_the_movers_thread_has_its_ranks_device() -> None:
 # -- who goes first ---------------------------------------------------------------------------
 
 
-def test_loads_go_before_what_is_left_of_a_save() -> None:
+def test_kv_mover_loads_run_before_rest_of_saves() -> None:
     order: list[str] = []
     first, go = threading.Event(), threading.Event()
 
@@ -269,7 +271,7 @@ def test_loads_go_before_what_is_left_of_a_save() -> None:
     assert order == ["a0", "x", "x", "y", "y", "a1", "a2", "b0", "b1", "b2"]
 
 
-def test_a_job_that_breaks_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_kv_mover_broken_job_leaves_next_running(caplog: pytest.LogCaptureFixture) -> None:
     def breaks() -> Any:
         raise ValueError("broken")
         yield

@@ -57,7 +57,7 @@ Make = Callable[..., Engine]
         ),
     ],
 )
-def test_pages_of_one_engine_serve_another(
+def test_kv_pages_load_across_ranks_and_block_sizes(
     engine: Make, store: MemoryStore, writer: dict[str, Any], reader: dict[str, Any]
 ) -> None:
     first, second = engine(**writer), engine(**reader)
@@ -71,7 +71,7 @@ def test_pages_of_one_engine_serve_another(
 
 
 @pytest.mark.parametrize("page_tokens", [16, 64, 128])
-def test_page_sizes(engine: Make, page_tokens: int) -> None:
+def test_kv_pages_of_another_size_are_not_shared(engine: Make, page_tokens: int) -> None:
     engine(page_tokens=page_tokens).run("a", PROMPT)
     assert (
         engine(page_tokens=page_tokens).run("b", PROMPT).external_tokens == 149 // page_tokens * page_tokens
@@ -79,7 +79,7 @@ def test_page_sizes(engine: Make, page_tokens: int) -> None:
     assert engine(page_tokens=32).run("c", PROMPT).external_tokens == 0
 
 
-def test_bytes_are_counted_both_ways(engine: Make) -> None:
+def test_kv_bytes_saved_and_loaded_are_counted(engine: Make) -> None:
     first, second = engine(), engine(tp=2)
     first.run("a", PROMPT)
     second.run("b", PROMPT)
@@ -88,12 +88,12 @@ def test_bytes_are_counted_both_ways(engine: Make) -> None:
     assert second.counts["bytes", "kv_page", "load"] == 4 * page_bytes
 
 
-def test_the_last_token_is_always_computed(engine: Make) -> None:
+def test_kv_load_leaves_last_token_to_compute(engine: Make) -> None:
     engine().run("a", PROMPT[:128])
     assert engine().run("b", PROMPT[:128]).external_tokens == 96
 
 
-def test_a_longer_local_hit_begins_inside_a_page(engine: Make) -> None:
+def test_kv_load_after_local_hit_begins_inside_page(engine: Make) -> None:
     first, second = engine(), engine()
     first.run("a", PROMPT)
     request = second.add("b", PROMPT, local_tokens=16)
@@ -109,7 +109,7 @@ def test_a_longer_local_hit_begins_inside_a_page(engine: Make) -> None:
 
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("take", [128, 96, 70, 33, 16])
-def test_an_engine_may_take_less_than_it_was_offered(
+def test_kv_load_shorter_than_offer_is_counted(
     engine: Make, store: MemoryStore, take: int, accelerator: bool
 ) -> None:
     engine().run("a", PROMPT)
@@ -123,7 +123,7 @@ def test_an_engine_may_take_less_than_it_was_offered(
     assert open_in(store) == (0, 0)
 
 
-def test_chunked_prefill_saves_each_page_once(engine: Make, store: MemoryStore) -> None:
+def test_kv_save_in_chunked_prefill_stores_page_once(engine: Make, store: MemoryStore) -> None:
     first = engine()
     request = first.add("a", PROMPT)
     first.settle(chunk=10)
@@ -136,7 +136,7 @@ def test_chunked_prefill_saves_each_page_once(engine: Make, store: MemoryStore) 
     assert store.connect().stat(deadline_s=1).entries == 4
 
 
-def test_generated_tokens_are_saved_as_they_fill_pages(engine: Make) -> None:
+def test_kv_save_of_generated_tokens_follows_full_pages(engine: Make) -> None:
     first = engine()
     request = first.run("a", PROMPT[:30])
     for token in range(40):
@@ -147,7 +147,7 @@ def test_generated_tokens_are_saved_as_they_fill_pages(engine: Make) -> None:
     assert engine().run("b", request.all_token_ids).external_tokens == 64
 
 
-def test_only_what_is_there_counts_and_the_rest_is_absent(engine: Make) -> None:
+def test_kv_load_of_partial_prefix_counts_absent_pages(engine: Make) -> None:
     engine().run("a", PROMPT[:70])
     second = engine()
     assert second.run("b", PROMPT).external_tokens == 64
@@ -155,14 +155,14 @@ def test_only_what_is_there_counts_and_the_rest_is_absent(engine: Make) -> None:
     assert second.counts["saves", "kv_page", "stored"] == 2
 
 
-def test_tenants_do_not_share(engine: Make) -> None:
+def test_kv_pages_of_another_salt_are_not_shared(engine: Make) -> None:
     engine().run("a", PROMPT, cache_salt="x")
     assert engine().run("b", PROMPT, cache_salt="y").external_tokens == 0
     assert engine().run("c", PROMPT).external_tokens == 0
     assert engine().run("d", PROMPT, cache_salt="x").external_tokens == 128
 
 
-def test_adapters_share_with_their_like(
+def test_kv_pages_are_shared_between_equal_loras(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_scheduler, "LaterAdapters", LoraDigests)
@@ -181,7 +181,7 @@ def test_adapters_share_with_their_like(
     assert second.counts["misses", "kv_page", "lora"] == 1
 
 
-def test_an_adapter_is_read_on_another_thread(
+def test_kv_lora_read_on_thread_delays_no_step(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first request under it is a miss and holds up nobody; what it computes is saved none the less."""
@@ -210,14 +210,14 @@ def test_an_adapter_is_read_on_another_thread(
     assert first.run("b", PROMPT, lora_request=lora).external_tokens == 128
 
 
-def test_what_was_never_asked_about_leaves_nothing(engine: Make) -> None:
+def test_kv_finish_of_unseen_request_leaves_nothing(engine: Make) -> None:
     first = engine()
     first.finish(first.add("a", PROMPT))
     first.connector.update_connector_output(KVConnectorOutput(finished_recving={"unknown"}))
     assert not first.busy()
 
 
-def test_two_engines_computing_one_prompt_store_it_once(engine: Make, store: MemoryStore) -> None:
+def test_kv_save_by_two_engines_is_stored_once(engine: Make, store: MemoryStore) -> None:
     first, second = engine(), engine()
     first.add("a", PROMPT)
     second.add("b", PROMPT)
@@ -242,7 +242,7 @@ def damage(store: MemoryStore, nth: int) -> None:
 
 @pytest.mark.parametrize("reader", [{}, {"tp": 2}, {"block_size": 128}, {"pp": 2}])
 @pytest.mark.parametrize("nth", [0, 2, 3])
-def test_a_corrupt_page_is_recomputed_dropped_and_saved_anew(
+def test_kv_load_of_corrupt_page_recomputes_and_saves_it(
     engine: Make, store: MemoryStore, nth: int, reader: dict[str, int]
 ) -> None:
     engine().run("a", PROMPT)
@@ -258,7 +258,7 @@ def test_a_corrupt_page_is_recomputed_dropped_and_saved_anew(
     assert engine().run("c", PROMPT).external_tokens == 128
 
 
-def test_bad_blocks_begin_at_the_corrupt_page(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: MemoryStore) -> None:
     engine(page_tokens=128).run("a", [i % 251 for i in range(520)])
     damage(store, 2)
     second = engine(page_tokens=128)
@@ -274,7 +274,7 @@ def test_bad_blocks_begin_at_the_corrupt_page(engine: Make, store: MemoryStore) 
     assert seen == list(range(2 * 8, 4 * 8))
 
 
-def test_a_request_whose_load_failed_does_not_load_again(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_that_failed_is_not_repeated(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     damage(store, 0)
     second = engine()
@@ -287,7 +287,7 @@ def test_a_request_whose_load_failed_does_not_load_again(engine: Make, store: Me
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"shape": (4, 4, 2, 8, 32)}])
-def test_a_page_of_another_form_is_a_miss_and_dropped(
+def test_kv_page_of_wrong_shape_is_miss_and_deleted(
     engine: Make, store: MemoryStore, change: dict[str, Any]
 ) -> None:
     engine().run("a", PROMPT)
@@ -300,7 +300,7 @@ def test_a_page_of_another_form_is_a_miss_and_dropped(
     assert open_in(store) == (0, 0)
 
 
-def test_pages_evicted_between_the_question_and_the_lease(
+def test_kv_page_evicted_before_lease_shortens_load(
     engine: Make, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine().run("a", PROMPT[:70])
@@ -309,7 +309,7 @@ def test_pages_evicted_between_the_question_and_the_lease(
     assert second.run("b", PROMPT).external_tokens == 64
 
 
-def test_a_page_with_a_damaged_header_is_a_miss_and_dropped(engine: Make, store: MemoryStore) -> None:
+def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
     meta = next(iter(store.index._entries.values()))
@@ -325,7 +325,7 @@ def test_a_page_with_a_damaged_header_is_a_miss_and_dropped(engine: Make, store:
 
 @pytest.mark.parametrize("method", ["contains", "lease", "reserve", "commit", "release", "delete", "view"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_store_that_dies_at_any_step_costs_a_miss_and_nothing_else(
+def test_kv_store_down_at_any_call_is_only_miss(
     engine: Make, store: MemoryStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine().run("a", PROMPT[:100])
@@ -364,14 +364,14 @@ def test_a_store_that_dies_at_any_step_costs_a_miss_and_nothing_else(
     assert len(second.free_blocks) == 64
 
 
-def test_a_full_store_refuses_and_is_counted(engine: Make, faulty: FaultyStore) -> None:
+def test_kv_save_to_full_store_is_counted(engine: Make, faulty: FaultyStore) -> None:
     faulty.full = True
     first = engine(connect=lambda: faulty)
     first.run("a", PROMPT)
     assert first.counts["saves", "kv_page", "full"] == 4
 
 
-def test_pages_for_which_room_is_being_made_are_offered_again(engine: Make, faulty: FaultyStore) -> None:
+def test_kv_save_while_store_grows_is_retried(engine: Make, faulty: FaultyStore) -> None:
     """Of a long first prompt most were never stored: the store was as if full for a moment."""
     first = engine(connect=lambda: faulty)
     faulty.growing = 1
@@ -387,7 +387,7 @@ def test_pages_for_which_room_is_being_made_are_offered_again(engine: Make, faul
     assert engine(connect=lambda: faulty).run("b", PROMPT).external_tokens == 128
 
 
-def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_from_replaced_store_is_miss(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     other = MemoryStore(capacity_bytes=1 << 20)
     connections = iter([store.connect(), other.connect()])
@@ -400,7 +400,7 @@ def test_a_location_of_a_dead_store_fails_the_load(engine: Make, store: MemorySt
     assert open_in(store) == (0, 0)
 
 
-def test_a_commit_after_the_reservation_ended_is_counted(engine: Make, store: MemoryStore) -> None:
+def test_kv_commit_after_reservation_end_is_counted(engine: Make, store: MemoryStore) -> None:
     connection = store.connect()
     first = engine(connect=lambda: connection)
     first.add("a", PROMPT)
@@ -432,7 +432,7 @@ def slow_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_blocks_stay_until_they_are_saved(
+def test_kv_blocks_stay_until_save_ends(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
     first = engine(tp=tp)
@@ -451,7 +451,7 @@ def test_blocks_stay_until_they_are_saved(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_pages_of_a_preempted_request_are_given_up_where_its_blocks_may_be_overwritten(
+def test_kv_save_of_preempted_request_is_given_up(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
     """vLLM's second model runner copies and zeroes blocks before it calls `handle_preemptions`."""
@@ -476,7 +476,7 @@ def test_pages_of_a_preempted_request_are_given_up_where_its_blocks_may_be_overw
     assert open_in(store) == (0, 0)
 
 
-def test_what_was_acknowledged_before_a_preemption_stays(engine: Make, store: MemoryStore) -> None:
+def test_kv_save_acknowledged_before_preemption_stays(engine: Make, store: MemoryStore) -> None:
     first = engine()
     request = first.run("a", PROMPT)
     first.preempt(request)
@@ -486,7 +486,9 @@ def test_what_was_acknowledged_before_a_preemption_stays(engine: Make, store: Me
     assert engine().run("b", PROMPT).external_tokens == 128
 
 
-def test_aborted_while_loading(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_abort_while_loading_keeps_blocks_until_end(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine().run("a", PROMPT)
     second = engine(tp=2)
     slow_views(monkeypatch, second, 0.05)
@@ -500,7 +502,7 @@ def test_aborted_while_loading(engine: Make, store: MemoryStore, monkeypatch: py
     assert open_in(store) == (0, 0)
 
 
-def test_aborted_while_loading_again_with_saves_open(
+def test_kv_abort_with_load_and_saves_frees_request_once(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM asserts that nobody is freed twice: by the end of a load, and by the end of saves."""
@@ -526,7 +528,7 @@ def test_aborted_while_loading_again_with_saves_open(
     assert open_in(store) == (0, 0)
 
 
-def test_an_offer_that_was_declined_is_given_back_at_once(engine: Make, store: MemoryStore) -> None:
+def test_kv_offer_declined_releases_leases(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
     second.add("b", PROMPT)
@@ -535,7 +537,7 @@ def test_an_offer_that_was_declined_is_given_back_at_once(engine: Make, store: M
     assert open_in(store) == (0, 0)
 
 
-def test_an_offer_that_was_never_taken_is_given_back(engine: Make, store: MemoryStore) -> None:
+def test_kv_offer_never_taken_releases_leases(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     second = engine(blocks=2)
     request = second.add("b", PROMPT)
@@ -547,7 +549,7 @@ def test_an_offer_that_was_never_taken_is_given_back(engine: Make, store: Memory
     assert open_in(store) == (0, 0)
 
 
-def test_an_offer_is_remembered_and_renewed_in_time(
+def test_kv_offer_is_remembered_and_leases_renewed(
     engine: Make, faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine(connect=lambda: faulty)
@@ -568,7 +570,7 @@ def test_an_offer_is_remembered_and_renewed_in_time(
     assert faulty.stat(deadline_s=1).leases == 0
 
 
-def test_two_steps_in_flight(engine: Make, store: MemoryStore) -> None:
+def test_kv_saves_of_two_steps_in_flight_are_stored(engine: Make, store: MemoryStore) -> None:
     """Async scheduling: the next step is made before the last one's output has been seen."""
     first = engine()
     one, two = first.add("a", PROMPT), first.add("b", [1, *PROMPT])
@@ -592,7 +594,9 @@ def rule_of(engine: Engine) -> Any:
     return engine.connector._scheduler._costs.rule  # type: ignore[union-attr]
 
 
-def test_an_engine_measures_itself(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_costs_unmeasured_load_is_tried_and_measured(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(compat.logger, "info", lambda form, *args: lines.append(form % args))
     first = engine(load_when="pays")
@@ -612,7 +616,7 @@ def test_an_engine_measures_itself(engine: Make, monkeypatch: pytest.MonkeyPatch
     assert "prefill at" in said
 
 
-def test_what_is_cheaper_to_compute_is_computed(engine: Make, faulty: FaultyStore) -> None:
+def test_kv_costs_cheaper_prefill_skips_load_and_save(engine: Make, faulty: FaultyStore) -> None:
     engine().run("a", PROMPT)
     second = engine(connect=lambda: faulty, load_when="pays")
     for _ in range(50):
@@ -628,7 +632,7 @@ def test_what_is_cheaper_to_compute_is_computed(engine: Make, faulty: FaultyStor
     assert second.run("c", PROMPT).external_tokens == 128
 
 
-def test_a_load_behind_others_is_compared_with_its_wait(engine: Make) -> None:
+def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:
     engine().run("a", PROMPT)
     second = engine(load_when="pays")
     page_bytes = 4 * 4 * 2 * 32 * 8 * 4
@@ -648,7 +652,7 @@ def test_a_load_behind_others_is_compared_with_its_wait(engine: Make) -> None:
     assert costs.queued_bytes == 0
 
 
-def test_a_load_has_a_deadline_and_the_rest_is_computed(
+def test_kv_load_past_deadline_is_recomputed(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cornplug.vllm_connector.kv.block_copies._DIRECT_TOKENS", 32)  # a page a slab
@@ -665,7 +669,7 @@ def test_a_load_has_a_deadline_and_the_rest_is_computed(
     assert open_in(store) == (0, 0)
 
 
-def test_a_loads_deadline_follows_from_what_computing_takes(engine: Make) -> None:
+def test_kv_costs_deadline_follows_prefill_time(engine: Make) -> None:
     costs: Any = engine(load_when="pays").connector._scheduler._costs  # type: ignore[union-attr]
     assert costs.deadline_s(1000) == 20
     for _ in range(50):
@@ -676,7 +680,9 @@ def test_a_loads_deadline_follows_from_what_computing_takes(engine: Make) -> Non
     assert engine().connector._scheduler._costs.deadline_s(10) == 20  # type: ignore[union-attr]
 
 
-def test_open_saves_are_bounded(engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_save_over_byte_limit_is_busy(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page_bytes = 4 * 4 * 2 * 32 * 8 * 4
     first = engine(max_open_saves_bytes=3 * page_bytes)
     slow_views(monkeypatch, first, 0.05)
@@ -693,7 +699,7 @@ def test_open_saves_are_bounded(engine: Make, store: MemoryStore, monkeypatch: p
     ("fields", "reason"),
     [({"prompt_embeds": object()}, "prompt_embeds"), ({"resumable": True}, "streaming")],
 )
-def test_requests_that_cannot_be_named_share_nothing(
+def test_kv_request_without_page_keys_shares_nothing(
     engine: Make, store: MemoryStore, fields: dict[str, Any], reason: str
 ) -> None:
     first = engine()
@@ -702,12 +708,12 @@ def test_requests_that_cannot_be_named_share_nothing(
     assert store.connect().stat(deadline_s=1).entries == 0
 
 
-def test_a_request_may_not_want_the_prefix_cache(engine: Make) -> None:
+def test_kv_request_skipping_prefix_cache_loads_nothing(engine: Make) -> None:
     engine().run("a", PROMPT)
     assert engine().run("b", PROMPT, skip_reading_prefix_cache=True).external_tokens == 0
 
 
-def test_replaced_weights_share_nothing(engine: Make, store: MemoryStore) -> None:
+def test_kv_replaced_weights_end_sharing(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
     waiting = second.add("b", PROMPT)
@@ -724,7 +730,7 @@ def test_replaced_weights_share_nothing(engine: Make, store: MemoryStore) -> Non
     assert store.connect().stat(deadline_s=1).entries == 4
 
 
-def test_an_unknown_model_shares_nothing(engine: Make) -> None:
+def test_kv_unidentified_model_shares_nothing(engine: Make) -> None:
     def no_identity(config: Any) -> Any:
         raise CheckpointError("no safetensors", reason="no_weights")
 
@@ -734,7 +740,7 @@ def test_an_unknown_model_shares_nothing(engine: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_checkpoint_that_breaks_the_reader_is_not_for_ever_being_read(engine: Make) -> None:
+def test_kv_identity_error_ends_identifying(engine: Make) -> None:
     def broken(config: Any) -> Any:
         raise KeyError("rope_parameters")
 
@@ -743,7 +749,7 @@ def test_a_checkpoint_that_breaks_the_reader_is_not_for_ever_being_read(engine: 
     assert first.counts == {("misses", "kv_page", "identity_error"): 1}
 
 
-def test_while_weights_are_being_read_requests_go_on(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cornplug.vllm_connector.kv.scheduler._FIRST_READ_S", 0.01)
 
     def slow(config: Any) -> Any:
@@ -759,9 +765,7 @@ def test_while_weights_are_being_read_requests_go_on(engine: Make, monkeypatch: 
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_cache_that_cannot_be_mapped_keeps_nobody_waiting(
-    engine: Make, store: MemoryStore, tp: int
-) -> None:
+def test_kv_layout_refused_by_worker_recomputes_load(engine: Make, store: MemoryStore, tp: int) -> None:
     """One rank is enough; the request that came before the scheduler knew is recomputed."""
     engine().run("a", PROMPT)
     backends = [BrokenBackend()] * tp
@@ -773,7 +777,7 @@ def test_a_cache_that_cannot_be_mapped_keeps_nobody_waiting(
     assert open_in(store) == (0, 0)
 
 
-def test_a_load_that_two_ranks_fail_one_after_the_other_is_one_miss(engine: Make) -> None:
+def test_kv_load_failed_by_two_ranks_is_one_miss(engine: Make) -> None:
     engine().run("a", PROMPT)
     second = engine(tp=2)
     second.add("b", PROMPT)
@@ -785,7 +789,7 @@ def test_a_load_that_two_ranks_fail_one_after_the_other_is_one_miss(engine: Make
     assert second.counts["misses", "kv_page", "layout"] == 1
 
 
-def test_layers_that_are_no_plain_range_keep_nobody_waiting(engine: Make, store: MemoryStore) -> None:
+def test_kv_layout_with_extra_layer_fails_load_and_save(engine: Make, store: MemoryStore) -> None:
     """A draft model's layer in the group: only the worker finds out."""
     engine().run("a", PROMPT)
     second = engine(extra_layers=1)
@@ -802,7 +806,7 @@ def test_layers_that_are_no_plain_range_keep_nobody_waiting(engine: Make, store:
     assert open_in(store) == (0, 0)
 
 
-def test_context_parallelism_is_refused_on_both_sides(engine: Make, store: MemoryStore) -> None:
+def test_kv_context_parallel_engine_shares_nothing(engine: Make, store: MemoryStore) -> None:
     first = engine(context_parallel=2)
     first.run("a", PROMPT)
     assert first.counts == {}
@@ -810,18 +814,18 @@ def test_context_parallelism_is_refused_on_both_sides(engine: Make, store: Memor
     assert not first.connector.has_pending_push_work()
 
 
-def test_sharing_switched_off(engine: Make) -> None:
+def test_kv_share_kv_off_counts_nothing(engine: Make) -> None:
     first = engine(share_kv=False)
     first.run("a", PROMPT)
     assert first.counts == {}
 
 
-def test_policy_fail_is_refused_with_the_remedy(engine: Make) -> None:
+def test_kv_policy_fail_error_names_remedy(engine: Make) -> None:
     with pytest.raises(ConfigError, match=r"kv_load_failure_policy.*recompute"):
         engine(policy="fail")
 
 
-def test_an_unforeseen_error_of_a_copy_ends_the_load_and_the_save(
+def test_kv_copy_error_ends_load_and_save(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine().run("a", PROMPT[:70])
@@ -842,7 +846,7 @@ def test_an_unforeseen_error_of_a_copy_ends_the_load_and_the_save(
     assert open_in(store) == (0, 0)
 
 
-def test_room_is_not_given_back_while_another_rank_may_write_to_it(
+def test_kv_reservation_stays_until_slowest_rank_wrote(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine(tp=2)
@@ -869,7 +873,7 @@ def test_room_is_not_given_back_while_another_rank_may_write_to_it(
     assert first.counts["saves", "kv_page", "write_failed"] == 1
 
 
-def test_over_a_real_daemon(engine: Make, short_path: Any) -> None:
+def test_kv_pages_pass_through_real_daemon(engine: Make, short_path: Any) -> None:
     config = StoreConfig(socket=short_path / "s.sock", autostart=False, deadline_s=2.0)
     with StoreProcess(config.socket, size="32MiB", log=short_path / "log"):
         stores: list[PoolStore] = []

@@ -101,7 +101,7 @@ class Lives:
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
-def test_any_order_of_lives(steps: list[tuple[str, Any, Any]], tp: int, lag: bool) -> None:
+def test_kv_lives_in_any_order_leave_nothing(steps: list[tuple[str, Any, Any]], tp: int, lag: bool) -> None:
     lives = Lives(tp, lag)
     for what, x, y in steps:
         lives.do(what, x, y)
@@ -110,7 +110,7 @@ def test_any_order_of_lives(steps: list[tuple[str, Any, Any]], tp: int, lag: boo
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
-def test_any_order_of_lives_under_vllms_second_runner_on_an_accelerator(
+def test_kv_lives_on_second_runner_leave_nothing(
     steps: list[tuple[str, Any, Any]], tp: int, lag: bool
 ) -> None:
     lives = Lives(tp, lag, second_runner=True, accelerator=True, kernel_block=8)
@@ -121,7 +121,7 @@ def test_any_order_of_lives_under_vllms_second_runner_on_an_accelerator(
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 @hypothesis.given(STEPS)
-def test_without_faults_no_lease_outlives_its_request(steps: list[tuple[str, Any, Any]]) -> None:
+def test_kv_lives_without_faults_leave_no_lease(steps: list[tuple[str, Any, Any]]) -> None:
     """The store is asked, rather than its connection ended: ours is still open."""
     lives = Lives(1, False)
     for what, x, y in steps:

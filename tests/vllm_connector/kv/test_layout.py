@@ -69,7 +69,9 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "size", "dim"), [(2, 32, 32), (1, 64, 64), (3, 128, 128)])
-def test_vllms_cpu_operation(dtype: torch.dtype, heads: int, size: int, dim: int) -> None:
+def test_layout_of_vllm_cpu_operation_round_trips(
+    dtype: torch.dtype, heads: int, size: int, dim: int
+) -> None:
     isa = cpu_attn._get_attn_isa(dtype, size, dim)
     impl = object.__new__(cpu_attn.CPUAttentionBackendImpl)
     impl.attn_type = cpu_attn.AttentionType.DECODER
@@ -84,7 +86,7 @@ def test_vllms_cpu_operation(dtype: torch.dtype, heads: int, size: int, dim: int
 
 @pytest.mark.parametrize("order", ["HND", "NHD", "cross-layer", "sliced storage"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_strided_layouts(order: str, dtype: torch.dtype) -> None:
+def test_layout_with_strides_round_trips(order: str, dtype: torch.dtype) -> None:
     heads, size, dim = 3, 16, 8
     if order == "HND":
         cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
@@ -103,7 +105,7 @@ def test_strided_layouts(order: str, dtype: torch.dtype) -> None:
     check(cache, layout, side_by_side, heads, size, dim)
 
 
-def test_neighbours_in_one_allocation_are_left_alone() -> None:
+def test_layout_scatter_leaves_neighbour_layers() -> None:
     whole = torch.full((3, 4, 2, 16, 16), 5.0)
     cache = whole[:, 2]
     layout = derive(cache, 2, 16, 8, side_by_side)
@@ -114,7 +116,7 @@ def test_neighbours_in_one_allocation_are_left_alone() -> None:
     assert int((whole == 1).sum()) == 2 * 2 * 8
 
 
-def test_a_permutation_without_strides_goes_by_index() -> None:
+def test_layout_without_strides_uses_index() -> None:
     heads, size, dim = 2, 16, 8
     places = torch.randperm(heads * size * 2 * dim, generator=torch.Generator().manual_seed(3))
 
@@ -133,14 +135,14 @@ def test_a_permutation_without_strides_goes_by_index() -> None:
     check(cache, layout, shuffled, heads, size, dim)
 
 
-def test_dimensions_beyond_one_digit_of_a_bfloat16_label() -> None:
+def test_layout_of_256_bfloat16_slots_round_trips() -> None:
     """256 tokens and 256 channels: a label of 256 would not survive bfloat16 by itself."""
     cache = torch.zeros(3, 1, 256, 512, dtype=torch.bfloat16)
     layout = derive(cache, 1, 256, 256, side_by_side)
     check(cache, layout, side_by_side, 1, 256, 256)
 
 
-def test_a_single_head_and_channel() -> None:
+def test_layout_of_one_head_and_channel_round_trips() -> None:
     cache = torch.zeros(3, 1, 16, 2)
     check(cache, derive(cache, 1, 16, 1, side_by_side), side_by_side, 1, 16, 1)
 
@@ -199,13 +201,13 @@ class ChangesItsMind:
         ChangesItsMind(),
     ],
 )  # fmt: skip
-def test_what_is_no_permutation_is_refused(write: WriteOp) -> None:
+def test_derive_write_without_permutation_is_refused(write: WriteOp) -> None:
     with pytest.raises(LayoutError) as error:
         derive(torch.zeros(3, 2, 32, 32), 2, 32, 16, write)
     assert error.value.reason == "layout"
 
 
-def test_padding_between_tokens_is_addressed_and_not_touched() -> None:
+def test_layout_padding_between_tokens_is_untouched() -> None:
     """A view into a padded allocation is a permutation of the block's own elements."""
     whole = torch.full((3, 2, 16, 24), 9.0)
     cache = whole[..., :16]
@@ -215,12 +217,12 @@ def test_padding_between_tokens_is_addressed_and_not_touched() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 16, 17), (3, 3, 16, 16), (3, 2, 32, 16), (2, 3, 2, 16, 8), (3, 16)])
-def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+def test_derive_other_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="shape"):
         derive(torch.zeros(shape), 2, 16, 8, side_by_side)
 
 
-def test_a_layer_without_the_operation_is_refused() -> None:
+def test_write_op_layer_without_operation_is_refused() -> None:
     layer: Any = SimpleNamespace(impl=object())
     with pytest.raises(LayoutError, match="no cache-write operation"):
         write_op(layer)

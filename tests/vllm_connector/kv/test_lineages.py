@@ -10,7 +10,7 @@ from cornplug.vllm_connector.kv.page_keys import PageKeys
 
 
 @pytest.mark.parametrize("case", vectors.CASES)
-def test_the_keys_are_those_of_the_other_room(case: str) -> None:
+def test_page_keys_of_media_equal_vectors_of_both_engines(case: str) -> None:
     media = vectors.CASES[case]
     tokens = vectors.tokens(media)
     features = [
@@ -23,7 +23,7 @@ def test_the_keys_are_those_of_the_other_room(case: str) -> None:
     assert [key.hex() for key in keys.upto(tokens, len(tokens))] == vectors.known()[case]
 
 
-def test_what_the_vectors_must_tell_apart() -> None:
+def test_lineages_of_other_row_counts_have_other_vectors() -> None:
     known = vectors.known()
     assert known.keys() == vectors.CASES.keys()
     whole, less = known["80 rows"], known["79 rows"]

@@ -48,7 +48,7 @@ def keys(tokens: list[int], *features: MultiModalFeatureSpec, page: int = 32, **
     return PageKeys(SECRET, root(**spec), page, features).upto(tokens, len(tokens))
 
 
-def test_a_key_for_each_whole_page() -> None:
+def test_page_keys_are_one_per_whole_page() -> None:
     tokens = prompt(100)
     assert len(keys(tokens)) == 3
     assert len(set(keys(tokens))) == 3
@@ -56,7 +56,7 @@ def test_a_key_for_each_whole_page() -> None:
     assert keys(tokens)[:2] == keys(tokens[:64])
 
 
-def test_a_key_names_all_tokens_before_it() -> None:
+def test_page_keys_depend_on_all_tokens_before() -> None:
     tokens = prompt(96)
     first = [tokens[0] + 1, *tokens[1:]]
     assert not set(keys(tokens)) & set(keys(first))
@@ -72,18 +72,18 @@ def test_a_key_names_all_tokens_before_it() -> None:
         {"quantization": "fp8"}, {"max_model_len": 4096},
     ],
 )  # fmt: skip
-def test_everything_that_changes_kv_changes_every_key(change: dict[str, Any]) -> None:
+def test_page_keys_change_with_every_root_input(change: dict[str, Any]) -> None:
     tokens = prompt(96)
     assert not set(keys(tokens)) & set(keys(tokens, **change))
 
 
-def test_page_sizes_do_not_mix() -> None:
+def test_page_keys_of_another_page_size_differ() -> None:
     tokens = prompt(128)
     assert not set(keys(tokens, page=32)) & set(keys(tokens, page=64))
 
 
 @given(st.data())
-def test_extending_gives_what_asking_at_once_gives(data: st.DataObject) -> None:
+def test_page_keys_extended_equal_keys_made_at_once(data: st.DataObject) -> None:
     tokens = prompt(400, (20, 70), (130, 40))
     features = [feature(B, 130, 40), feature(A, 20, 70, [i % 3 != 0 for i in range(70)])]
     whole = keys(tokens, *features)
@@ -94,7 +94,7 @@ def test_extending_gives_what_asking_at_once_gives(data: st.DataObject) -> None:
         assert growing.upto(known, end) == whole[: end // 32]
 
 
-def test_two_pictures_swapped() -> None:
+def test_page_keys_of_swapped_images_differ() -> None:
     tokens = prompt(160, (10, 40), (70, 40))
     there = keys(tokens, feature(A, 10, 40), feature(B, 70, 40))
     swapped = keys(tokens, feature(B, 10, 40), feature(A, 70, 40))
@@ -103,7 +103,7 @@ def test_two_pictures_swapped() -> None:
     assert keys(tokens, feature(B, 70, 40), feature(A, 10, 40)) == there
 
 
-def test_one_picture_at_two_places() -> None:
+def test_page_keys_of_image_at_two_places_differ() -> None:
     tokens = prompt(160, (0, 32), (64, 32))
     twice = keys(tokens, feature(A, 0, 32), feature(A, 64, 32))
     assert len(set(twice)) == len(twice)
@@ -111,12 +111,12 @@ def test_one_picture_at_two_places() -> None:
     assert twice[2] != keys(tokens, feature(A, 0, 32), feature(B, 64, 32))[2]
 
 
-def test_a_shift_of_one_position_changes_the_keys() -> None:
+def test_page_keys_of_shifted_image_differ() -> None:
     tokens = prompt(96, (0, 96))
     assert keys(tokens, feature(A, 1, 95))[0] != keys(tokens, feature(A, 0, 95))[0]
 
 
-def test_one_medium_of_other_rows_shares_no_page_from_its_first_on() -> None:
+def test_page_keys_of_other_row_count_differ_from_first_row() -> None:
     """Which rows a processor makes of an image may depend on how many there are in the prompt (h2ovl)."""
     tokens = prompt(160, (40, 80))
     few, more = keys(tokens, feature(A, 40, 72)), keys(tokens, feature(A, 40, 80))
@@ -124,7 +124,7 @@ def test_one_medium_of_other_rows_shares_no_page_from_its_first_on() -> None:
     assert not set(few[1:]) & set(more[1:])
 
 
-def test_rows_count_and_not_the_tokens_between_them() -> None:
+def test_page_keys_number_rows_and_keep_tokens_between() -> None:
     """SGLang knows no others. Those that stand for themselves are in the chain as they are."""
     masked = [i % 10 != 9 for i in range(80)]
     rows = placeholder_tokens(medium_lineage(b"\xaa" * 32, 72))
@@ -134,7 +134,7 @@ def test_rows_count_and_not_the_tokens_between_them() -> None:
     assert keys(tokens, feature(A, 40, 80, masked)) == keys(seen)
 
 
-def test_a_mask_says_which_positions_hold_embeddings() -> None:
+def test_page_keys_follow_mask_of_embedded_positions() -> None:
     """Rows count on: the embedding at a position is named by its row, not by its position."""
     tokens = prompt(32, (0, 8))
     full = keys(tokens, feature(A, 0, 8))
@@ -146,7 +146,7 @@ def test_a_mask_says_which_positions_hold_embeddings() -> None:
     assert keys(tokens, feature(A, 0, 8, [False] * 8)) == keys(tokens)
 
 
-def test_what_stands_at_a_placeholder_is_the_medium_not_the_token() -> None:
+def test_page_keys_ignore_token_at_placeholder() -> None:
     tokens = prompt(32, (4, 8))
     others = [5 if token == PLACEHOLDER else token for token in tokens]
     assert keys(tokens, feature(A, 4, 8)) == keys(others, feature(A, 4, 8))
@@ -155,7 +155,7 @@ def test_what_stands_at_a_placeholder_is_the_medium_not_the_token() -> None:
 @pytest.mark.parametrize(
     "foreign", ["some-uuid", "local-" + "aa" * 32, "7:" + A, "cp1-" + "aa" * 31, "cp1-" + "AA" * 32]
 )
-def test_a_medium_without_an_identity_of_ours_ends_the_naming(foreign: str) -> None:
+def test_page_keys_end_before_foreign_medium(foreign: str) -> None:
     tokens = prompt(160, (70, 20), (100, 20))
     named = PageKeys(SECRET, root(), 32, [feature(A, 100, 20), feature(foreign, 70, 20)])
     assert named.limit == 70
@@ -166,7 +166,7 @@ def test_a_medium_without_an_identity_of_ours_ends_the_naming(foreign: str) -> N
     assert several.limit == 70
 
 
-def test_key_of() -> None:
+def test_key_of_malformed_identifier_is_none() -> None:
     assert key_of(A) == b"\xaa" * 32
     assert key_of("cp1-" + "zz" * 32) is None
     assert key_of(A + "0") is None
@@ -196,6 +196,6 @@ def vectors() -> dict[str, Any]:
     }
 
 
-def test_golden_vectors() -> None:
+def test_page_keys_equal_golden_vectors() -> None:
     """A change here makes every store useless: it needs a new version in the key's domain name."""
     assert vectors() == json.loads(GOLDEN.read_text())

@@ -21,7 +21,7 @@ from ..rig import Request, runtime
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
-def test_roots(name: str, tmp_path: Path, store: MemoryStore) -> None:
+def test_kv_scheduler_roots_equal_golden_vectors(name: str, tmp_path: Path, store: MemoryStore) -> None:
     case = vectors.CASES[name]
     path = vectors.adapter(tmp_path / "lora")
     config: Any = SimpleNamespace()

@@ -43,7 +43,7 @@ def saved(engine: Engine) -> float:
     return engine.counts.get(("saves", "kv_page", "stored"), 0)
 
 
-def test_the_wrapper_stands_around_vllm_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_load_is_true_beside_another_connector(monkeypatch: pytest.MonkeyPatch) -> None:
     [(module, name, wrapper)] = provenance.WRAPS
     monkeypatch.setattr(MultiConnector, "__init__", MultiConnector.__init__)
     compat.wrap(module, name, wrapper)
@@ -60,7 +60,7 @@ def test_the_wrapper_stands_around_vllm_s_own(monkeypatch: pytest.MonkeyPatch) -
     assert not provenance.others_load()
 
 
-def test_what_was_computed_here_is_saved(beside: Make, engine: Make) -> None:
+def test_provenance_computed_tokens_are_saved(beside: Make, engine: Make) -> None:
     first = beside()
     first.run("a", PROMPT)
     assert saved(first) == 4
@@ -69,7 +69,7 @@ def test_what_was_computed_here_is_saved(beside: Make, engine: Make) -> None:
 
 
 @pytest.mark.parametrize("given", [32, 64, 128])
-def test_what_another_connector_brought_is_not_saved_nor_what_follows_it(beside: Make, given: int) -> None:
+def test_provenance_tokens_of_other_connector_are_not_saved(beside: Make, given: int) -> None:
     """As NIXL's pages, under whatever name: they come as tokens that are computed already."""
     first = beside()
     request = first.add("a", PROMPT, local_tokens=given)
@@ -79,7 +79,7 @@ def test_what_another_connector_brought_is_not_saved_nor_what_follows_it(beside:
     assert saved(first) == 0
 
 
-def test_alone_the_engine_s_own_prefix_cache_is_its_own(engine: Make) -> None:
+def test_provenance_local_prefix_without_others_is_saved(engine: Make) -> None:
     first = engine()
     request = first.add("a", PROMPT, local_tokens=64)
     while request.num_computed_tokens < len(PROMPT):
@@ -88,7 +88,7 @@ def test_alone_the_engine_s_own_prefix_cache_is_its_own(engine: Make) -> None:
     assert saved(first) == 4
 
 
-def test_what_we_loaded_ourselves_may_be_gone_on_from(beside: Make) -> None:
+def test_provenance_tokens_after_own_load_are_saved(beside: Make) -> None:
     beside().run("a", PROMPT[:100])
     second = beside()
     request = second.run("b", PROMPT)
@@ -96,7 +96,7 @@ def test_what_we_loaded_ourselves_may_be_gone_on_from(beside: Make) -> None:
     assert saved(second) == 1
 
 
-def test_after_a_preemption_tokens_are_judged_anew(beside: Make) -> None:
+def test_provenance_tokens_after_preemption_are_judged_anew(beside: Make) -> None:
     first = beside()
     request = first.add("a", PROMPT)
     first.step(chunk=40)
@@ -108,7 +108,7 @@ def test_after_a_preemption_tokens_are_judged_anew(beside: Make) -> None:
     assert saved(first) <= 1  # the page before, where the preemption did not end its saving
 
 
-def test_own_tokens() -> None:
+def test_own_tokens_end_at_first_gap() -> None:
     own = OwnTokens()
     assert own.extend(0, 40) == 40
     assert own.extend(40, 80) == 80

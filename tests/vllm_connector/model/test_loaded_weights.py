@@ -48,14 +48,14 @@ def rewrite(folder: Path, part: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_loaded_from_the_files_is_theirs(folder: Path, dtype: torch.dtype) -> None:
+def test_differing_weights_of_same_files_is_none(folder: Path, dtype: torch.dtype) -> None:
     name, compared = differing(Loaded(folder, dtype), Checkpoint.open(str(folder)))
     assert name is None
     assert compared >= 8  # two layers of language model and of tower, two norms each
 
 
 @pytest.mark.parametrize("part", ["language_model", "vision_tower"])
-def test_a_file_that_was_rewritten_shows(folder: Path, part: str) -> None:
+def test_differing_weights_of_rewritten_file_are_named(folder: Path, part: str) -> None:
     model = Loaded(folder, torch.bfloat16)
     changed = rewrite(folder, part)
     name, _ = differing(model, Checkpoint.open(str(folder)))
@@ -76,7 +76,7 @@ def config(folder: Path, kv: str = "CornplugConnector") -> Any:
     ("kv", "dummy", "ends"),
     [("CornplugConnector", False, True), ("Other", False, False), ("CornplugConnector", True, False)],
 )
-def test_a_worker_that_loaded_something_else_ends_sharing(
+def test_load_model_of_rewritten_file_ends_sharing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kv: str, dummy: bool, ends: bool
 ) -> None:
     monkeypatch.setattr(

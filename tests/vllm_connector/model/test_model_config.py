@@ -70,7 +70,7 @@ def kv_key(config: Any) -> tuple[bytes, bytes]:
     return fingerprint, canonical(spec)
 
 
-def test_a_quantised_llm_leaves_the_tower_what_it_was(resolved: Any, folder: Path, tmp_path: Path) -> None:
+def test_tower_identity_with_quantised_llm_is_unchanged(resolved: Any, folder: Path, tmp_path: Path) -> None:
     """vLLM writes counts of heads into the checkpoint's own quantisation config."""
     model = quantised(folder, tmp_path / "w8a8")
     config = EngineArgs(model=str(model), dtype="float32", max_model_len=1024).create_engine_config()
@@ -79,20 +79,20 @@ def test_a_quantised_llm_leaves_the_tower_what_it_was(resolved: Any, folder: Pat
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_field_stands_in_exactly_one_table(name: str) -> None:
+def test_field_tables_hold_each_field_once(name: str) -> None:
     """Fails with the names of what a release of vLLM has added."""
     fields = dataclasses.fields(getattr(vllm_config, name))
     assert misplaced(TABLES[name], (one.name for one in fields)) == {}
 
 
-def test_all_classes_that_matter_have_tables() -> None:
+def test_field_tables_cover_all_config_classes() -> None:
     assert set(TABLES) == {
         "CacheConfig", "LoRAConfig", "LoadConfig", "ModelConfig", "MultiModalConfig", "ParallelConfig",
         "SpeculativeConfig",
     }  # fmt: skip
 
 
-def test_plain_flags_change_nothing(resolved: Any) -> None:
+def test_identity_of_plain_flags_has_no_overrides(resolved: Any) -> None:
     """Else no two engines would share, nor would the encoder service."""
     tower = tower_identity(resolved)
     assert tower.identity == tower.served_identity
@@ -116,7 +116,7 @@ def test_plain_flags_change_nothing(resolved: Any) -> None:
         ("parallel_config", {"worker_cls": "mine.Worker"}, "worker_cls"),
     ],
 )
-def test_what_nobody_can_name_is_refused_by_name(
+def test_identity_with_unidentifiable_setting_is_refused(
     changed: Callable[..., Any], part: str, fields: dict[str, Any], named: str
 ) -> None:
     config = changed(part, **fields)
@@ -130,9 +130,7 @@ def test_what_nobody_can_name_is_refused_by_name(
     "load_format",
     ["dummy", "gguf", "ipc_cache", "mistral", "modelexpress", "npcache", "pt", "sharded_state", "a plugin's"],
 )
-def test_load_formats_that_are_not_known_to_read_the_safetensors_are_refused(
-    changed: Callable[..., Any], load_format: str
-) -> None:
+def test_kv_identity_with_other_load_format_is_refused(changed: Callable[..., Any], load_format: str) -> None:
     with pytest.raises(CheckpointError, match="load_format"):
         kv_identity(changed("load_config", load_format=load_format))
 
@@ -140,13 +138,13 @@ def test_load_formats_that_are_not_known_to_read_the_safetensors_are_refused(
 @pytest.mark.parametrize(
     "load_format", ["auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"]
 )
-def test_load_formats_that_read_the_safetensors_are_one(
+def test_kv_identity_of_safetensors_load_formats_is_one(
     changed: Callable[..., Any], resolved: Any, load_format: str
 ) -> None:
     assert kv_key(changed("load_config", load_format=load_format)) == kv_key(resolved)
 
 
-def test_consolidated_weights_are_what_vllm_would_read(
+def test_kv_identity_with_consolidated_file_is_refused(
     changed: Callable[..., Any], folder: Path, tmp_path: Path
 ) -> None:
     copied = tmp_path / "both"
@@ -164,14 +162,14 @@ def test_consolidated_weights_are_what_vllm_would_read(
         {"mm_encoder_fp8_scale_path": "/scales.json"},
     ],
 )
-def test_a_quantised_tower_is_nobody_else_s(changed: Callable[..., Any], fields: dict[str, Any]) -> None:
+def test_tower_identity_with_fp8_tower_is_refused(
+    changed: Callable[..., Any], fields: dict[str, Any]
+) -> None:
     with pytest.raises(CheckpointError, match=next(iter(fields))):
         tower_identity(changed("multimodal_config", **fields))
 
 
-def test_online_quantisation_is_in_the_key_with_all_its_options(
-    changed: Callable[..., Any], resolved: Any
-) -> None:
+def test_kv_identity_contains_online_quantisation(changed: Callable[..., Any], resolved: Any) -> None:
     keys = [
         kv_key(resolved),
         kv_key(changed("model_config", quantization="fp8")),
@@ -181,7 +179,7 @@ def test_online_quantisation_is_in_the_key_with_all_its_options(
     assert len(set(keys)) == 4
 
 
-def test_a_setting_of_a_later_release_is_refused_by_name(
+def test_kv_identity_with_unknown_setting_is_refused(
     changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harmless = {k: v for k, v in model_fields.MODEL.harmless.items() if k != "seed"}
@@ -193,9 +191,7 @@ def test_a_setting_of_a_later_release_is_refused_by_name(
         kv_identity(changed("model_config", seed=7))
 
 
-def test_lora_settings_that_change_products_are_in_the_key(
-    changed: Callable[..., Any], resolved: Any
-) -> None:
+def test_kv_identity_contains_lora_settings(changed: Callable[..., Any], resolved: Any) -> None:
     def lora(**fields: Any) -> Any:
         config = changed("model_config")
         config.lora_config = vllm_config.LoRAConfig(**fields)
@@ -225,23 +221,25 @@ def registered(changed: Callable[..., Any], name: str, module: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "LlamaForCausalLM"])
-def test_out_of_tree_classes_are_refused_inside_another_too(changed: Callable[..., Any], name: str) -> None:
+def test_kv_identity_with_plugin_class_is_refused(changed: Callable[..., Any], name: str) -> None:
     with pytest.raises(CheckpointError, match=f"model class {name}: it is plugin"):
         kv_identity(registered(changed, name, "plugin.models"))
 
 
-def test_out_of_tree_classes_of_others_do_not_matter(changed: Callable[..., Any], resolved: Any) -> None:
+def test_kv_identity_with_unused_plugin_class_is_unchanged(
+    changed: Callable[..., Any], resolved: Any
+) -> None:
     assert kv_key(registered(changed, "NovelForCausalLM", "plugin.models")) == kv_key(resolved)
 
 
-def test_transformers_backend_is_other_code(changed: Callable[..., Any], resolved: Any) -> None:
+def test_transformers_backend_changes_kv_identity(changed: Callable[..., Any], resolved: Any) -> None:
     config = registered(changed, "LlavaForConditionalGeneration", "vllm.model_executor.models.transformers")
     assert transformers_backend(config.model_config) == "transformers"
     assert kv_key(config) != kv_key(resolved)
     assert transformers_backend(resolved.model_config) is None
 
 
-def test_a_foreign_processor_is_refused(
+def test_tower_identity_with_plugin_processor_is_refused(
     changed: Callable[..., Any], resolved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = resolved.model_config.registry.models[resolved.model_config.architecture].load_model_cls()
@@ -258,7 +256,7 @@ def with_code(folder: Path, code: str, reference: str = "mine.Mine") -> Path:
     return folder
 
 
-def test_remote_code_is_in_the_key_where_it_may_run(
+def test_kv_identity_contains_trusted_remote_code(
     changed: Callable[..., Any], folder: Path, tmp_path: Path
 ) -> None:
     def key(code: str, trusted: bool, reference: str = "mine.Mine") -> tuple[bytes, bytes]:
@@ -298,7 +296,7 @@ def with_config(
     )
 
 
-def test_overrides_count_by_what_they_change(changed: Callable[..., Any], tmp_path: Path) -> None:
+def test_kv_identity_contains_effective_overrides(changed: Callable[..., Any], tmp_path: Path) -> None:
     path = checkpoints.qwen2_text(tmp_path / "q")
 
     def key(**overrides: Any) -> tuple[bytes, bytes]:
@@ -312,7 +310,7 @@ LONG = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 
 
 @pytest.mark.parametrize("kind", ["su", "longrope"])
-def test_long_ropes_are_told_apart_by_the_length_that_the_operator_allows(
+def test_kv_identity_of_longrope_contains_length(
     changed: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
     """vLLM takes the long factors where max_model_len is beyond the original length."""
@@ -324,7 +322,7 @@ def test_long_ropes_are_told_apart_by_the_length_that_the_operator_allows(
     assert short != long
 
 
-def test_a_long_rope_inside_another_config_counts_too(changed: Callable[..., Any], folder: Path) -> None:
+def test_kv_identity_of_nested_longrope_contains_length(changed: Callable[..., Any], folder: Path) -> None:
     def key(length: int) -> bytes:
         config = changed("model_config", max_model_len=length)
         running = copy.deepcopy(config.model_config.hf_config)
@@ -335,7 +333,7 @@ def test_a_long_rope_inside_another_config_counts_too(changed: Callable[..., Any
     assert key(1024) != key(4096)
 
 
-def test_models_that_read_the_length_have_it_in_the_key(
+def test_kv_identity_of_llama4_contains_length(
     changed: Callable[..., Any], folder: Path, tmp_path: Path
 ) -> None:
     """Llama 4 scales its attention by it, or by what the generation config says."""
@@ -354,9 +352,7 @@ def test_models_that_read_the_length_have_it_in_the_key(
     assert len(keys | {key()}) == 4
 
 
-def test_the_length_is_nobody_s_business_where_no_model_reads_it(
-    changed: Callable[..., Any], resolved: Any
-) -> None:
+def test_kv_identity_of_other_models_ignores_length(changed: Callable[..., Any], resolved: Any) -> None:
     other = changed("model_config", max_model_len=512, override_generation_config={"temperature": 0.1})
     assert kv_key(other) == kv_key(resolved)
 
@@ -364,9 +360,7 @@ def test_the_length_is_nobody_s_business_where_no_model_reads_it(
 # -- releases, processors, environment ----------------------------------------------------------
 
 
-def test_a_release_that_computes_otherwise_shares_with_its_like_only(
-    resolved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_of_another_epoch_differs(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tower_identity(resolved), kv_key(resolved)
     monkeypatch.setattr(model, "EPOCHS", {"llava": 1, "llama": 1})
     after = tower_identity(resolved), kv_key(resolved)
@@ -376,16 +370,14 @@ def test_a_release_that_computes_otherwise_shares_with_its_like_only(
 
 
 @pytest.mark.parametrize("asked", [{"use_fast": False}, {"backend": "pil"}, {"device": "cuda"}])
-def test_other_pixels_have_another_identity(
+def test_tower_identity_contains_processor_kwargs(
     changed: Callable[..., Any], resolved: Any, asked: dict[str, Any]
 ) -> None:
     other = changed("multimodal_config", mm_processor_kwargs=asked)
     assert tower_identity(other).identity != tower_identity(resolved).identity
 
 
-def test_variables_that_may_change_values_are_in_the_key(
-    resolved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_identity_contains_relevant_variables(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kv_key(resolved)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -397,7 +389,7 @@ def test_variables_that_may_change_values_are_in_the_key(
         kv_identity(resolved)
 
 
-def test_a_release_s_new_variables_are_named() -> None:
+def test_vllm_variables_are_all_reviewed() -> None:
     """They are in the key until somebody has looked at them. `tests/golden/vllm_variables.txt` lists those
     that were looked at; a new one either stays in the key or joins `HARMLESS_VARIABLES`."""
     seen = set((Path(__file__).parents[2] / "golden" / "vllm_variables.txt").read_text().split())
@@ -405,7 +397,7 @@ def test_a_release_s_new_variables_are_named() -> None:
     assert known - seen == set()
 
 
-def test_the_variables_in_the_tables_exist() -> None:
+def test_engine_fields_variables_exist_and_fit_their_table() -> None:
     known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
     assert known.issuperset(engine_fields.REFUSED_VARIABLES)
     harmless = {name for name in known if engine_fields.HARMLESS_VARIABLES.fullmatch(name)}
@@ -426,7 +418,7 @@ def test_the_variables_in_the_tables_exist() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["novel", "qwen2_audio"])
-def test_families_that_nobody_compared_are_refused(
+def test_tower_identity_of_unvalidated_family_is_refused(
     changed: Callable[..., Any], folder: Path, tmp_path: Path, model_type: str
 ) -> None:
     path = tmp_path / "other"
