@@ -17,7 +17,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.qwen2_vl(tmp_path_factory.mktemp("found") / "qwen2_vl")
 
 
-def test_a_size_that_an_operator_asks_for_counts_beside_the_files_limits(qwen: Path) -> None:
+def test_checkpoint_identity_contains_size_argument(qwen: Path) -> None:
     """`--mm-processor-kwargs '{"size": ...}'` and a file with min_pixels and max_pixels: transformers'
     processor, called so, takes the size; the key took the limits, and was the same for any size."""
     opened = Checkpoint.open(str(qwen))
@@ -31,7 +31,7 @@ def test_a_size_that_an_operator_asks_for_counts_beside_the_files_limits(qwen: P
 
 
 @pytest.mark.parametrize("found", [1, True, "Qwen2VLForConditionalGeneration", [], [None]])
-def test_architectures_that_are_no_list_of_names_can_be_read(qwen: Path, tmp_path: Path, found: Any) -> None:
+def test_checkpoint_with_malformed_architectures_opens(qwen: Path, tmp_path: Path, found: Any) -> None:
     """It was a TypeError on the thread that identifies the model."""
     for file in qwen.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -34,7 +34,9 @@ def check(report: Report, record_property: Callable[[str, object], None]) -> Non
 
 
 @pytest.mark.timeout(900)
-def test_keys_differ_where_numbers_do(oracle: Oracle, record_property: Callable[[str, object], None]) -> None:
+def test_oracle_keys_differ_where_numbers_differ(
+    oracle: Oracle, record_property: Callable[[str, object], None]
+) -> None:
     # The rooms differ in a few lines; SGLang's long run is `script/test-more`'s.
     wanted = 2000 if ENGINE == "vllm" else 300
     report = oracle.run(seed=1, cases=wanted)
@@ -45,7 +47,7 @@ def test_keys_differ_where_numbers_do(oracle: Oracle, record_property: Callable[
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 10))
-def test_keys_differ_where_numbers_do_in_many_more_cases(
+def test_oracle_long_run_keys_differ_where_numbers_differ(
     oracle: Oracle, record_property: Callable[[str, object], None], seed: int
 ) -> None:
     report = oracle.run(seed=seed, cases=1250)

@@ -87,7 +87,7 @@ def _replace_family(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         (_forget_salts, "salt", 3),
     ],
 )
-def test_a_planted_hole_is_found(
+def test_planted_hole_is_found_by_oracle(
     oracle: Callable[[], Oracle],
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[pytest.MonkeyPatch], None],
@@ -98,7 +98,7 @@ def test_a_planted_hole_is_found(
     assert oracle().run(seed=1, cases=cases, kinds=[kind]).holes
 
 
-def test_keys_that_follow_names_are_found(
+def test_planted_key_that_follows_names_is_found(
     oracle: Callable[[], Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other way round: a key that a renaming changes."""

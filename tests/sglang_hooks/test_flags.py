@@ -80,7 +80,7 @@ def shares_kv(found: dict[str, Any]) -> bool:
     return bool(found["hicache_storage_backend"] == "dynamic" and found["enable_hierarchical_cache"])
 
 
-def test_golden(text: str) -> None:
+def test_flags_differences_equal_golden_file(text: str) -> None:
     """What each set of flags changes, field by field; {} without any."""
     stock = resolved(text)
     produced = {
@@ -90,7 +90,7 @@ def test_golden(text: str) -> None:
     assert produced == json.loads(GOLDEN.read_text())
 
 
-def test_settings_reach_the_processes(text: str) -> None:
+def test_flags_settings_reach_activation_config(text: str) -> None:
     given(text, *ALL)
     config = activation.config()
     assert (config.engine.app, config.engine.page_tokens) == ("chat", 128)
@@ -99,7 +99,7 @@ def test_settings_reach_the_processes(text: str) -> None:
     assert config.encoder.socket == Path("/run/e.sock")
 
 
-def test_settings_edited_under_a_server_change_nothing(
+def test_activation_config_file_edited_later_is_ignored(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are asked for with each image, on the scheduler's thread."""
@@ -114,20 +114,20 @@ def test_settings_edited_under_a_server_change_nothing(
         given(text, "--enable-cornplug")
 
 
-def test_any_option_turns_it_on(text: str) -> None:
+def test_activation_is_on_with_any_flag(text: str) -> None:
     given(text)
     assert not activation.is_on()
     given(text, "--cornplug-app", "chat")
     assert activation.is_on()
 
 
-def test_the_next_server_of_a_process_shares_only_when_asked(text: str) -> None:
+def test_activation_of_next_server_needs_flag(text: str) -> None:
     given(text, "--enable-cornplug")
     given(text)
     assert not activation.is_on()
 
 
-def test_a_config_file_says_the_same(text: str, tmp_path: Path) -> None:
+def test_flags_in_sglang_config_file_are_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump({"enable-cornplug": True, "cornplug-app": "chat", "page-size": 128}))
     found = resolved(text, "--config", str(file))
@@ -135,7 +135,7 @@ def test_a_config_file_says_the_same(text: str, tmp_path: Path) -> None:
     assert (found["page_size"], found["enable_hierarchical_cache"]) == (128, True)
 
 
-def test_given_settings_stay(text: str) -> None:
+def test_hicache_config_keeps_given_settings(text: str) -> None:
     found = resolved(
         text, "--enable-cornplug", "--page-size", "32", "--enable-hierarchical-cache",
         "--hicache-ratio", "1.5", "--hicache-mem-layout", "layer_first",
@@ -152,7 +152,7 @@ def test_given_settings_stay(text: str) -> None:
     assert extra["class_name"] == "CornplugStorage"
 
 
-def test_our_own_storage_may_be_given_by_hand(text: str) -> None:
+def test_hicache_config_accepts_backend_given_by_hand(text: str) -> None:
     by_hand = json.dumps(hicache_config.BACKEND)
     args = (
         "--enable-cornplug", "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
@@ -180,7 +180,7 @@ def test_our_own_storage_may_be_given_by_hand(text: str) -> None:
         ["--hicache-host-memory-mode", "buffer_only"],
     ],
 )
-def test_a_setting_that_excludes_sharing_is_refused_by_both_names(text: str, args: list[str]) -> None:
+def test_flags_in_conflict_error_names_both(text: str, args: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(text, "--enable-cornplug", *args)
     assert args[0] in str(caught.value)
@@ -189,19 +189,19 @@ def test_a_setting_that_excludes_sharing_is_refused_by_both_names(text: str, arg
 
 
 @pytest.mark.parametrize("size", ["16", "32", "64", "128", "192"])
-def test_pages_that_divide_or_are_multiples(text: str, size: str) -> None:
+def test_hicache_config_accepts_aligned_page_sizes(text: str, size: str) -> None:
     found = resolved(text, "--enable-cornplug", "--page-size", size, "--chunked-prefill-size", "768")
     assert shares_kv(found)
     assert found["page_size"] == int(size)
 
 
 @pytest.mark.parametrize(("chunk", "page"), [("4096", 64), ("96", 32), ("48", 16), ("-1", 64)])
-def test_a_chunk_of_prefill_is_whole_pages(text: str, chunk: str, page: int) -> None:
+def test_hicache_config_page_size_divides_prefill_chunk(text: str, chunk: str, page: int) -> None:
     found = resolved(text, "--enable-cornplug", "--chunked-prefill-size", chunk)
     assert (shares_kv(found), found["page_size"]) == (True, page)
 
 
-def test_embeddings_only_leaves_the_cache_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_embeddings_only_leave_cache_settings(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = resolved(text, "--disable-radix-cache")
     monkeypatch.setenv("CORNPLUG_ENGINE_SHARE_KV", "false")
     assert differences(resolved(text, "--enable-cornplug", "--disable-radix-cache"), stock) == {}
@@ -248,7 +248,7 @@ def _model(text: str, folder: Path, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "own", [[], ["--enable-hierarchical-cache", "--page-size", "32"]], ids=["", "HiCache"]
 )
-def test_where_kv_cannot_be_shared_the_server_is_stock(
+def test_hicache_config_without_kv_sharing_equals_stock(
     text: str, tmp_path: Path, said: str, args: list[str], config: dict[str, Any], own: list[str]
 ) -> None:
     """No pinned pool, no copies, no pages of 64 for nothing; and what the operator gave stays."""
@@ -265,7 +265,7 @@ def test_where_kv_cannot_be_shared_the_server_is_stock(
     assert said in str(warning.call_args)
 
 
-def test_what_sglang_refuses_to_join_with_hicache_starts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hicache_config_is_set_after_sglang_checks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NVFP4 on SM100 SGLang raises where HiCache is on: it must not be while that is asked."""
     from sglang.srt.arg_groups import kv_cache_hook
 
@@ -280,15 +280,13 @@ def test_what_sglang_refuses_to_join_with_hicache_starts(text: str, monkeypatch:
     assert seen == [False]
 
 
-def test_full_attention_in_every_layer_is_no_hybrid(text: str, tmp_path: Path) -> None:
+def test_hicache_config_full_attention_layers_share_kv(text: str, tmp_path: Path) -> None:
     layers = json.loads((Path(text) / "config.json").read_text())["num_hidden_layers"]
     model = _model(text, tmp_path / "model", {"layer_types": ["full_attention"] * layers})
     assert shares_kv(resolved(model, "--enable-cornplug"))
 
 
-def test_without_room_for_hicache_the_server_starts_all_the_same(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hicache_config_without_host_memory_stays_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang leaves 10 GiB of host memory alone, and with HiCache does not start where no more is free."""
     reserve = pool_base.HICACHE_HOST_MEMORY_RESERVE_BYTES
     for free, shared in ((reserve, False), (reserve + (2 << 30), True)):
@@ -299,9 +297,7 @@ def test_without_room_for_hicache_the_server_starts_all_the_same(
     assert shares_kv(resolved(text, "--enable-cornplug", "--enable-hierarchical-cache"))
 
 
-def test_without_a_compiler_the_server_starts_all_the_same(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hicache_config_without_compiler_equals_stock(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ConfigError("--enable-cornplug", "SGLang cannot compile its page hash", "Install one.")
 
@@ -310,7 +306,7 @@ def test_without_a_compiler_the_server_starts_all_the_same(
     assert differences(resolved(text, "--enable-cornplug"), stock) == {}
 
 
-def test_what_sglang_decides_itself_leaves_kv_alone(text: str) -> None:
+def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
     """Some models and attention backends set a page size or disable the radix cache by themselves."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -332,9 +328,7 @@ def test_what_sglang_decides_itself_leaves_kv_alone(text: str) -> None:
     ("model", "blind"),
     [("internvl", True), ("llava_next", True), ("llava_onevision", True), ("qwen2_vl", False)],
 )
-def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
-    tmp_path: Path, model: str, blind: bool
-) -> None:
+def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: str, blind: bool) -> None:
     """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
     makes of their images (`test_families.py`), and see `compat.PROVEN`."""
     folder = getattr(checkpoints, model)(tmp_path / model)
@@ -364,7 +358,7 @@ def test_a_model_whose_pictures_are_all_alike_in_the_prompt_shares_no_kv(
         ),
     ],
 )
-def test_a_server_has_the_hooks_that_it_needs(
+def test_activation_needed_hooks_follow_flags_and_model(
     tmp_path: Path, args: list[str], model: str, wanted: set[str]
 ) -> None:
     folder = getattr(checkpoints, model)(tmp_path / model)
@@ -372,20 +366,20 @@ def test_a_server_has_the_hooks_that_it_needs(
     assert activation.needed() == wanted
 
 
-def test_front_ends_that_lose_pictures_are_named(text: str) -> None:
+def test_flags_several_tokenizers_warn_of_lost_images(text: str) -> None:
     with mock.patch.object(compat.logger, "warning") as warning:
         resolved(text, "--enable-cornplug", "--tokenizer-worker-num", "2")
     assert "--tokenizer-worker-num 2" in str(warning.call_args)
 
 
-def test_share_from_python(text: str) -> None:
+def test_share_from_python_sets_config(text: str) -> None:
     flags.share({"engine.app": "batch"})
     assert activation.config().engine.app == "batch"
     with pytest.raises(ConfigError, match=r"engine\.nonsense"):
         flags.share({"engine.nonsense": "1"})
 
 
-def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_share_in_untested_sglang_is_config_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(VersionRange, "installed", lambda _: "0.5.24")
     with pytest.raises(ConfigError, match="outside the tested range"):
         flags.share()
@@ -396,7 +390,7 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     plugin.register()
 
 
-def test_the_server_stops_before_any_process(zygote: Zygote, text: str) -> None:
+def test_sglang_launch_with_conflict_exits_with_error(zygote: Zygote, text: str) -> None:
     """The whole command: SGLang swallows what plugins raise, but not this."""
     args = ["--model-path", text, "--device", "cpu", "--enable-cornplug", "--disable-radix-cache"]
     done = zygote.run(*args, module="sglang.launch_server")
@@ -404,6 +398,6 @@ def test_the_server_stops_before_any_process(zygote: Zygote, text: str) -> None:
     assert "--disable-radix-cache: excludes --enable-cornplug" in done.stderr
 
 
-def test_help_lists_them(zygote: Zygote) -> None:
+def test_sglang_help_lists_all_flags(zygote: Zygote) -> None:
     said = zygote.run("--help", module="sglang.launch_server").stdout
     assert all(flag in said for flag in ALL if flag.startswith("--"))

@@ -58,7 +58,7 @@ def record(command: LaunchCommand) -> ServerArgs:
 
 
 @pytest.mark.parametrize("case", SGLANG, ids=lambda case: case.id)
-def test_every_line_is_taken(case: Any) -> None:
+def test_planner_lines_are_parsed_by_sglang(case: Any) -> None:
     for command in engines(case):
         made = record(command)
         group = next(g for g in plans.plan(case).groups if g.name == command.group)
@@ -68,7 +68,7 @@ def test_every_line_is_taken(case: Any) -> None:
         assert not any("${" in word for word in (*command.argv, *command.env.values()))
 
 
-def test_a_pair_agrees_on_its_transfer() -> None:
+def test_planner_prefill_and_decode_agree_on_transfer() -> None:
     prefill, decode = engines(Case("P+D", "sglang"))
     p, d = record(prefill), record(decode)
     assert (p.disaggregation_mode, d.disaggregation_mode) == ("prefill", "decode")
@@ -79,19 +79,19 @@ def test_a_pair_agrees_on_its_transfer() -> None:
     assert "SGLANG_DISAGG_STAGING_BUFFER" not in prefill.env
 
 
-def test_an_unequal_pair_gathers_heads_in_a_buffer() -> None:
+def test_planner_pair_of_unequal_tp_sets_staging_buffer() -> None:
     for command in engines(Case("P+D", "sglang", decode_tp=4)):
         assert command.env["SGLANG_DISAGG_STAGING_BUFFER"] == "true"
         assert int(command.env["SGLANG_DISAGG_STAGING_POOL_SIZE_MB"]) % 256 == 0
 
 
-def test_roles_can_be_switched_over_mooncake_only() -> None:
+def test_planner_role_switch_needs_mooncake() -> None:
     for transfer, may in (("nixl", False), ("mooncake", True)):
         for command in engines(Case("P+D", "sglang"), transfer=transfer):
             assert record(command).enable_pd_role_switch is may
 
 
-def test_the_language_model_alone_asks_every_encoder() -> None:
+def test_planner_language_only_line_names_encoders() -> None:
     (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True))
     made = record(command)
     assert made.language_only
@@ -100,7 +100,7 @@ def test_the_language_model_alone_asks_every_encoder() -> None:
     assert activation.is_on()
 
 
-def test_speculation_gives_all_three_numbers() -> None:
+def test_planner_speculation_sets_all_three_numbers() -> None:
     for speculative, algorithm in (("mtp", "NEXTN"), ("eagle3", "EAGLE3")):
         (command,) = engines(Case(engine="sglang", speculative=speculative))
         made = record(command)
@@ -114,7 +114,9 @@ def test_speculation_gives_all_three_numbers() -> None:
     ("workload", "policy", "queued", "mixed"),
     [("online", "lpm", 2, False), ("semi-online", "hrrn", None, False), ("offline", "fcfs", None, True)],
 )
-def test_workload_classes(workload: str, policy: str, queued: int | None, mixed: bool) -> None:
+def test_planner_workload_sets_schedule_policy(
+    workload: str, policy: str, queued: int | None, mixed: bool
+) -> None:
     (command,) = engines(Case(engine="sglang", workload=workload))
     made = record(command)
     assert (made.schedule_policy, made.max_queued_requests, made.enable_mixed_chunk) == (
@@ -124,7 +126,7 @@ def test_workload_classes(workload: str, policy: str, queued: int | None, mixed:
     )
 
 
-def test_priorities_run_as_vllms_and_with_a_policy_that_has_them() -> None:
+def test_planner_priorities_set_matching_policy() -> None:
     made = record(engines(Case(engine="sglang", classes=True, replicas=2))[0])
     assert made.enable_priority_scheduling
     assert made.schedule_low_priority_values_first
@@ -137,19 +139,19 @@ def test_priorities_run_as_vllms_and_with_a_policy_that_has_them() -> None:
     ("gpu", "backend"),
     [("H100", "flashmla"), ("B200", "trtllm_mla"), ("L4", "triton"), ("A100-80", "triton")],
 )
-def test_mla_backends_follow_the_generation(gpu: str, backend: str) -> None:
+def test_planner_mla_backend_follows_gpu_generation(gpu: str, backend: str) -> None:
     made = record(engines(Case(engine="sglang", mla=True, gpu=gpu))[0])
     assert (made.attention_backend, made.page_size) == (backend, 64)
 
 
-def test_replicas_that_share_a_gpu_have_counted_tokens() -> None:
+def test_planner_replicas_on_one_gpu_get_token_limit() -> None:
     for command in engines(Case(engine="sglang", share=0.5, replicas=2)):
         assert record(command).max_total_tokens == 200_000
         assert command.beside_others
     assert record(engines(Case(engine="sglang"))[0]).max_total_tokens is None
 
 
-def test_a_replica_over_two_nodes_is_two_commands() -> None:
+def test_planner_replica_over_two_nodes_is_two_commands() -> None:
     first, second, *_ = engines(Case(engine="sglang", tp=8, pp=2, replicas=2))
     made = [record(first), record(second)]
     assert [(m.nnodes, m.node_rank, m.dist_init_addr) for m in made] == [
@@ -159,7 +161,7 @@ def test_a_replica_over_two_nodes_is_two_commands() -> None:
     assert second.health is None
 
 
-def test_a_line_of_a_core() -> None:
+def test_planner_cpu_core_line_binds_threads() -> None:
     (command,) = engines(Case(engine="sglang", gpu="cpu-core", tp=2))
     made = record(command)
     assert (made.device, made.attention_backend) == ("cpu", "torch_native")
@@ -181,9 +183,7 @@ RESOLVED = [
 
 
 @pytest.mark.parametrize("case", RESOLVED, ids=lambda case: case.id)
-def test_lines_pass_sglangs_checks_of_one_flag_against_another(
-    case: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planner_lines_resolve_in_sglang(case: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model of 4096 positions, and this machine's device: without a GPU the kernels are others."""
     # Compiling takes half a minute, and what is here tested does not need it.
     monkeypatch.setattr(hicache_config, "compile_hash", lambda: None)

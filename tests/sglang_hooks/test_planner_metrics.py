@@ -8,7 +8,7 @@ from pathlib import Path
 from cornplug.planner.replan import observed_load
 
 
-def test_sglang_still_has_these_names() -> None:
+def test_sglang_metric_names_of_replan_exist() -> None:
     spec = importlib.util.find_spec("sglang.srt")
     assert spec is not None
     (root,) = spec.submodule_search_locations or []

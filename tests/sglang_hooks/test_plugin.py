@@ -33,7 +33,7 @@ def loaded_process(zygote: Zygote, **env: str) -> tuple[set[str], set[str]]:
     return set(targets), set(modules)
 
 
-def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else(zygote: Zygote) -> None:
+def test_plugin_inactive_hooks_only_server_args(zygote: Zygote) -> None:
     targets, modules = loaded_process(zygote)
     assert targets == {
         f"sglang.srt.server_args.ServerArgs.{name}"
@@ -55,7 +55,7 @@ def test_a_server_that_did_not_ask_has_its_flags_and_nothing_else(zygote: Zygote
         ),
     ],
 )
-def test_a_child_has_the_hooks_that_its_server_needs(
+def test_plugin_in_child_installs_needed_hooks(
     zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
 ) -> None:
     targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
@@ -64,7 +64,7 @@ def test_a_child_has_the_hooks_that_its_server_needs(
     assert not any(other in target for target in targets for other in free)
 
 
-def test_every_target_is_there_and_installing_twice_hooks_once() -> None:
+def test_install_repeated_hooks_every_target_once() -> None:
     load_plugins()
     hook_registry.install(hook_selection.ALL)
     hook_registry.install(hook_selection.ALL)
@@ -91,7 +91,7 @@ def _grown(key: object, prior: object, another: object) -> None:
         ("before", lambda key, **kwargs: None, (), False),
     ],
 )
-def test_a_hook_that_cannot_be_called_is_found_at_start(
+def test_verify_uncallable_hook_is_config_error(
     kind: Any, function: Any, reads: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hook(f"{__name__}._grown", kind, function, reads)
@@ -105,7 +105,7 @@ def test_a_hook_that_cannot_be_called_is_found_at_start(
             hook_registry.verify()
 
 
-def test_hooks_do_nothing_where_nobody_asked() -> None:
+def test_hooks_in_inactive_server_change_nothing() -> None:
     """They are in place here; a server that does not share must not notice."""
     from sglang.srt.server_args import prepare_server_args
 
@@ -117,14 +117,14 @@ def test_hooks_do_nothing_where_nobody_asked() -> None:
     assert (record.page_size, record.hicache_storage_backend) == (None, None)
 
 
-def test_a_target_that_is_not_there_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_missing_target_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "before", lambda *_: None)
     monkeypatch.setitem(hook_registry._registered, "gone", gone)
     with pytest.raises(ConfigError, match="gone"):
         hook_registry.verify()
 
 
-def test_a_hook_in_place_is_told_from_one_that_is_not() -> None:
+def test_is_applied_tells_installed_hook_from_other() -> None:
     def theirs(*_args: Any) -> None:
         """Another plugin's."""
 

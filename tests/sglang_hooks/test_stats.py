@@ -44,7 +44,7 @@ def shown(zygote: Zygote, folder: Path, *processes: tuple[str, str, int]) -> str
     return generate_latest(registry).decode()
 
 
-def test_processes_add_up_and_ranks_do_not(zygote: Zygote, tmp_path: Path) -> None:
+def test_stats_of_processes_add_up_without_other_ranks(zygote: Zygote, tmp_path: Path) -> None:
     text = shown(
         zygote,
         tmp_path / "on",
@@ -57,12 +57,12 @@ def test_processes_add_up_and_ranks_do_not(zygote: Zygote, tmp_path: Path) -> No
     assert "too_early" not in text
 
 
-def test_nothing_is_written_without_enable_metrics(zygote: Zygote, tmp_path: Path) -> None:
+def test_stats_without_enable_metrics_write_nothing(zygote: Zygote, tmp_path: Path) -> None:
     folder = tmp_path / "off"
     assert "cornplug" not in shown(zygote, folder, ("scheduler", "no", 0))
 
 
-def test_samples_that_nobody_drains_do_not_pile_up() -> None:
+def test_server_tally_keeps_bounded_samples() -> None:
     tally = stats.ServerTally()
     for _ in range(stats._MAX_SAMPLES + 10):
         tally.observe("cornplug_wait_seconds", 0.1, "a", "kv_page")

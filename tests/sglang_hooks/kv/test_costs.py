@@ -49,7 +49,7 @@ def step(scheduler: Any, tokens: int, launched_s: float, *, extend: bool = True)
     prefetch_hooks._stepped(None, scheduler, batch.copy(), None)
 
 
-def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Clock) -> None:
+def test_costs_of_overlapped_steps_exclude_waiting(clock: Clock) -> None:
     """SGLang launches a batch while the one before runs."""
     pace, scheduler = scene(clock)
     for tokens in (1000, 2000, 1000, 2000, 1000, 2000):
@@ -60,7 +60,7 @@ def test_a_step_that_waited_for_the_one_before_is_not_taken_for_long(clock: Cloc
     assert pace._rule.compute_s(1000) == pytest.approx(0.1, rel=0.2)
 
 
-def test_decoding_steps_count_too(clock: Clock) -> None:
+def test_costs_of_decoding_steps_are_measured(clock: Clock) -> None:
     pace, scheduler = scene(clock)
     launched, clock.now = clock.now, clock.now + 0.25
     step(scheduler, 4, launched, extend=False)
@@ -68,7 +68,7 @@ def test_decoding_steps_count_too(clock: Clock) -> None:
     assert pace._rule.compute_s(4) == pytest.approx(0.25)
 
 
-def test_a_load_is_noticed_after_what_was_not_copying(clock: Clock) -> None:
+def test_load_pace_time_until_noticed_is_measured(clock: Clock) -> None:
     pace, scheduler = scene(clock)
 
     def progress(self: Any, request: Any) -> bool:
@@ -85,7 +85,7 @@ def test_a_load_is_noticed_after_what_was_not_copying(clock: Clock) -> None:
     assert pace._rule.load_s(64_000) == pytest.approx(1.0)
 
 
-def test_what_waited_beside_others_says_nothing_of_being_noticed(clock: Clock) -> None:
+def test_load_pace_queued_loads_measure_copies_only(clock: Clock) -> None:
     pace, _ = scene(clock)
     pace.queued("a", 64)
     pace.queued("b", 64)
@@ -96,7 +96,7 @@ def test_what_waited_beside_others_says_nothing_of_being_noticed(clock: Clock) -
     assert pace._rule.load_s(64_000) == pytest.approx(0.25)
 
 
-def test_requests_that_nobody_asks_about_again_are_forgotten(clock: Clock) -> None:
+def test_load_pace_abandoned_requests_are_forgotten(clock: Clock) -> None:
     pace, _ = scene(clock)
     for i in range(kv_costs._MAX_QUEUED + 10):
         pace.queued(i, 1)

@@ -97,7 +97,7 @@ def name(tokens: list[int], page_size: int) -> list[str]:
     return hashes
 
 
-def test_pages_come_back_after_a_restart() -> None:
+def test_storage_pages_load_after_restart() -> None:
     backend, host = attach(page_size=32)
     hashes, slots = name(TOKENS, 32), host.alloc(512)
     host.kv_buffer.normal_()
@@ -116,7 +116,7 @@ def test_pages_come_back_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "slow_s"])
-def test_a_store_that_is_gone_is_a_counted_miss(
+def test_storage_with_store_down_counts_misses(
     store: FaultyStore, process: Tally, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, host = attach()
@@ -136,7 +136,7 @@ def test_a_store_that_is_gone_is_a_counted_miss(
     assert counts["cornplug_saves_total"] == [(("test", "kv_page", reason), [8])]
 
 
-def test_absent_pages_are_counted(process: Tally) -> None:
+def test_storage_absent_pages_are_counted(process: Tally) -> None:
     backend, host = attach()
     hashes = name(TOKENS, 64)
     backend.batch_set_v1(hashes[:3], host.alloc(192))
@@ -182,7 +182,7 @@ class Cache:
         return bool(self.queued)
 
 
-def test_nothing_is_queued_for_what_the_store_lacks(process: Tally) -> None:
+def test_prefetch_of_absent_pages_is_not_queued(process: Tally) -> None:
     """A queued prefetch costs a request a step of the scheduler, whatever it finds."""
     backend, host = attach()
     cache = Cache(backend)
@@ -197,7 +197,7 @@ def test_nothing_is_queued_for_what_the_store_lacks(process: Tally) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "slow_s"])
-def test_a_store_that_is_gone_queues_nothing(store: FaultyStore, process: Tally, fault: str) -> None:
+def test_prefetch_with_store_down_is_not_queued(store: FaultyStore, process: Tally, fault: str) -> None:
     backend, host = attach()
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
     setattr(store, fault, 9.0 if fault == "slow_s" else True)
@@ -207,7 +207,7 @@ def test_a_store_that_is_gone_queues_nothing(store: FaultyStore, process: Tally,
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", reason), [1])]
 
 
-def test_what_is_computed_sooner_is_not_fetched(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_dearer_than_prefill_is_not_queued(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, host = attach()
     cache = Cache(backend)
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
@@ -225,7 +225,7 @@ def test_what_is_computed_sooner_is_not_fetched(process: Tally, monkeypatch: pyt
     assert cache.request(TOKENS)
 
 
-def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> None:
+def test_prefetch_of_small_pages_asks_for_store_page(process: Tally) -> None:
     backend, host = attach(page_size=16)
     cache = Cache(backend)
     cache.prefetch_threshold = 16
@@ -242,7 +242,7 @@ def test_small_pages_ask_for_the_stores_page_that_they_begin(process: Tally) -> 
     assert not cache.request([9, *TOKENS])
 
 
-def test_ranks_queue_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_is_queued_only_if_all_ranks_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's threads meet for each prefetch: one that is queued on this rank alone is waited for."""
     backend, host = attach()
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
@@ -262,7 +262,7 @@ def test_ranks_queue_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert votes == [1, 0]
 
 
-def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_after_weight_update_shares_nothing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     monkeypatch.setattr(weights_guard, "replaced", lambda: True)
@@ -285,7 +285,7 @@ def test_replaced_weights_end_sharing(process: Tally, monkeypatch: pytest.Monkey
         ({"is_mla_model": True, "dcp_size": 2, "tp_size": 2, "logical_page_size": 64}, "decode context"),
     ],
 )
-def test_what_excludes_sharing_is_said_once_and_the_server_runs(
+def test_storage_in_unsupported_parallelism_warns_once(
     more: dict[str, Any], why: str, process: Tally, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
@@ -297,14 +297,14 @@ def test_what_excludes_sharing_is_said_once_and_the_server_runs(
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "parallelism"), [2])]
 
 
-def test_pages_that_do_not_fit_are_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+def test_storage_of_unaligned_page_size_is_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
         backend, _ = attach(page_size=8)
     assert backend.batch_exists(["00"]) == 0
     assert "multiples of 16" in caplog.text
 
 
-def test_a_layout_that_lies_is_not_shared(
+def test_storage_of_unverified_layout_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hicache_storage, "verify", _refuse)
@@ -321,7 +321,7 @@ def _refuse(pages: Any, controller: Any) -> None:
     raise LayoutError("SGLang does not back up as believed", reason="layout")
 
 
-def test_further_pools_end_sharing() -> None:
+def test_storage_with_further_pools_is_off() -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     backend.batch_set_v1(hashes, slots)
@@ -334,7 +334,7 @@ def test_further_pools_end_sharing() -> None:
     assert backend.batch_exists(hashes) == 0
 
 
-def test_the_old_interface_moves_nothing() -> None:
+def test_storage_old_interface_moves_nothing() -> None:
     backend, _ = attach()
     assert backend.get("00") is None
     assert backend.batch_get(["00", "01"]) == [None, None]
@@ -343,7 +343,7 @@ def test_the_old_interface_moves_nothing() -> None:
     assert not backend.clear()
 
 
-def test_without_cornplug_the_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cornplug_storage_without_flag_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "is_on", lambda: False)
     with pytest.raises(ConfigError, match="enable-cornplug"):
         CornplugStorage(config())

@@ -67,7 +67,7 @@ class Another(type(device_pool(16))):  # type: ignore[misc]
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
-def test_pools_that_have_no_pages_get_no_hicache(
+def test_late_exclusions_unsupported_pool_turns_hicache_off(
     pool: Any, why: str, given: bool, overridden: dict[str, Any]
 ) -> None:
     scheduler = Scheduler(pool, given=given)
@@ -83,7 +83,7 @@ def test_pools_that_have_no_pages_get_no_hicache(
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True), (False, False)])
-def test_one_rank_that_cannot_share_takes_the_storage_from_all(
+def test_late_exclusions_one_rank_off_detaches_all(
     here: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
     scheduler: Any = Scheduler(device_pool(16), given=False)
@@ -96,7 +96,7 @@ def test_one_rank_that_cannot_share_takes_the_storage_from_all(
     assert overridden.get("hicache_storage_backend", "ours") == ("ours" if here and others else None)
 
 
-def test_anothers_storage_is_left_alone(overridden: dict[str, Any]) -> None:
+def test_late_exclusions_other_storage_stays_attached(overridden: dict[str, Any]) -> None:
     cache = Cache(here=False, others=False)
     cache.cache_controller.storage_backend = SimpleNamespace()
     late_exclusions._host_pools_made(None, cache)

@@ -28,7 +28,7 @@ def naive(layout: str, size: int, slot: int, h: int, layer: int, plane: int, t: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.sampled_from([16, 64]), st.data())
-def test_a_page_is_what_naive_indexing_says(layout: str, size: int, data: st.DataObject) -> None:
+def test_host_pages_equal_naive_indexing(layout: str, size: int, data: st.DataObject) -> None:
     host = host_pool(device_pool(size), layout)
     host.kv_buffer.copy_(torch.arange(host.kv_buffer.numel()).view(host.kv_buffer.shape) % 251)
     slot = size * data.draw(st.integers(0, host.page_num - 1))
@@ -42,7 +42,7 @@ def test_a_page_is_what_naive_indexing_says(layout: str, size: int, data: st.Dat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sglangs_own_write_is_what_a_page_shows(layout: str) -> None:
+def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
     device = device_pool(16)
     host = host_pool(device, layout)
     host.kv_buffer.normal_()
@@ -56,7 +56,7 @@ def test_sglangs_own_write_is_what_a_page_shows(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_latent_pages_too(layout: str) -> None:
+def test_host_pages_of_latent_pool_pass_verify(layout: str) -> None:
     device = latent_pool(16)
     host = host_pool(device, layout)
     verify(host_pages(host), Controller(device, host))
@@ -67,9 +67,7 @@ def test_latent_pages_too(layout: str) -> None:
 
 
 @pytest.mark.parametrize("swap", [(1, 3, 0, 2), (0, 1, 3, 2)])
-def test_another_order_than_believed_is_refused(
-    swap: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_other_axis_order_is_refused(swap: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_pool(16, heads=3)
     host = host_pool(device, "layer_first")
     monkeypatch.setitem(kv_layout._MHA, "layer_first", swap)
@@ -79,7 +77,7 @@ def test_another_order_than_believed_is_refused(
     assert host.available_size() == host.size
 
 
-def test_a_copy_that_swaps_keys_and_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_copy_swapping_k_and_v_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_pool(16)
     host = host_pool(device, "page_first")
     write = type(device).set_kv_buffer
@@ -94,7 +92,7 @@ def test_a_copy_that_swaps_keys_and_values_is_refused(monkeypatch: pytest.Monkey
         verify(host_pages(host), Controller(device, host))
 
 
-def test_a_load_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_load_that_copies_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_pool(16)
     host = host_pool(device, "page_first")
     monkeypatch.setattr(type(host), "load_to_device_per_layer", lambda *args, **kwargs: None)
@@ -102,7 +100,7 @@ def test_a_load_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch)
         verify(host_pages(host), Controller(device, host))
 
 
-def test_what_has_no_pages_is_refused() -> None:
+def test_host_pages_of_unknown_pool_are_refused() -> None:
     class Other(type(host_pool(device_pool(16), "page_first"))):  # type: ignore[misc]
         pass
 
@@ -121,13 +119,13 @@ def test_what_has_no_pages_is_refused() -> None:
     assert refused.value.reason == "speculative"
 
 
-def test_a_pool_of_some_layers_is_refused() -> None:
+def test_page_geometry_missing_layer_is_refused() -> None:
     pages = host_pages(host_pool(device_pool(16), "page_first"))
     with pytest.raises(LayoutError):
         page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS + 1)
 
 
-def test_heads_of_a_rank() -> None:
+def test_rank_heads_follow_tensor_parallel_rank() -> None:
     pages = host_pages(host_pool(device_pool(16, heads=2), "page_first"))
     page = page_geometry(pages, page_tokens=64, heads=4, layers=LAYERS)
     assert rank_heads(pages, page, 2, 1) == (range(2, 4), True)

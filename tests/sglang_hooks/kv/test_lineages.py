@@ -19,7 +19,7 @@ from ..media_rig import item
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("case", vectors.CASES)
-def test_the_keys_are_those_of_the_other_room(
+def test_page_keys_of_media_equal_vectors_of_both_engines(
     case: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From items as the tokenizer names them, over the tokens that SGLang itself makes of these."""

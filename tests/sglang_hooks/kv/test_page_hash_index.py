@@ -62,7 +62,9 @@ def check(book: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
 @pytest.mark.parametrize(("page_size", "page_tokens"), PAIRS)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_names_are_those_of_the_chain(page_size: int, page_tokens: int, data: st.DataObject) -> None:
+def test_page_hash_index_parts_equal_plain_chain(
+    page_size: int, page_tokens: int, data: st.DataObject
+) -> None:
     book = PageHashIndex(page_size, page_tokens)
     pages = data.draw(st.integers(1, 20))
     tokens = prompt(pages * page_size, data.draw(st.integers(0, 9)))
@@ -79,7 +81,7 @@ def test_names_are_those_of_the_chain(page_size: int, page_tokens: int, data: st
 
 
 @pytest.mark.parametrize(("page_size", "page_tokens"), [(16, 64), (32, 64), (64, 64), (128, 64)])
-def test_two_continuations_of_one_prefix(page_size: int, page_tokens: int) -> None:
+def test_page_hash_index_forked_prefix_keeps_both(page_size: int, page_tokens: int) -> None:
     book = PageHashIndex(page_size, page_tokens)
     shared = prompt(5 * page_size)
     a, b = shared + prompt(11 * page_size, 1), shared + prompt(11 * page_size, 2)
@@ -89,7 +91,7 @@ def test_two_continuations_of_one_prefix(page_size: int, page_tokens: int) -> No
     check(book, b, hashes_of(b, page_size))
 
 
-def test_a_store_page_is_made_of_its_siblings() -> None:
+def test_siblings_of_small_page_fill_store_page() -> None:
     book = PageHashIndex(16, 64)
     tokens = prompt(128)
     hashes = hashes_of(tokens, 16)
@@ -97,7 +99,7 @@ def test_a_store_page_is_made_of_its_siblings() -> None:
     assert [name for name, _ in book.siblings(hashes[7])] == hashes[4:8]
 
 
-def test_what_hangs_in_the_air_is_not_entered() -> None:
+def test_page_hash_index_page_without_prefix_is_not_recorded() -> None:
     book = PageHashIndex(64, 64)
     tokens = prompt(192)
     hashes = hashes_of(tokens, 64)
@@ -108,7 +110,7 @@ def test_what_hangs_in_the_air_is_not_entered() -> None:
     assert book.find(hashes)[1:] == [None, None]
 
 
-def test_it_forgets_the_oldest() -> None:
+def test_page_hash_index_over_limit_drops_oldest() -> None:
     book = PageHashIndex(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
     old, new = prompt(128), prompt(128, 3)
     book.record(None, hashes_of(old, 16), old, PLAIN)
@@ -118,7 +120,7 @@ def test_it_forgets_the_oldest() -> None:
     assert book.find(hashes_of(old, 16))[0] is None
 
 
-def test_pages_end_before_a_medium_that_nobody_named() -> None:
+def test_page_hash_index_ends_before_foreign_medium() -> None:
     ours, foreign = placeholder_tokens(b"o" * 32), placeholder_tokens(b"f" * 32)
     book = PageHashIndex(16, 16, is_foreign=lambda token: token in foreign)
     tokens = prompt(96)
@@ -131,7 +133,7 @@ def test_pages_end_before_a_medium_that_nobody_named() -> None:
     assert book.find(hashes)[5] is None
 
 
-def test_page_sizes_that_do_not_fit() -> None:
+def test_page_hash_index_unaligned_sizes_are_refused() -> None:
     for sizes in ((1, 64), (24, 64), (48, 64), (64, 40)):
         with pytest.raises(ValueError, match="pages of"):
             PageHashIndex(*sizes)
@@ -147,7 +149,7 @@ def roots(lm: bytes = b"lm" * 16, **spec: Any) -> NamespaceRoots:
 
 @pytest.mark.parametrize(("name", "salt", "page"), [("text", None, 32), ("text, salted", "tenant-1", 32)])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_keys_are_the_golden_ones_of_vllm(name: str, salt: str | None, page: int, page_size: int) -> None:
+def test_page_keys_equal_golden_keys_of_vllm(name: str, salt: str | None, page: int, page_size: int) -> None:
     golden = [bytes.fromhex(key) for key in json.loads(GOLDEN.read_text())[name]]
     tokens = [(11 * i) % 997 for i in range(128)]
     space = CacheNamespace(None, salt)
@@ -163,7 +165,7 @@ def test_keys_are_the_golden_ones_of_vllm(name: str, salt: str | None, page: int
 # -- roots --------------------------------------------------------------------------------------
 
 
-def test_namespaces_are_apart() -> None:
+def test_namespace_roots_of_all_namespaces_differ() -> None:
     made = roots()
     spaces = [
         PLAIN,
@@ -177,7 +179,7 @@ def test_namespaces_are_apart() -> None:
     assert made.root(PLAIN) == roots().root(PLAIN) != roots(lm=b"other").root(PLAIN)
 
 
-def test_a_failed_identity_says_so() -> None:
+def test_namespace_roots_failed_identity_keeps_reason() -> None:
     def fail() -> tuple[bytes, dict[str, Any]]:
         raise CheckpointError("no such file", reason="missing_file")
 
@@ -221,7 +223,7 @@ def load(name: str, path: str | None) -> None:
     lora_adapters._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
-def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
+def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> None:
     one, same, other = (adapter(tmp_path / n, w) for n, w in (("1", b"w"), ("2", b"w"), ("3", b"v")))
     for name, path in (("id-one", one), ("id-same", same), ("id-other", other)):
         load(name, path)
@@ -244,7 +246,7 @@ def test_an_adapter_is_its_bytes(adapters: None, tmp_path: Path) -> None:
     assert first == kv_root(SECRET, b"lm" * 16, spec, None)
 
 
-def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Path) -> None:
+def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", b"w")
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
@@ -261,7 +263,7 @@ def test_an_adapter_of_unknown_bytes_is_not_shared(adapters: None, tmp_path: Pat
         assert refused.value.reason == reason
 
 
-def test_a_client_cannot_pass_base_kv_off_as_an_adapters(adapters: None, tmp_path: Path) -> None:
+def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(CacheNamespace("id-one", None))
     lora_adapters._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
@@ -286,18 +288,18 @@ def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, sal
     return page_hash_hooks._hashed(original, key, prior, page_size=16)
 
 
-def test_a_lookup_is_entered(book: PageHashIndex) -> None:
+def test_page_hash_hooks_lookup_is_recorded(book: PageHashIndex) -> None:
     tokens = prompt(160)
     check(book, tokens, looked_up(tokens, None))
     salted = looked_up(tokens, None, salt="a")
     assert all(page and page.space == CacheNamespace(None, "a") for page in book.find(salted))
 
 
-def test_pairs_of_a_draft_are_not(book: PageHashIndex) -> None:
+def test_page_hash_hooks_draft_bigrams_are_not_recorded(book: PageHashIndex) -> None:
     assert set(book.find(looked_up(prompt(161), None, bigram=True))) == {None}
 
 
-def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: PageHashIndex) -> None:
+def test_first_page_of_forgotten_prefix_records_it(book: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
     first = early_lookup.first_page(
@@ -310,7 +312,7 @@ def test_a_forgotten_prefix_is_learnt_from_its_tokens(book: PageHashIndex) -> No
     check(book, tokens, hashes)
 
 
-def test_a_hash_of_other_tokens_learns_nothing(book: PageHashIndex) -> None:
+def test_first_page_with_wrong_prefix_records_nothing(book: PageHashIndex) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
     early_lookup.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
@@ -339,7 +341,7 @@ def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] |
     page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
 
 
-def test_a_backup_is_entered(book: PageHashIndex) -> None:
+def test_page_hash_hooks_backup_is_recorded(book: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16, CacheNamespace(None, "tenant"))
     back_up(1, tokens[:96], hashes[:6], [])
@@ -348,14 +350,14 @@ def test_a_backup_is_entered(book: PageHashIndex) -> None:
     assert all(page and page.space.cache_salt == "tenant" for page in book.find(hashes))
 
 
-def test_a_backup_without_its_prefix_is_not(book: PageHashIndex) -> None:
+def test_page_hash_hooks_backup_without_prefix_is_not_recorded(book: PageHashIndex) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
     page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(book) == 0
 
 
-def test_hooks_do_nothing_in_a_server_without_us(
+def test_page_hash_hooks_inactive_record_nothing(
     book: PageHashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: False)
@@ -364,7 +366,7 @@ def test_hooks_do_nothing_in_a_server_without_us(
     assert len(book) == 0
 
 
-def test_values_of_media_are_told_apart_by_the_register(book: PageHashIndex) -> None:
+def test_page_hash_hooks_record_only_known_media(book: PageHashIndex) -> None:
     identity = b"\x07" * 32
     tokens = prompt(128)
     tokens[64:68] = placeholder_tokens(identity)
@@ -374,7 +376,7 @@ def test_values_of_media_are_told_apart_by_the_register(book: PageHashIndex) -> 
 
 
 @pytest.mark.parametrize("prior", [b"", bytes(range(32))])
-def test_sglangs_hash_is_our_chain(prior: bytes) -> None:
+def test_native_chain_equals_python_chain(prior: bytes) -> None:
     tokens = prompt(64)
     tokens[20:24] = placeholder_tokens(b"o" * 32)
     for made in (tokens, array("q", tokens)):
@@ -382,11 +384,11 @@ def test_sglangs_hash_is_our_chain(prior: bytes) -> None:
     assert page_hash_hooks._fastest_chain() is page_hash_hooks._native_chain
 
 
-def test_a_changed_hash_of_sglangs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_chain_avoids_changed_native_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_hash_hooks, "_native_chain", lambda prior, tokens: [b"other"])
     assert page_hash_hooks._fastest_chain() is chain
 
 
-def test_one_page_hash_is_what_get_hash_str_gives() -> None:
+def test_sglang_page_hashes_equal_get_hash_str() -> None:
     tokens = prompt(64)
     assert hashes_of(tokens, 16) == get_hash_str(tokens, None, 16)

@@ -35,7 +35,7 @@ def write_together(engines: list[Engine], tokens: list[int], kv: torch.Tensor) -
 
 
 @pytest.mark.parametrize(("writes", "reads"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_every_layout_reads_every_other(store: MemoryStore, writes: str, reads: str) -> None:
+def test_kv_pages_load_between_all_layouts(store: MemoryStore, writes: str, reads: str) -> None:
     writer = Engine(store.connect(), layout=writes)
     reader = Engine(store.connect(), layout=reads, page_size=32)
     kv = sequence(writer.geometry, len(TOKENS))
@@ -45,7 +45,7 @@ def test_every_layout_reads_every_other(store: MemoryStore, writes: str, reads: 
 
 @pytest.mark.parametrize(("writes", "reads"), list(itertools.product(SIZES, SIZES)))
 @pytest.mark.parametrize("page_tokens", [64, 32])
-def test_every_page_size_reads_every_other(
+def test_kv_pages_load_between_all_page_sizes(
     store: MemoryStore, writes: int, reads: int, page_tokens: int
 ) -> None:
     tokens = TOKENS[:400]
@@ -61,7 +61,7 @@ def test_every_page_size_reads_every_other(
 
 
 @pytest.mark.parametrize(("writes", "reads"), list(itertools.product((1, 2, 4, 8), (1, 2, 8))))
-def test_every_degree_reads_every_other(store: MemoryStore, writes: int, reads: int) -> None:
+def test_kv_pages_load_between_all_tp_degrees(store: MemoryStore, writes: int, reads: int) -> None:
     writers = [Engine(store.connect(), tp=(writes, rank)) for rank in range(writes)]
     kv = sequence(writers[0].geometry, 256)
     write_together(writers, TOKENS[:256], kv)
@@ -75,7 +75,7 @@ def test_every_degree_reads_every_other(store: MemoryStore, writes: int, reads: 
 
 @pytest.mark.parametrize("writes", [16, 64])
 @pytest.mark.parametrize("reads", [16, 64])
-def test_latent_pages(store: MemoryStore, writes: int, reads: int) -> None:
+def test_kv_latent_pages_load_between_page_sizes(store: MemoryStore, writes: int, reads: int) -> None:
     writer = Engine(store.connect(), latent=True, page_size=writes, layout="page_first_direct", tp=(2, 0))
     reader = Engine(store.connect(), latent=True, page_size=reads, layout="page_first", tp=(2, 1))
     kv = sequence(writer.geometry, 192)
@@ -83,7 +83,7 @@ def test_latent_pages(store: MemoryStore, writes: int, reads: int) -> None:
     assert torch.equal(reader.load(TOKENS[:192]), kv)
 
 
-def test_small_pages_that_come_in_pieces(store: MemoryStore) -> None:
+def test_kv_save_of_small_pages_in_pieces_is_whole(store: MemoryStore) -> None:
     writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect())
     kv = sequence(writer.geometry, 256)
     for end, first in ((96, 0), (112, 6), (256, 7)):
@@ -91,7 +91,7 @@ def test_small_pages_that_come_in_pieces(store: MemoryStore) -> None:
     assert torch.equal(reader.load(TOKENS[:256]), kv)
 
 
-def test_small_pages_behind_a_fork(store: MemoryStore) -> None:
+def test_kv_save_of_small_pages_after_fork_is_whole(store: MemoryStore) -> None:
     """The head of the second branch's page lies in the first branch's, and nowhere else."""
     writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect())
     other = TOKENS[:80] + [5] * 112
@@ -103,7 +103,7 @@ def test_small_pages_behind_a_fork(store: MemoryStore) -> None:
     assert torch.equal(reader.load(TOKENS[:192]), kv)
 
 
-def test_a_page_that_lost_its_head_is_not_saved(store: MemoryStore) -> None:
+def test_kv_save_of_page_without_head_is_refused(store: MemoryStore) -> None:
     writer = Engine(store.connect(), page_size=16)
     kv = sequence(writer.geometry, 128)
     writer.save(TOKENS[:128], kv, first=6)
@@ -111,7 +111,7 @@ def test_a_page_that_lost_its_head_is_not_saved(store: MemoryStore) -> None:
     assert writer.counts()["cornplug_saves_total", "write_failed"] == 1
 
 
-def test_what_must_not_match(store: MemoryStore) -> None:
+def test_kv_load_of_other_model_salt_or_tokens_is_empty(store: MemoryStore) -> None:
     writer = Engine(store.connect())
     writer.save(TOKENS, sequence(writer.geometry, len(TOKENS)))
     assert Engine(store.connect(), identity=b"other weights").load(TOKENS).shape[3] == 0
@@ -123,7 +123,7 @@ def test_what_must_not_match(store: MemoryStore) -> None:
     assert Engine(store.connect(), page_tokens=32, page_size=32).load(TOKENS).shape[3] == 0
 
 
-def test_a_damaged_page_is_a_counted_miss_and_goes(store: MemoryStore) -> None:
+def test_kv_load_of_corrupt_page_is_miss_and_deletes(store: MemoryStore) -> None:
     writer, reader = Engine(store.connect()), Engine(store.connect(), page_size=32)
     kv = sequence(writer.geometry, 256)
     writer.save(TOKENS[:256], kv)
@@ -145,7 +145,7 @@ def test_a_damaged_page_is_a_counted_miss_and_goes(store: MemoryStore) -> None:
     assert torch.equal(reader.load(TOKENS[:256]), kv)
 
 
-def test_evicted_between_question_and_answer(store: MemoryStore) -> None:
+def test_kv_load_of_page_evicted_after_lookup_is_miss(store: MemoryStore) -> None:
     writer, reader = Engine(store.connect()), Engine(store.connect())
     writer.save(TOKENS[:256], sequence(writer.geometry, 256))
     hashes = reader.knows(TOKENS[:256])
@@ -159,7 +159,7 @@ def test_evicted_between_question_and_answer(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "slow_s", "full", "corrupt_reads"])
-def test_nothing_raises_for_want_of_the_store(store: MemoryStore, fault: str) -> None:
+def test_kv_store_faults_raise_nothing_and_leave_nothing(store: MemoryStore, fault: str) -> None:
     engine = Engine(store.connect(), page_size=16)
     kv = sequence(engine.geometry, 256)
     engine.save(TOKENS[:128], kv)
@@ -179,7 +179,7 @@ def test_nothing_raises_for_want_of_the_store(store: MemoryStore, fault: str) ->
     assert (stat.leases, stat.reservations) == (0, 0)
 
 
-def test_ranks_wait_for_nobody(store: MemoryStore) -> None:
+def test_kv_save_of_late_rank_completes_pages(store: MemoryStore) -> None:
     """A rank that comes seconds later, at start or in the middle, makes the page whole when it comes."""
     engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
     kv = sequence(engines[0].geometry, 128)
@@ -191,7 +191,7 @@ def test_ranks_wait_for_nobody(store: MemoryStore) -> None:
     assert engines[1].counts() == {}  # the first rank counts
 
 
-def test_ranks_need_not_see_the_same_batches(store: MemoryStore) -> None:
+def test_kv_save_of_ranks_in_other_batches_is_whole(store: MemoryStore) -> None:
     """As after /flush_cache, which stops one rank's thread a batch before another's."""
     engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
     kv = sequence(engines[0].geometry, 256)
@@ -203,7 +203,7 @@ def test_ranks_need_not_see_the_same_batches(store: MemoryStore) -> None:
     assert torch.equal(Engine(store.connect()).load(TOKENS[:256]), kv)
 
 
-def test_a_rank_that_is_gone_ends_its_pages_only(store: MemoryStore) -> None:
+def test_kv_rank_disconnected_loses_only_open_pages(store: MemoryStore) -> None:
     engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
     kv = sequence(engines[0].geometry, 256)
     write_together(engines, TOKENS[:128], kv)
@@ -215,7 +215,7 @@ def test_a_rank_that_is_gone_ends_its_pages_only(store: MemoryStore) -> None:
     assert Engine(store.connect()).load(TOKENS[:256]).shape[3] == 128
 
 
-def test_replicas_do_not_write_into_each_others_pages(store: MemoryStore) -> None:
+def test_kv_save_of_two_replicas_does_not_mix(store: MemoryStore) -> None:
     first, other = (
         Engine(store.connect(), tp=(2, 0)),
         Engine(store.connect(), tp=(2, 1), group=b"another replica!"),
@@ -228,7 +228,9 @@ def test_replicas_do_not_write_into_each_others_pages(store: MemoryStore) -> Non
     assert torch.equal(Engine(store.connect()).load(TOKENS[:128]), kv)
 
 
-def test_a_long_first_prompt_is_saved_whole(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_save_of_long_prompt_into_growing_store_is_whole(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A young store makes room beside its answers: for 64 MiB of a hundred pages at first."""
     engine = Engine(store.connect(), page_size=16, page_tokens=16)
     asked: list[int] = []
@@ -245,7 +247,7 @@ def test_a_long_first_prompt_is_saved_whole(store: MemoryStore, monkeypatch: pyt
     assert torch.equal(Engine(store.connect(), page_size=16, page_tokens=16).load(TOKENS[:256]), kv)
 
 
-def test_refused_pages_are_offered_again_while_the_store_grows(store: MemoryStore) -> None:
+def test_kv_save_while_store_grows_is_retried(store: MemoryStore) -> None:
     engine = Engine(store.connect())
     kv = sequence(engine.geometry, 256)
     engine.faulty.growing = 1
@@ -254,7 +256,7 @@ def test_refused_pages_are_offered_again_while_the_store_grows(store: MemoryStor
     assert engine.counts()["cornplug_saves_total", "stored"] == 4
 
 
-def test_a_full_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_save_to_full_store_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(MemoryStore(capacity_bytes=64 << 10).connect())
     keys = [bytes([i]) * 32 for i in range(2)]
     engine.store.reserve([(key, 32 << 10) for key in keys], app="other", deadline_s=1)
@@ -264,9 +266,7 @@ def test_a_full_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert engine.counts()["cornplug_saves_total", "full"] == 4
 
 
-def test_a_store_that_answers_slowly_ends_a_call_in_time(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_save_to_slow_store_ends_by_deadline(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives this thread 10 s to stop, and ends the server otherwise."""
     engine = Engine(store.connect())
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", engine.geometry.page_bytes)
@@ -278,7 +278,7 @@ def test_a_store_that_answers_slowly_ends_a_call_in_time(
     assert engine.counts()["cornplug_saves_total", "late"] >= 1
 
 
-def test_saves_and_loads_are_counted(store: MemoryStore) -> None:
+def test_kv_saves_and_loads_are_counted(store: MemoryStore) -> None:
     writer, reader = Engine(store.connect(), page_size=16), Engine(store.connect(), page_size=128)
     kv = sequence(writer.geometry, 256)
     writer.save(TOKENS[:256], kv)

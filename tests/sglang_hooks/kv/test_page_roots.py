@@ -24,7 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
-def test_roots(name: str, tmp_path: Path) -> None:
+def test_namespace_roots_equal_golden_vectors(name: str, tmp_path: Path) -> None:
     case = vectors.CASES[name]
     path = vectors.adapter(tmp_path / "lora")
     # SGLang's LoRAManager, which applies all of the adapter, as vLLM does.
@@ -38,5 +38,5 @@ def test_roots(name: str, tmp_path: Path) -> None:
     assert made.root(space).hex() == vectors.known()[name]
 
 
-def test_every_case_is_frozen() -> None:
+def test_roots_of_all_cases_are_in_golden_file() -> None:
     assert json.loads(vectors.GOLDEN.read_text()).keys() == vectors.CASES.keys()

@@ -87,7 +87,7 @@ def encoded(tower: Any = "ran", tensor: WireTensor | None = None) -> Callable[[E
     )
 
 
-def test_what_the_family_names_is_sent() -> None:
+def test_prefetch_inputs_hold_only_fields_of_family() -> None:
     """Not what else SGLang's processor keeps: the service refuses what its tower does not take."""
     one = item()
     one.model_specific_data["num_crops"] = torch.tensor([0])
@@ -98,7 +98,7 @@ def test_what_the_family_names_is_sent() -> None:
     assert set(embedding_prefetch._inputs(one, ("pixel_values",))) == {"pixel_values"}
 
 
-def test_llava_s_sizes_are_not_guessed_at() -> None:
+def test_prefetch_inputs_with_image_sizes_are_refused() -> None:
     """SGLang keeps (width, height), where everybody else has (height, width)."""
     one = item()
     one.model_specific_data["image_sizes"] = [(70, 60)]
@@ -107,14 +107,14 @@ def test_llava_s_sizes_are_not_guessed_at() -> None:
     assert error.value.reason == "no_inputs"
 
 
-def test_what_the_store_has_is_asked_of_nobody(here: Stage) -> None:
+def test_prefetch_of_stored_embedding_asks_no_encoder(here: Stage) -> None:
     here.publish(KEYS[0])
     assert here.prepare(KEYS[0]) == ["store"]
     assert not here.service.asked
     assert here.missed() == {}
 
 
-def test_the_service_is_waited_for_as_long_as_this_engine_s_tower_would_justify(here: Stage) -> None:
+def test_prefetch_deadline_follows_measured_tower_time(here: Stage) -> None:
     """A tower of 50 ms does not wait 10 s: its scheduler process says what it takes."""
     here.service.answer = encoded()
     here.prepare(KEYS[0])
@@ -126,7 +126,7 @@ def test_the_service_is_waited_for_as_long_as_this_engine_s_tower_would_justify(
     assert waited == pytest.approx([10.0, 3 * 4 * 0.4, 0.5], abs=0.2)
 
 
-def test_where_the_tower_is_quicker_than_the_store_nobody_is_asked(here: Stage) -> None:
+def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
     here.publish(KEYS[0])
     engine_state.current().note_costs(encode_row_s=1e-6, fetch_pays=False)
     assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
@@ -137,7 +137,7 @@ def test_where_the_tower_is_quicker_than_the_store_nobody_is_asked(here: Stage) 
     assert here.prepare(KEYS[0]) == ["store"]
 
 
-def test_the_service_gets_what_the_tower_would_and_says_how_it_came(here: Stage) -> None:
+def test_prefetch_request_holds_tower_inputs_and_salt(here: Stage) -> None:
     here.service.answer = encoded("joined")
     assert here.prepare(KEYS[0], salt="s") == ["service_joined"]
     (asked,) = here.service.asked
@@ -148,13 +148,13 @@ def test_the_service_gets_what_the_tower_would_and_says_how_it_came(here: Stage)
     assert 9 < asked.deadline_s <= 10
 
 
-def test_one_picture_twice_in_a_request_is_asked_for_once(here: Stage) -> None:
+def test_prefetch_of_repeated_image_asks_once(here: Stage) -> None:
     here.service.answer = encoded()
     assert here.prepare(KEYS[0], KEYS[1], KEYS[0]) == ["service_ran"] * 3
     assert len(here.service.asked) == 2
 
 
-def test_an_item_without_a_name_is_asked_for_by_nobody(here: Stage) -> None:
+def test_prefetch_of_unkeyed_items_is_skipped(here: Stage) -> None:
     """Nor is what SGLang itself has named since."""
     here.service.answer = encoded()
     nameless, renamed, ours = item(1), item(2), item(3)
@@ -166,7 +166,7 @@ def test_an_item_without_a_name_is_asked_for_by_nobody(here: Stage) -> None:
     assert [asked.key for asked in here.service.asked] == [KEYS[3]]
 
 
-def test_a_service_that_is_not_there_costs_a_counted_miss_and_no_wait(here: Stage) -> None:
+def test_prefetch_with_encoder_down_is_miss_without_wait(here: Stage) -> None:
     here.service.answer = lambda request: EncoderUnavailable("gone", reason="encoder_down")
     began = time.monotonic()
     assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
@@ -177,9 +177,7 @@ def test_a_service_that_is_not_there_costs_a_counted_miss_and_no_wait(here: Stag
     assert here.prepare(KEYS[2]) == ["service_ran"]
 
 
-def test_nothing_is_packed_for_a_service_that_is_not_there(
-    here: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch_with_encoder_down_packs_no_inputs(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
     monkeypatch.setattr(embedding_prefetch, "_inputs", lambda *args: packed.append(args))
     monkeypatch.setattr(here.service, "refusal", EncoderUnavailable("gone", reason="encoder_down"))
@@ -188,7 +186,7 @@ def test_nothing_is_packed_for_a_service_that_is_not_there(
     assert packed == []
 
 
-def test_after_a_failure_of_its_own_it_is_spared_for_a_while(here: Stage) -> None:
+def test_prefetch_after_overload_backs_off(here: Stage) -> None:
     here.service.answer = lambda request: EncoderRefused("full", reason="overloaded")
     assert here.prepare(KEYS[0]) == [None]
     here.service.answer = encoded()
@@ -197,20 +195,20 @@ def test_after_a_failure_of_its_own_it_is_spared_for_a_while(here: Stage) -> Non
     assert here.missed() == {"overloaded": 1, "encoder_backoff": 1}
 
 
-def test_a_model_that_nobody_serves_is_not_asked_for(here: Stage) -> None:
+def test_prefetch_of_unserved_model_asks_no_encoder(here: Stage) -> None:
     assert here.prepare(KEYS[0], served=None) == [None]
     assert here.missed() == {"not_served": 1}
     assert not here.service.asked
 
 
-def test_a_dead_store_is_a_miss_and_nobody_encodes_in_vain(here: Stage) -> None:
+def test_prefetch_with_store_down_asks_no_encoder(here: Stage) -> None:
     here.store.unavailable = True
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"store_down": 1}
     assert not here.service.asked
 
 
-def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
+def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
     here.store.slow_s = 5
     turns = 0
 
@@ -230,7 +228,7 @@ def test_a_slow_store_holds_up_nobody_else(here: Stage) -> None:
     assert here.missed() == {"store_timeout": 1}
 
 
-def test_bytes_that_the_service_could_not_store_are_stored_here(here: Stage) -> None:
+def test_prefetch_of_inline_reply_stores_it(here: Stage) -> None:
     tensor = WireTensor("float32", (4, 6), bytes(range(96)))
     here.service.answer = encoded("ran", tensor)
     assert here.prepare(KEYS[0]) == ["service_ran"]
@@ -242,7 +240,7 @@ def test_bytes_that_the_service_could_not_store_are_stored_here(here: Stage) -> 
     assert here.missed() == {"store_full": 1}
 
 
-def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
+def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
     here.service.answer = lambda request: EncodeReply(
         id=1, key=KEYS[3], tower="ran", stored=True, tensor=None, seconds=0
     )
@@ -250,7 +248,7 @@ def test_an_answer_for_another_key_is_refused(here: Stage) -> None:
     assert here.missed() == {"encoder_garbage": 1}
 
 
-def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
+def test_prefetch_of_remote_features_is_miss(here: Stage) -> None:
     one = item()
     one.feature = object()
     placeholder_tokens.give(one, KEYS[0])
@@ -258,7 +256,7 @@ def test_features_that_are_elsewhere_are_not_sent(here: Stage) -> None:
     assert here.missed() == {"no_inputs": 1}
 
 
-def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
+def test_prefetch_cancelled_cancels_encode_request(here: Stage) -> None:
     async def run() -> None:
         one = item()
         placeholder_tokens.give(one, KEYS[0])
@@ -273,18 +271,14 @@ def test_a_request_that_its_client_gives_up_is_given_up(here: Stage) -> None:
     assert here.service.futures[0].cancelled()
 
 
-def test_nothing_is_asked_for_once_weights_were_replaced(
-    here: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch_after_weight_update_is_skipped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     here.publish(KEYS[0])
     monkeypatch.setattr(weights_guard, "replaced", lambda: True)
     assert here.prepare(KEYS[0]) == [None]
 
 
 @pytest.mark.parametrize("uid", [None, pytest.param(NOBODY, marks=needs_root)])
-def test_what_a_stranger_at_the_encoder_s_path_says_is_not_published(
-    uid: int | None, store: FaultyStore
-) -> None:
+def test_prefetch_from_untrusted_socket_publishes_nothing(uid: int | None, store: FaultyStore) -> None:
     path = Path(tempfile.mkdtemp(prefix="cp-")) / "e.sock"
     # Another user's listener has the secret here, ours has another one: either is enough to be a stranger.
     secret = SECRET if uid is not None else b"o" * 32

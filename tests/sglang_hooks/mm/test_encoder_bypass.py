@@ -114,7 +114,7 @@ def same(found: Sequence[torch.Tensor], *wanted: torch.Tensor) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-def test_what_one_engine_computes_the_next_takes(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., EncoderBypass]) -> None:
     first, second = engine(), engine()
     assert same(first([picture(1, None), picture(2, None, 3)]), value(1), value(2, 3))
     assert ("saves", "embedding", "stored", 2) in published(first)
@@ -128,7 +128,7 @@ def test_what_one_engine_computes_the_next_takes(engine: Callable[..., EncoderBy
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_the_tower_runs_for_the_rest_only_and_order_stays(
+def test_encoder_bypass_encodes_only_missing_items_in_order(
     engine: Callable[..., EncoderBypass], store: MemoryStore, as_list: bool
 ) -> None:
     model = Model()
@@ -143,7 +143,7 @@ def test_the_tower_runs_for_the_rest_only_and_order_stays(
     assert store.connect().contains([bytes([i]) * 32 for i in (1, 2, 3, 9)], deadline_s=1) == b"\1\1\1\0"
 
 
-def test_the_scheduler_says_what_an_embedding_costs_here(
+def test_encoder_bypass_notes_tower_and_fetch_costs(
     engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer process, which asks, never sees the tower."""
@@ -167,12 +167,12 @@ def test_the_scheduler_says_what_an_embedding_costs_here(
     assert not told.fetch_pays()
 
 
-def test_other_ranks_say_nothing(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_other_ranks_note_no_costs(engine: Callable[..., EncoderBypass]) -> None:
     engine(first=False)([picture(2, None)])
     assert engine_state.current().encode_row_s() is None
 
 
-def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_unkeyed_batch_is_left_to_engine(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
     assert torch.equal(encoding([item(1), item(2)]), torch.cat([value(1), value(2)]))
     assert published(encoding) == []
@@ -187,7 +187,7 @@ def test_a_batch_without_names_is_the_engines_own(engine: Callable[..., EncoderB
         (value(5).to(torch.bfloat16), "wrong_shape"),
     ],
 )
-def test_what_does_not_fit_is_a_miss_and_is_computed(
+def test_encoder_bypass_unfit_entry_is_miss_and_computed(
     engine: Callable[..., EncoderBypass], store: MemoryStore, tensor: torch.Tensor | None, reason: str
 ) -> None:
     if tensor is not None:
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_a_miss_and_is_computed(
     assert ("misses", "embedding", reason, 1) in published(encoding)
 
 
-def test_fewer_bytes_than_the_header_says_are_a_miss(
+def test_encoder_bypass_entry_shorter_than_header_is_miss(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     """Whole and of the right key: whoever wrote it was wrong."""
@@ -210,7 +210,9 @@ def test_fewer_bytes_than_the_header_says_are_a_miss(
     assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)
 
 
-def test_corrupt_bytes_are_never_used(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
+def test_encoder_bypass_corrupt_entry_is_miss(
+    engine: Callable[..., EncoderBypass], store: MemoryStore
+) -> None:
     put(store.connect(), 5, value(5))
     faulty = FaultyStore(store.connect())
     faulty.corrupt_reads = True
@@ -219,7 +221,7 @@ def test_corrupt_bytes_are_never_used(engine: Callable[..., EncoderBypass], stor
     assert ("misses", "embedding", "corrupt", 1) in published(encoding)
 
 
-def test_a_dead_store_costs_a_miss(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
+def test_encoder_bypass_store_down_is_miss(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
     faulty = FaultyStore(store.connect())
     faulty.unavailable = True
     encoding = engine(faulty)
@@ -229,13 +231,13 @@ def test_a_dead_store_costs_a_miss(engine: Callable[..., EncoderBypass], store: 
     assert ("saves", "embedding", "store_down", 1) in counted
 
 
-def test_what_was_missed_already_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_earlier_miss_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
     encoding([picture(5, None)])
     assert not [row for row in published(encoding) if row[0] == "misses"]
 
 
-def test_a_tower_whose_output_does_not_divide_is_left_alone(
+def test_encoder_bypass_indivisible_output_is_not_published(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     class Pruning(Model):
@@ -250,7 +252,7 @@ def test_a_tower_whose_output_does_not_divide_is_left_alone(
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
 
-def test_replaced_weights_neither_take_nor_give(
+def test_encoder_bypass_replaced_weights_end_sharing(
     engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
@@ -259,7 +261,7 @@ def test_replaced_weights_neither_take_nor_give(
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
 
-def test_a_model_with_deeper_layers_takes_rows_for_all_of_them(
+def test_encoder_bypass_deepstack_needs_rows_of_all_levels(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     model = Model()
@@ -286,7 +288,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, others: Callable[[torch.Tensor], None
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
 
 
-def test_ranks_take_only_what_all_of_them_have(
+def test_encoder_bypass_ranks_take_common_embeddings(
     engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in (1, 2):
@@ -307,7 +309,7 @@ def test_ranks_take_only_what_all_of_them_have(
     assert published(encoding) == []
 
 
-def test_a_rank_that_cannot_share_still_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_bypass_rank_without_store_still_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = []
     ranks(monkeypatch, lambda mask: masks.append(mask.tolist()))
     model = Model()
@@ -317,7 +319,7 @@ def test_a_rank_that_cannot_share_still_takes_part(monkeypatch: pytest.MonkeyPat
     assert masks == [[0]]
 
 
-def test_through_sglangs_own_scheduling(
+def test_encoder_bypass_in_chunked_prefill_asks_store_once(
     engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests share an image; chunks; SGLang's cache is asked before the store."""

@@ -69,7 +69,7 @@ def part(media: list[bytes], *, index: int = 0, parts: int = 1, model: bytes = M
     return EmbeddingData("r", parts, index, grid, Modality.IMAGE, rows, list(rows.shape), **fields)
 
 
-def test_sglang_reads_the_golden_header() -> None:
+def test_sglang_reads_golden_embedding_header() -> None:
     data = safe_pickle_loads(bytes.fromhex(GOLDEN.read_text()))
     assert isinstance(data, EmbeddingData)
     assert (data.req_id, data.num_parts, data.part_idx) == ("0a1b_local_part_1", 2, 1)
@@ -86,7 +86,7 @@ def test_sglang_reads_the_golden_header() -> None:
     assert set(vars(EmbeddingData("r", 1, 0, None, Modality.IMAGE))) - set(vars(data)) == {"_mr_ptr"}
 
 
-def test_who_is_believed() -> None:
+def test_believed_claim_needs_secret_digests_and_model() -> None:
     assert epd.believed(part([A, B]), MODEL, SECRET) == (A, B)
     for data, reason in (
         (part([A], secret=b"t" * 32), "statement"),
@@ -110,7 +110,7 @@ def test_who_is_believed() -> None:
         epd.believed(part([A], model=b"j" * 32), MODEL, SECRET)
 
 
-def test_parts_in_any_order_name_pictures_in_order() -> None:
+def test_epd_parts_in_any_order_key_images_in_order() -> None:
     whole = None
     for data in (part([C], index=1, parts=2), part([A, B], index=0, parts=2)):
         whole = epd._part_came(_aggregate_embedding_part, whole, data, "qwen2_vl")
@@ -133,7 +133,7 @@ def test_parts_in_any_order_name_pictures_in_order() -> None:
     assert video.identity is None
 
 
-def test_one_part_without_a_statement_leaves_all_unnamed(tally: Tally) -> None:
+def test_epd_part_without_claim_leaves_all_unkeyed(tally: Tally) -> None:
     silent = EmbeddingData("r", 2, 1, [[1, 2, 2]], Modality.IMAGE, torch.zeros(1, 4))
     whole = epd._part_came(_aggregate_embedding_part, None, part([A], parts=2), None)
     whole = epd._part_came(_aggregate_embedding_part, whole, silent, None)
@@ -144,13 +144,13 @@ def test_one_part_without_a_statement_leaves_all_unnamed(tally: Tally) -> None:
     assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one picture"
 
 
-def test_an_embedding_of_another_model_ends_its_request() -> None:
+def test_epd_embedding_of_other_model_ends_request() -> None:
     whole = epd._part_came(_aggregate_embedding_part, None, part([A], model=b"j" * 32), None)
     with pytest.raises(EncoderRefused):
         epd._prepared(lambda waiting: True, SimpleNamespace(recv_embedding_data=whole))
 
 
-def test_nobody_hashes_large_rows_on_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step goes on meanwhile; the request waits as for a part that is on its way."""
     go, seen = threading.Event(), []
 
@@ -171,7 +171,7 @@ def test_nobody_hashes_large_rows_on_the_schedulers_thread(monkeypatch: pytest.M
     assert threading.current_thread() not in seen
 
 
-def test_the_tokenizer_names_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epd_sent_items_keep_verified_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other hooks and a client's hashes did to an item in between gives way."""
     item = MultimodalDataItem(
         modality=Modality.IMAGE, offsets=[(0, 0)], precomputed_embeddings=torch.ones(1, 4)
@@ -222,7 +222,7 @@ ERROR = EncoderDispatchErrorReq(rid="r", error_msg="refused", error_code=502)
 
 
 @pytest.mark.parametrize(("fails", "done"), [(False, ["tokenized"]), (True, [ERROR])])
-def test_a_failed_dispatch_is_encoded_here_or_answered(fails: bool, done: list[Any], tally: Tally) -> None:
+def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list[Any], tally: Tally) -> None:
     async def scenario() -> None:
         manager = Manager()
         manager.fails = fails
@@ -239,7 +239,7 @@ def test_a_failed_dispatch_is_encoded_here_or_answered(fails: bool, done: list[A
     assert misses(tally) == ["encoder_error"]
 
 
-def test_without_a_tower_errors_stay_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epd_fallback_without_tower_keeps_sglang_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(False))
     seen: list[Any] = []
     epd_fallback._dispatch_failed(lambda manager, error: seen.append(error), None, ERROR)
@@ -248,7 +248,7 @@ def test_without_a_tower_errors_stay_sglangs(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [ERROR, (request, None)]
 
 
-def test_after_an_outage_the_next_requests_do_not_wait() -> None:
+def test_epd_fallback_after_outage_skips_dispatch() -> None:
     async def failing(receiver: Any) -> Any:
         return ERROR
 
@@ -274,7 +274,7 @@ def test_after_an_outage_the_next_requests_do_not_wait() -> None:
     assert epd_fallback._dispatch(original, None, obj) == "dispatched"
 
 
-def test_a_silent_encoder_is_an_outage() -> None:
+def test_epd_fallback_silent_encoder_is_outage() -> None:
     async def silence(receiver: Any, request_obj: Any) -> None:
         await asyncio.sleep(0.02)
 
@@ -286,7 +286,7 @@ def test_a_silent_encoder_is_an_outage() -> None:
     assert time.monotonic() - began < 0.2, "each waited for the encoder"
 
 
-def test_a_request_takes_the_place_of_the_one_that_waits() -> None:
+def test_epd_fallback_request_replaces_waiting_one() -> None:
     freed: list[str] = []
 
     def waiting(rid: str) -> Any:
@@ -309,7 +309,7 @@ def test_a_request_takes_the_place_of_the_one_that_waits() -> None:
     assert set(receiver.waiting_by_rid) == {"s"}
 
 
-def test_a_failed_registration_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epd_fallback_failed_registration_awaits_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     future: Future[None] = Future()
     future.set_exception(ConnectionError("refused"))
@@ -319,7 +319,7 @@ def test_a_failed_registration_waits_for_the_tokenizer(monkeypatch: pytest.Monke
         assert len(seen) == expected
 
 
-def test_an_error_has_a_prompt_to_report() -> None:
+def test_epd_fallback_error_gets_empty_prompt() -> None:
     request = SimpleNamespace(input_ids=None)
     epd_fallback._request_for_error(None, request)
     assert len(request.input_ids) == 0
@@ -328,7 +328,7 @@ def test_an_error_has_a_prompt_to_report() -> None:
     assert kept.input_ids == [1, 2]
 
 
-def test_hooks_have_their_places() -> None:
+def test_epd_hook_targets_exist_and_are_distinct() -> None:
     for hook in (*epd.HOOKS, *epd_fallback.HOOKS):
         assert callable(pkgutil.resolve_name(hook.target)), hook.target
     around = [hook.target for hook in (*epd.HOOKS, *epd_fallback.HOOKS) if hook.kind == "around"]

@@ -47,32 +47,32 @@ def request(**fields: Any) -> GenerateReqInput:
 # -- digests ---------------------------------------------------------------------------------
 
 
-def test_a_picture_has_the_digest_that_vllm_and_the_service_give_it() -> None:
+def test_media_digests_of_image_equal_vllm_and_encoder() -> None:
     assert media_digests.picture_digest(picture(1)) == digest_image(picture(1))
     assert media_digests.picture_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
     assert media_digests.picture_digest(picture(1)) != media_digests.picture_digest(picture(2))
 
 
-def test_transparency_is_other_pixels_here_than_in_vllm() -> None:
+def test_media_digests_of_transparent_image_differ_from_vllm() -> None:
     clear = picture(1, mode="RGBA")
     assert media_digests.picture_digest(clear) == media_digests.picture_digest(clear.convert("RGB"))
     assert media_digests.picture_digest(clear) != digest_image(clear)
 
 
-def test_sglang_turns_no_picture_upright_and_neither_do_we() -> None:
+def test_media_digests_ignore_exif_orientation() -> None:
     turned = picture(1)
     turned.getexif()[0x0112] = 6
     assert media_digests.picture_digest(turned) == digest_image(picture(1))
     assert media_digests.picture_digest(turned) != digest_image(turned)
 
 
-def test_what_is_no_picture_or_not_converted_has_no_digest() -> None:
+def test_media_digests_of_other_objects_are_none() -> None:
     assert media_digests.picture_digest(picture(1, mode="L"), converts=False) is None
     assert media_digests.picture_digest(torch.zeros(3, 4, 4)) is None
     assert media_digests.picture_digest("a") is None
 
 
-def test_pixels_of_a_gpu_decoder_are_another_domain() -> None:
+def test_media_digests_of_gpu_pixels_differ() -> None:
     pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
     assert media_digests.picture_digest(pixels) not in (
         None,
@@ -80,7 +80,7 @@ def test_pixels_of_a_gpu_decoder_are_another_domain() -> None:
     )
 
 
-def test_a_digest_stays_in_its_process() -> None:
+def test_media_digests_are_not_serialised() -> None:
     one = item()
     media_digests.set_digest(one, b"d" * 32)
     assert media_digests.digest_of(one) == b"d" * 32
@@ -96,7 +96,7 @@ def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("way", ["items", "artifacts"])
-def test_no_picture_is_digested_on_the_event_loop(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """A large one takes a tenth of a second, in which every stream of the server would stand still."""
     seen: list[threading.Thread] = []
     digest = media_digests.picture_digest
@@ -125,7 +125,7 @@ def test_no_picture_is_digested_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
     assert seen[0] is not threading.current_thread()
 
 
-def test_each_item_has_its_own_picture() -> None:
+def test_media_digests_pair_items_with_images() -> None:
     video = item(modality=Modality.VIDEO)
     found = finalize([item(), video, item()], [picture(1), picture(2)])
     assert found == [digest_image(picture(1)), None, digest_image(picture(2))]
@@ -134,11 +134,11 @@ def test_each_item_has_its_own_picture() -> None:
 @pytest.mark.parametrize(
     "images", [[picture(1), picture(2)], [{"format": "processor_output", "feature": None}]]
 )
-def test_what_nobody_can_pair_has_none(images: list[Any]) -> None:
+def test_media_digests_of_unpaired_items_are_none(images: list[Any]) -> None:
     assert finalize([item()], images) == [None]
 
 
-def test_preprocessed_pictures_that_sglang_kept_keep_their_digests() -> None:
+def test_media_digests_of_cached_artifacts_are_kept() -> None:
     entries = [SimpleNamespace(media=picture(i), artifact_key=f"k{i}") for i in (1, 2)]
 
     async def build(this: Any, entries: Any) -> Any:
@@ -153,7 +153,7 @@ def test_preprocessed_pictures_that_sglang_kept_keep_their_digests() -> None:
     assert [media_digests.digest_of(i) for i in output.mm_items] == [two, one, two, None]
 
 
-def test_llava_items_get_the_digest_of_their_picture_and_way() -> None:
+def test_media_digests_of_llava_depend_on_aspect_mode() -> None:
     processor = SimpleNamespace(hf_config=SimpleNamespace(image_aspect_ratio=None))
     digests = {"a": b"a" * 32, "b": b"b" * 32}
 
@@ -193,7 +193,7 @@ def with_digest(seed: int = 1, **fields: Any) -> Any:
     return one
 
 
-def test_a_name_is_the_embedding_key_and_fills_the_tokens() -> None:
+def test_mm_identifiers_key_fills_placeholder_tokens() -> None:
     first, second, video = (
         with_digest(1, start=2),
         with_digest(2, start=7),
@@ -223,13 +223,13 @@ def test_a_name_is_the_embedding_key_and_fills_the_tokens() -> None:
         ({"cache_salt": "s", "extra_key": "e"}, "\x00salt:1:sextra-key:1:e"),
     ],
 )
-def test_the_salt_is_in_the_name(fields: dict[str, str], salt: str) -> None:
+def test_mm_identifiers_key_contains_salt_and_extra_key(fields: dict[str, str], salt: str) -> None:
     one = with_digest()
     named([one], request(**fields))
     assert key_of(one) == embedding_key(SECRET, TOWER, digest_image(picture(1)), salt)
 
 
-def test_a_clients_own_words_name_nothing() -> None:
+def test_mm_identifiers_client_hashes_give_no_key() -> None:
     ours, theirs = with_digest(), item()
     ours.set_hash(0xC11E47)
     # Fields of a client's own processor output end up so.
@@ -240,13 +240,13 @@ def test_a_clients_own_words_name_nothing() -> None:
     assert theirs.identity is None
 
 
-def test_without_a_model_nothing_is_named() -> None:
+def test_mm_identifiers_without_identity_give_no_key() -> None:
     one = with_digest()
     assert mm_identifiers.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
     assert one.identity is None
 
 
-def test_an_item_without_a_place_in_the_prompt_is_not_named() -> None:
+def test_mm_identifiers_item_without_offsets_gets_no_key() -> None:
     """Nobody can say how many rows its KV would be computed from."""
     nowhere, here = with_digest(1), with_digest(2)
     nowhere.offsets = None
@@ -256,7 +256,7 @@ def test_an_item_without_a_place_in_the_prompt_is_not_named() -> None:
     assert nowhere.identity is None
 
 
-def test_a_requests_own_processor_arguments_make_another_medium() -> None:
+def test_mm_identifiers_processor_args_change_key() -> None:
     keys = set()
     for fields in (
         {},
@@ -277,7 +277,7 @@ def test_a_requests_own_processor_arguments_make_another_medium() -> None:
     assert key_of(plain) in keys
 
 
-def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:
+def test_mm_identifiers_noncanonical_args_get_no_key() -> None:
     odd = with_digest()
     named([odd], request(mm_processor_kwargs={"x": float("nan")}))
     assert odd.identity is None
@@ -287,7 +287,7 @@ def test_arguments_that_cannot_be_said_or_placed_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4v", "mistral3", "gemma3", "llava_next", "nobody_knows"])
-def test_families_that_nobody_compared_in_sglang_are_refused(
+def test_tower_identity_of_unvalidated_family_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
@@ -304,7 +304,7 @@ def test_families_that_nobody_compared_in_sglang_are_refused(
     assert caught.value.reason == "unproven_family"
 
 
-def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
     monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.2)
@@ -325,9 +325,7 @@ def test_a_checkpoint_that_takes_long_to_read_is_waited_for_once(monkeypatch: py
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_ranks_of_several_hosts_ask_for_nothing_that_they_cannot_take(
-    monkeypatch: pytest.MonkeyPatch, nnodes: int
-) -> None:
+def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.MonkeyPatch, nnodes: int) -> None:
     """The other host's store has none of it, so all ranks would encode what the service had encoded."""
     asked: list[Any] = []
 

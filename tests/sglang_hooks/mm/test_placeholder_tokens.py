@@ -17,14 +17,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "_identities", type(named._identities)())
 
 
-def test_values_of_a_named_medium_are_known() -> None:
+def test_placeholder_tokens_of_added_medium_are_keyed() -> None:
     named.add(b"a" * 32)
     assert all(named.is_named(v) and not named.is_foreign(v) for v in placeholder_tokens(b"a" * 32))
     assert all(named.is_foreign(v) for v in placeholder_tokens(b"b" * 32))
     assert not named.is_foreign(151_655)
 
 
-def test_what_was_not_seen_for_long_is_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_tokens_over_limit_forget_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "_MAX_IDENTITIES", 2)
     for letter in (b"a", b"b", b"a", b"c"):
         named.add(letter * 32)
@@ -33,7 +33,7 @@ def test_what_was_not_seen_for_long_is_foreign(monkeypatch: pytest.MonkeyPatch) 
     assert len(named._values) == 8
 
 
-def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "is_on", lambda: True)
     ours, theirs = item(1), item(2)
     named.give(ours, b"k" * 32)
@@ -43,7 +43,7 @@ def test_sglang_makes_the_same_values_of_an_identity(monkeypatch: pytest.MonkeyP
     assert all(named.is_foreign(v) for v in theirs.padding_values())
 
 
-def test_an_identity_of_somebody_elses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_tokens_foreign_identity_gives_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi's processors set one of what a client may claim, where no hook of ours has seen the item."""
     monkeypatch.setattr(activation, "is_on", lambda: True)
     kimi, hashed = item(1), item(2)
@@ -59,7 +59,7 @@ def test_an_identity_of_somebody_elses_is_not_ours(monkeypatch: pytest.MonkeyPat
     assert named.key_of(kimi) is None
 
 
-def test_one_medium_of_other_rows_is_another_lineage() -> None:
+def test_placeholder_tokens_follow_row_count() -> None:
     """SGLang's tokens differ from the first on: its own prefix and embedding caches tell them apart."""
     few, more, same = item(1, rows=8), item(1, rows=9), item(1, rows=9, start=5)
     for one in (few, more, same):
@@ -71,7 +71,7 @@ def test_one_medium_of_other_rows_is_another_lineage() -> None:
     assert (more.hash, more.identity) == (same.hash, same.identity)
 
 
-def test_rows_of_several_runs_are_one_number() -> None:
+def test_placeholder_tokens_count_rows_of_all_runs() -> None:
     whole, broken = item(1, rows=8), item(1)
     broken.offsets = [(0, 2), (4, 6), (8, 9)]
     for one in (whole, broken):
@@ -79,7 +79,7 @@ def test_rows_of_several_runs_are_one_number() -> None:
     assert whole.identity == broken.identity
 
 
-def test_a_name_of_other_rows_is_no_name_and_a_moved_one_is() -> None:
+def test_key_of_moved_item_stays_and_of_cut_item_ends() -> None:
     """As SGLang moves the items of a session's later turns."""
     one = item(1, rows=8)
     named.give(one, b"k" * 32)
@@ -90,14 +90,14 @@ def test_a_name_of_other_rows_is_no_name_and_a_moved_one_is() -> None:
 
 
 @pytest.mark.parametrize("said", [True, "k" * 32, b"k" * 31, None])
-def test_what_a_client_puts_in_our_field_is_no_key(said: object) -> None:
+def test_key_of_value_set_by_client_is_none(said: object) -> None:
     one = item(1)
     one.set_identity(b"k" * 32)
     one.set("cornplug_key", said)
     assert named.key_of(one) is None
 
 
-def test_nothing_is_kept_where_cornplug_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_tokens_inactive_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "is_on", lambda: False)
     ours = item(1)
     named.give(ours, b"k" * 32)

@@ -68,14 +68,14 @@ class Processor:
         return {"input_ids": torch.zeros(1, 3), **made}
 
 
-def test_probes_are_the_same_pictures_always() -> None:
+def test_probes_are_equal_at_every_call() -> None:
     first, second = preprocessing_probe.probes(), preprocessing_probe.probes()
     assert [p.tobytes() for p in first] == [p.tobytes() for p in second]
     assert len({p.size for p in first}) == 3
 
 
 @pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
-def test_transformers_own_ways_are_nothing_peculiar(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+def test_peculiarity_of_transformers_processor_is_none(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
     assert peculiarity(processor, known) is None
@@ -86,7 +86,7 @@ def test_transformers_own_ways_are_nothing_peculiar(tmp_path: Path, preprocessor
 
 
 @pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
-def test_pillow_and_torchvision_make_other_pixels(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+def test_peculiarity_of_pillow_backend_is_reported(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
     """`--image-processor-backend`: they resize differently, by up to 2 of 255 levels."""
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
@@ -96,7 +96,7 @@ def test_pillow_and_torchvision_make_other_pixels(tmp_path: Path, preprocessor: 
     assert peculiarity(processor, known) is not None
 
 
-def test_settings_that_the_identity_knows_are_not_peculiar_and_others_are(tmp_path: Path) -> None:
+def test_peculiarity_of_known_settings_is_none(tmp_path: Path) -> None:
     known = model(tmp_path, QWEN, max_pixels=112 * 112)
     same = Processor(tmp_path, max_pixels=112 * 112)
     assert peculiarity(same, known) is None
@@ -107,7 +107,7 @@ def test_settings_that_the_identity_knows_are_not_peculiar_and_others_are(tmp_pa
     assert other != peculiarity(Processor(tmp_path), known)
 
 
-def test_what_the_processor_class_lays_over_the_file_is_known(tmp_path: Path) -> None:
+def test_peculiarity_of_class_defaults_is_none(tmp_path: Path) -> None:
     """Gemma 3's asks for no pan and scan, whatever the file says, in SGLang as in transformers."""
     known = model(tmp_path, GEMMA)
     asked = known.checkpoint.family.processor_defaults["image"]
@@ -117,7 +117,7 @@ def test_what_the_processor_class_lays_over_the_file_is_known(tmp_path: Path) ->
     assert peculiarity(Processor(tmp_path, **crops), model(tmp_path, GEMMA, **crops)) is None
 
 
-def test_sglangs_llava_rounds_pixels(tmp_path: Path) -> None:
+def test_peculiarity_of_sglang_llava_is_reported(tmp_path: Path) -> None:
     known = model(tmp_path, CLIP)
     llava = LlavaImageProcessor.__new__(LlavaImageProcessor)
     llava.hf_config = SimpleNamespace()
@@ -127,7 +127,7 @@ def test_sglangs_llava_rounds_pixels(tmp_path: Path) -> None:
     assert found == peculiarity(llava, known)
 
 
-def test_a_processor_of_another_kind_is_not_guessed_at(tmp_path: Path) -> None:
+def test_peculiarity_of_unknown_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be compared") as caught:
         peculiarity(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
     assert caught.value.reason == "preprocessing"

@@ -61,7 +61,7 @@ def resolve(then: Callable[[Any], None], **settings: Any) -> None:
     flags._resolve_once(then, SimpleNamespace(**settings))
 
 
-def test_a_server_begins_before_anything_of_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_state_begins_before_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its children know when that was, whenever they start."""
 
     class Resolving(Exception):
@@ -81,7 +81,7 @@ def test_a_server_begins_before_anything_of_it_is_resolved(monkeypatch: pytest.M
     assert engine_state.current().began_ns() == began_ns
 
 
-def test_the_next_server_of_a_process_begins_anew() -> None:
+def test_engine_state_next_server_begins_anew() -> None:
     engine_state.begin(anew=True)
     first = engine_state.current()
     first.note_replaced()
@@ -92,7 +92,7 @@ def test_the_next_server_of_a_process_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_files_that_changed_after_the_server_began_are_refused(folder: Path, file: str) -> None:
+def test_engine_model_file_changed_after_start_is_refused(folder: Path, file: str) -> None:
     began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
     engine_state.current()._begin(began_ns)
     described(folder).kv_identity()
@@ -142,7 +142,7 @@ def runner(folder: Path, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["model.layers", "visual.blocks"])
-def test_a_rank_that_loaded_something_else_ends_sharing(
+def test_loaded_weights_of_rewritten_file_end_sharing(
     folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
@@ -159,9 +159,7 @@ def test_a_rank_that_loaded_something_else_ends_sharing(
     assert str(folder) in record.getMessage()
 
 
-def test_weights_that_come_late_are_compared_when_they_are_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_loaded_late_are_compared_after_fetch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
@@ -172,7 +170,9 @@ def test_weights_that_come_late_are_compared_when_they_are_there(
 
 
 @pytest.mark.parametrize("why", ["draft", "off", "unidentified"])
-def test_what_names_nothing_is_not_compared(folder: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_weights_without_sharing_are_not_compared(
+    folder: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def identified() -> Any:
         if why == "unidentified":
             raise CheckpointError("a loader of its own", reason="load_format")
@@ -187,7 +187,7 @@ def test_what_names_nothing_is_not_compared(folder: Path, why: str, monkeypatch:
     assert not weights_guard.replaced()
 
 
-def test_enough_is_compared_under_sglang_s_own_names(folder: Path) -> None:
+def test_differing_weights_under_sglang_names_cover_layers(folder: Path) -> None:
     from cornplug.engine_common.weight_comparison import differing
 
     name, compared = differing(Loaded(folder), Checkpoint.open(str(folder)))

@@ -66,7 +66,7 @@ def roots() -> NamespaceRoots:
     return NamespaceRoots(b"s" * 32, page, lambda: (b"l" * 32, {"config": {}}))
 
 
-def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path) -> None:
+def test_lora_adapters_fewer_target_modules_change_root(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     whole = root(manager(*WEIGHTS), path)
     assert root(manager(*WEIGHTS, "gate_proj"), path) == whole  # nothing of this adapter left out
@@ -79,7 +79,7 @@ def test_a_server_that_adapts_fewer_modules_has_roots_of_its_own(tmp_path: Path)
     assert lora_adapters.taken_apart("id-1")[1] == LoraDigests().digest(str(path))
 
 
-def test_embeddings_that_are_not_adapted_count(tmp_path: Path) -> None:
+def test_lora_adapters_left_out_embeddings_change_root(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     names = ("base_model.model.lm_head.lora_A.weight",)
     assert root(manager(*WEIGHTS, embeddings=names), path) != root(
@@ -87,14 +87,14 @@ def test_embeddings_that_are_not_adapted_count(tmp_path: Path) -> None:
     )
 
 
-def test_a_weight_counts_as_applied_where_sglang_finds_its_module() -> None:
+def test_sglang_finds_target_module_of_weight() -> None:
     targets = {"qkv_proj", "o_proj"}
     assert get_target_module_name("layers.0.self_attn.qkv_proj.lora_A", targets) == "qkv_proj"
     with pytest.raises(ValueError, match="mlp"):
         get_target_module_name("layers.0.mlp.down_proj.lora_A", targets)
 
 
-def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_path: Path) -> None:
+def test_lora_adapters_unloaded_before_lookup_are_refused(tmp_path: Path) -> None:
     of = manager(*WEIGHTS)
     root(of, folder(tmp_path / "a"))
     lora_adapters._left_out.clear()
@@ -103,7 +103,7 @@ def test_an_adapter_that_was_unloaded_before_anybody_asked_is_not_shared(tmp_pat
         roots().root(CacheNamespace("id-1", None))
 
 
-def test_an_adapter_of_several_files_is_not_shared(tmp_path: Path) -> None:
+def test_lora_adapters_of_several_files_are_refused(tmp_path: Path) -> None:
     """SGLang loads each *.safetensors of the folder, vLLM the one of the usual name."""
     path = folder(tmp_path / "a")
     save_file({"layers.1.x.q_proj.lora_A.weight": torch.zeros(4, 4)}, path / "more.safetensors")
@@ -112,7 +112,7 @@ def test_an_adapter_of_several_files_is_not_shared(tmp_path: Path) -> None:
     assert refused.value.reason == "lora_files"
 
 
-def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeypatch: Any) -> None:
+def test_roots_of_call_stat_files_once_for_many_pages(tmp_path: Path, monkeypatch: Any) -> None:
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)
     for number in range(500):
@@ -131,7 +131,7 @@ def test_a_call_asks_the_file_system_once_for_many_pages(tmp_path: Path, monkeyp
     assert stats < 20
 
 
-def test_a_file_that_changes_is_seen_by_the_next_call(tmp_path: Path) -> None:
+def test_roots_of_call_after_file_change_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)
     made = roots()
@@ -142,7 +142,7 @@ def test_a_file_that_changes_is_seen_by_the_next_call(tmp_path: Path) -> None:
     assert refused.value.reason == "lora_changed"
 
 
-def test_a_file_that_changes_while_sglang_loads_it_is_seen(tmp_path: Path) -> None:
+def test_lora_adapters_changed_during_load_are_refused(tmp_path: Path) -> None:
     """Which of the two it has, nobody can say; a copy that keeps sizes and times hides nothing."""
     path = folder(tmp_path / "a")
     file = path / "adapter_model.safetensors"

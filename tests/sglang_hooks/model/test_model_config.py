@@ -39,7 +39,7 @@ def described(folder: Path, **settings: Any) -> EngineModel:
     return describe(args, ModelConfig.from_server_args(args))
 
 
-def test_plain_settings_are_plain(folder: Path) -> None:
+def test_describe_plain_settings_has_no_overrides(folder: Path) -> None:
     """The form of `vllm_connector.model`: nothing overridden is {}."""
     made = described(folder)
     assert (made.dtype, made.max_model_len, made.overrides, made.processor_kwargs) == (
@@ -54,40 +54,40 @@ def test_plain_settings_are_plain(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "runs"), [("float32", "float32"), ("half", "float16"), ("auto", "bfloat16")]
 )
-def test_dtype_is_the_one_that_runs(folder: Path, dtype: str, runs: str) -> None:
+def test_describe_dtype_is_resolved_dtype(folder: Path, dtype: str, runs: str) -> None:
     assert described(folder, dtype=dtype).dtype == runs
 
 
-def test_context_length(folder: Path) -> None:
+def test_describe_context_length_is_max_model_len(folder: Path) -> None:
     assert described(folder, context_length=1024).max_model_len == 1024
 
 
-def test_config_overrides_count(folder: Path) -> None:
+def test_describe_config_overrides_are_overrides(folder: Path) -> None:
     made = described(folder, json_model_override_args='{"rope_theta": 5000.0}')
     assert made.overrides == {"hf_overrides": {"rope_theta": 5000.0}}
 
 
-def test_quantisation_made_at_load_is_sglangs_own(folder: Path) -> None:
+def test_describe_quantisation_at_load_is_override(folder: Path) -> None:
     assert described(folder, quantization="fp8").overrides == {"sglang_quantization": "fp8"}
 
 
-def test_quantisation_that_the_checkpoint_declares_is_no_override(folder: Path) -> None:
+def test_describe_declared_quantisation_is_no_override(folder: Path) -> None:
     declared = {"quant_method": "awq"}
     assert _described_with(folder, declared, quantization="awq").overrides == {}
 
 
-def test_a_tower_that_interpolates_otherwise_is_its_own(folder: Path) -> None:
+def test_describe_precise_interpolation_is_override(folder: Path) -> None:
     made = described(folder, enable_precise_embedding_interpolation=True)
     assert made.overrides == {"ServerArgs.enable_precise_embedding_interpolation": True}
 
 
-def test_processor_settings_of_the_server(folder: Path) -> None:
+def test_describe_image_processor_settings_are_kwargs(folder: Path) -> None:
     made = described(folder, mm_process_config={"image": {"max_pixels": 50176}, "video": {"fps": 1}})
     assert made.processor_kwargs == {"max_pixels": 50176}
 
 
 @pytest.mark.parametrize("load_format", sorted({*LOAD_FORMAT_CHOICES, "ipc_cache"} - READS_SAFETENSORS))
-def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_format: str) -> None:
+def test_describe_other_load_format_is_refused(folder: Path, load_format: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         described(folder, load_format=load_format)
     assert caught.value.reason == "load_format"
@@ -108,12 +108,12 @@ def test_what_is_not_the_checkpoints_safetensors_is_refused(folder: Path, load_f
         {"kv_canary": "log"},
     ],
 )
-def test_weights_of_other_sources_are_refused(folder: Path, settings: dict[str, Any]) -> None:
+def test_describe_other_weight_source_is_refused(folder: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         _described_with(folder, None, **settings)
 
 
-def test_gemma_3_is_left_out_while_its_tower_has_another_activation() -> None:
+def test_sglang_gemma3_tower_activation_excludes_family() -> None:
     """SGLang 0.5.23 gives every SigLIP CLIP's QuickGELU, whatever the checkpoint says."""
     from sglang.srt.layers.activation import QuickGELU
     from sglang.srt.models.siglip import SiglipVisionModel

@@ -66,7 +66,7 @@ def overrides(folder: Path, quantized: bool = False, **settings: Any) -> dict[st
 # -- the tables are whole -----------------------------------------------------------------------
 
 
-def test_every_field_of_server_args_stands_in_exactly_one_table() -> None:
+def test_server_args_tables_hold_each_field_once() -> None:
     assert misplaced(SERVER_ARGS, FIELDS) == {}
 
 
@@ -81,7 +81,7 @@ def _read_in_sources() -> Iterator[str]:
 _NO_VARIABLES = {"SGLANG_NEW_NAME", "SGLANG_OLD_NAME"}
 
 
-def test_every_environment_variable_stands_in_exactly_one_table() -> None:
+def test_environment_tables_hold_each_variable_once() -> None:
     ours = {*ENVIRONMENT.in_key, *ENVIRONMENT.harmless, *ENVIRONMENT.refused}
     others = {name for name in ours if not name.startswith("SGLANG_")} - set(VARIABLES)
     names = {*VARIABLES, *_read_in_sources(), *others} - _NO_VARIABLES
@@ -91,7 +91,7 @@ def test_every_environment_variable_stands_in_exactly_one_table() -> None:
 
 @pytest.mark.parametrize("tables", [SERVER_ARGS, ENVIRONMENT])
 @pytest.mark.parametrize("place", ["in_key", "harmless", "refused"])
-def test_a_field_that_loses_its_place_is_named(tables: FieldTables, place: str) -> None:
+def test_misplaced_missing_and_doubled_fields_are_named(tables: FieldTables, place: str) -> None:
     every = {**tables.in_key, **tables.harmless, **tables.refused}
     name, reason = next(iter(getattr(tables, place).items()))
     rest = {key: value for key, value in getattr(tables, place).items() if key != name}
@@ -107,7 +107,7 @@ def _with(tables: FieldTables, place: str, table: dict[str, str]) -> FieldTables
     return FieldTables(of=tables.of, **{**kept, place: table})
 
 
-def test_a_name_in_two_groups_is_an_error() -> None:
+def test_grouped_name_in_two_groups_is_value_error() -> None:
     with pytest.raises(ValueError, match="twice stands in two"):
         grouped({"one reason": "once twice", "another": "twice"})
 
@@ -115,21 +115,21 @@ def test_a_name_in_two_groups_is_an_error() -> None:
 # -- what SGLang resolves by itself is no override -------------------------------------------------
 
 
-def test_a_server_with_no_flags_has_no_overrides(folder: Path) -> None:
+def test_describe_server_without_flags_has_no_overrides(folder: Path) -> None:
     """As SGLang resolves them: so keys are those of vLLM."""
     args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native")
     args.resolve_once()
     assert describe(resolved_view(args), model_config_of(args)).overrides == {}
 
 
-def test_harmless_variables_change_no_key(monkeypatch: Any) -> None:
+def test_environment_harmless_variables_change_no_key(monkeypatch: Any) -> None:
     for name in ENVIRONMENT.harmless:
         monkeypatch.setenv(name, "1")
     assert environment.verdict() == environment.judge(ENVIRONMENT, {}, {})
 
 
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mha"])
-def test_kernels_of_full_attention_are_one(folder: Path, backend: str) -> None:
+def test_describe_full_attention_backends_are_no_override(folder: Path, backend: str) -> None:
     assert overrides(folder, attention_backend=backend, mm_attention_backend="fa3") == {}
 
 
@@ -141,13 +141,13 @@ def _another(name: str) -> Any:
     return not default if isinstance(default, bool) else 7 if isinstance(default, int) else "other"
 
 
-def test_each_setting_that_changes_values_is_in_the_key(folder: Path) -> None:
+def test_describe_in_key_settings_are_overrides(folder: Path) -> None:
     for name in [name for name, how in SERVER_ARGS.in_key.items() if how == AS_OVERRIDE]:
         value = _another(name)
         assert overrides(folder, **{name: value}) == {f"ServerArgs.{name}": value}
 
 
-def test_each_setting_that_nobody_can_identify_is_refused(folder: Path) -> None:
+def test_describe_refused_settings_are_errors(folder: Path) -> None:
     for name in SERVER_ARGS.refused:
         with pytest.raises(CheckpointError, match=rf"ServerArgs\.{name}:") as caught:
             overrides(folder, **{name: _another(name)})
@@ -170,22 +170,20 @@ def test_each_setting_that_nobody_can_identify_is_refused(folder: Path) -> None:
         ("NVIDIA_TF32_OVERRIDE", "1", "1"),
     ],
 )
-def test_switches_that_change_weights_or_arithmetic(
+def test_environment_in_key_variables_are_overrides(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any
 ) -> None:
     monkeypatch.setenv(name, text)
     assert overrides(folder) == {f"environment.{name}": value}
 
 
-def test_a_switch_at_its_default_is_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_default_values_are_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_INT4_WEIGHT", "0")
     monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "")
     assert overrides(folder) == {}
 
 
-def test_a_file_that_a_switch_names_counts_by_its_content(
-    folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_environment_file_counts_by_its_content(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     file = tmp_path / "quant.json"
     monkeypatch.setenv("SGLANG_HUMMING_ONLINE_QUANT_CONFIG", str(file))
     file.write_text('{"bits": 4}')
@@ -195,7 +193,7 @@ def test_a_file_that_a_switch_names_counts_by_its_content(
 
 
 @pytest.mark.parametrize("name", ["SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_USE_MODELSCOPE", "SGLANG_OF_2027"])
-def test_switches_that_nobody_can_identify_are_refused_by_name(
+def test_environment_refused_variable_error_names_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "1")
@@ -203,9 +201,7 @@ def test_switches_that_nobody_can_identify_are_refused_by_name(
         overrides(folder)
 
 
-def test_a_setting_of_a_later_release_is_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_describe_unknown_setting_error_names_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = model_config._fields
 
     def with_another(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -229,12 +225,12 @@ def test_a_setting_of_a_later_release_is_refused_by_name(
         {"model_impl": "transformers"},
     ],
 )
-def test_lossy_computation_has_keys_of_its_own(folder: Path, settings: dict[str, Any]) -> None:
+def test_describe_lossy_settings_are_overrides(folder: Path, settings: dict[str, Any]) -> None:
     ((name, value),) = settings.items()
     assert overrides(folder, **settings) == {f"ServerArgs.{name}": value}
 
 
-def test_kernels_that_quantise_count_where_weights_are_quantised(folder: Path) -> None:
+def test_describe_quantising_kernels_count_if_quantised(folder: Path) -> None:
     settings = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "flashinfer_mxfp4"}
     assert overrides(folder, **settings) == {}
     assert overrides(folder, quantized=True, **settings) == {
@@ -245,18 +241,18 @@ def test_kernels_that_quantise_count_where_weights_are_quantised(folder: Path) -
 # -- other sources ---------------------------------------------------------------------------------
 
 
-def test_reading_in_threads_is_no_other_source(folder: Path) -> None:
+def test_describe_multithread_load_is_no_override(folder: Path) -> None:
     config = '{"enable_multithread_load": true, "num_threads": 8}'
     assert overrides(folder, model_loader_extra_config=config) == {}
 
 
-def test_a_folder_of_downloads_is_another_source_unless_the_model_is_a_folder(folder: Path) -> None:
+def test_describe_download_dir_of_hub_model_is_refused(folder: Path) -> None:
     assert overrides(folder, download_dir="/cache") == {}
     with pytest.raises(CheckpointError, match="download-dir"):
         overrides(Path("qwen/qwen2"), download_dir="/cache")
 
 
-def test_other_plugins_are_in_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_other_plugins_are_overrides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(name="patch", value="p:q", dist=SimpleNamespace(name="patches", version="1.0"))
     ours = SimpleNamespace(name="cornplug", value="c:d", dist=SimpleNamespace(name="cornplug", version="1"))
     found = {"sglang.srt.plugins": [ours, other], "sglang.srt.platforms": []}
@@ -267,12 +263,12 @@ def test_other_plugins_are_in_the_key(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("asked", [{"use_fast": False}, {"backend": "pil"}, {"device": "cuda"}])
-def test_a_library_that_sglang_does_not_change_is_not_vllms(folder: Path, asked: dict[str, Any]) -> None:
+def test_describe_ignored_processor_backend_is_override(folder: Path, asked: dict[str, Any]) -> None:
     made = overrides(folder, mm_process_config={"image": {**asked, "max_pixels": 1000}})
     assert made == {"ServerArgs.mm_process_config": asked}
 
 
-def test_code_of_the_checkpoint_counts_where_it_may_run(tmp_path: Path) -> None:
+def test_describe_trusted_remote_code_is_override(tmp_path: Path) -> None:
     plain, with_code = tmp_path / "plain", tmp_path / "code"
     for made in (plain, with_code):
         made.mkdir()
@@ -291,18 +287,18 @@ def test_code_of_the_checkpoint_counts_where_it_may_run(tmp_path: Path) -> None:
         overrides(with_code, trust_remote_code=True)
 
 
-def test_an_epoch_parts_servers_before_and_after_a_mending(folder: Path, monkeypatch: Any) -> None:
+def test_describe_epochs_follow_compat_table(folder: Path, monkeypatch: Any) -> None:
     args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native")
     args.resolve_once()
     monkeypatch.setattr(model_config, "EPOCHS", {"qwen2": 2})
     assert describe(resolved_view(args), model_config_of(args)).epochs == {"qwen2": 2}
 
 
-def test_every_epoch_is_of_a_family_and_counts_from_one() -> None:
+def test_compat_epochs_are_positive_per_family() -> None:
     assert all(isinstance(name, str) and epoch > 0 for name, epoch in compat.EPOCHS.items())
 
 
-def test_the_log_names_what_is_in_the_way(folder: Path, caplog: Any, monkeypatch: Any) -> None:
+def test_namespace_roots_refused_setting_is_logged(folder: Path, caplog: Any, monkeypatch: Any) -> None:
     """What a server says when its language model cannot be identified."""
     from cornplug.kv_page import PageGeometry
     from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots

@@ -34,7 +34,7 @@ def run(name: str, request: Any) -> None:
         ("handle_rpc_request", io_struct.RpcReqInput(method="load_my_weights", parameters=None)),
     ],
 )
-def test_an_update_ends_sharing(name: str, request_: Any) -> None:
+def test_weight_updates_replacing_request_ends_sharing(name: str, request_: Any) -> None:
     assert not weights_guard.replaced()
     run(name, request_)
     assert weights_guard.replaced()
@@ -48,7 +48,7 @@ def test_an_update_ends_sharing(name: str, request_: Any) -> None:
         ("handle_rpc_request", io_struct.RpcReqInput(method="save_sharded_model", parameters=None)),
     ],
 )
-def test_what_leaves_the_weights_alone_does_not(name: str, request_: Any) -> None:
+def test_weight_updates_harmless_request_keeps_sharing(name: str, request_: Any) -> None:
     run(name, request_)
     assert not weights_guard.replaced()
 
@@ -63,7 +63,7 @@ def test_what_leaves_the_weights_alone_does_not(name: str, request_: Any) -> Non
         (False, False, None, False),
     ],
 )
-def test_released_memory_that_comes_back_empty(
+def test_weight_updates_released_memory_without_backup_ends_it(
     saver: bool, backup: bool, tags: list[str] | None, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt import runtime_context
