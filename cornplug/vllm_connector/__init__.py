@@ -1,5 +1,5 @@
 """cornplug inside vLLM: the KV connector, the encoder-cache connector and the flags.
 
-`plugin.register` is what vLLM calls in each of its processes; nothing here is imported
-before, and nothing outside this room imports vLLM.
+vLLM calls `plugin.register` in each of its processes and imports nothing of this room before. No
+other room imports vLLM.
 """

@@ -1,4 +1,4 @@
-"""Classes of service in front of vLLM's own API server: who cannot be answered in time hears so at once.
+"""Classes of service in front of vLLM's API server: requests that would miss their deadline are refused.
 
     CORNPLUG_CONFIG=qos.toml vllm serve MODEL --middleware cornplug.vllm_connector.admission.Admission
 
@@ -7,10 +7,11 @@ first token. A refusal is 429 (beyond its class's share while others' is kept fr
 cannot be met), with Retry-After and OpenAI's form of an error. Without [qos] every request passes, as it
 does where vLLM's figures are missing (`--disable-log-stats`): counted as "blind".
 
-Each API server process (`--api-server-count`) reads the figures of all, and counts what it admitted
-itself; between two readings, half a second at most, it does not see what the others admit.
+Each API server process (`--api-server-count`) reads the metrics of all of them, and counts the requests
+that it has admitted itself; between two readings, half a second at most, it does not see the requests
+that the others admit.
 
-What it does not do: set vLLM's request priority, which stands in the body, and is not to be touched here.
+vLLM's request priority is not set: it stands in the body, which is passed on unread.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/respon
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
 _PERIOD_S: Final = 0.5
 _READ_S: Final = 0.25
-"""Longest that a request waits for a reading. Then the last one must do."""
+"""Longest that a request waits for a reading; after that the previous reading decides."""
 
 _WAITING: Final = "vllm:num_requests_waiting"
 _FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
@@ -82,7 +83,7 @@ class Admission:
             await _refusal(qos, verdict)(scope, receive, send)
 
     async def _pass(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until its first bytes it stands in the queue: a stream's come with the first token."""
+        """Answer a request, which stands in the queue until its first bytes: a stream's first token."""
         waits = True
 
         def first() -> None:
@@ -103,7 +104,7 @@ class Admission:
             first()
 
     async def _fresh(self) -> None:
-        """Have a reading that is not older than a period, if one can be had in time."""
+        """Refresh a reading that is older than a period, waiting `_READ_S` at most."""
         if self._clock() - self._read_at_s < _PERIOD_S:
             return
         if self._reading is None or self._reading.done():
@@ -117,13 +118,13 @@ class Admission:
 
 
 def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
-    """vLLM's figures, added up over its engines; None where it keeps none."""
+    """vLLM's metrics, added up over its engines; None where it keeps none."""
     found: dict[str, float] = {}
     try:
         for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
     except (OSError, ValueError):
-        # Another API server's file went while it was read.
+        # Another API server's file was removed while it was read.
         return None
     if _WAITING not in found or _FIRST_TOKENS not in found:
         return None

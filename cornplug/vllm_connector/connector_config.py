@@ -1,8 +1,8 @@
 """An engine's configuration with our connectors in it, wherever stock vLLM makes one.
 
-vLLM refuses a KV connector beside some features, and it finds some of that out only while an engine starts.
-Nobody who adds `--kv-connector cornplug` to a command line that works shall lose the engine for it: what
-cannot be shared is left out, and one log line says what and why.
+vLLM refuses a KV connector beside some features, some of them only while an engine starts. A command line
+that works still works with `--kv-connector cornplug` added: the connector that vLLM refuses (KV, embeddings
+or both) is left out, and one log line names it and the reason.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 _MULTI: Final = "MultiConnector"
 _RECOMPUTE: Final = "recompute"
 
-# What vLLM's configuration classes raise for a combination that they do not take (pydantic's
-# ValidationError is a ValueError).
+# Raised by vLLM's configuration classes for combinations that they refuse (pydantic's ValidationError is a
+# ValueError).
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
 
 def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     """The VllmConfig of these engine arguments, with as much of cornplug as vLLM takes.
 
-    Raises ConfigError where `--kv-offloading-size` asks for another KV connector, and whatever stock vLLM
-    raises for the same arguments without cornplug.
+    Raises ConfigError where `--kv-offloading-size` asks for another KV connector, and the errors of stock
+    vLLM for the same arguments without cornplug.
     """
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
@@ -136,7 +136,7 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
 
 
 def _kv_impossible(config: Any) -> str | None:
-    """Why an engine of this configuration cannot start with a KV connector, where vLLM says so too late."""
+    """Why an engine of this configuration cannot start with a KV connector, where vLLM checks it too late."""
     if config.model_config.is_encoder_decoder:
         return "vLLM takes no KV connector for encoder-decoder models"
     backend = config.attention_config.backend
@@ -144,14 +144,14 @@ def _kv_impossible(config: Any) -> str | None:
         try:
             supported = backend.get_class().supports_kv_connector()
         except ImportError:
-            return None  # another platform's: vLLM has its own words for that
+            return None  # another platform's backend: vLLM raises an error of its own
         if not supported:
             return f"attention backend {backend.name} takes no KV connector"
     return None
 
 
 def _note_by_value(config: Any) -> None:
-    """In the settings that reach every API process, however it is started."""
+    """Note `--enable-mm-embeds` in the settings that reach every API process, however it is started."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if _is_ours(kv):
         kv.kv_connector_extra_config["engine.embeddings_by_value"] = True

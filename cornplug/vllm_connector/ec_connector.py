@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CornplugECConnector(ECConnectorBase):
-    """Take embeddings from the store and the shared encoder service; give what was encoded here."""
+    """Loads embeddings from the store and the encoder service; publishes those that this engine encodes."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)

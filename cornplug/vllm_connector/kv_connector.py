@@ -37,7 +37,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     """The page of this model. Raises LayoutError with the reason why KV cannot be shared.
 
     Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only
-    where every group has it: they run as stock, and say so.
+    where every group has it: they run as stock, and the log names the reason.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -66,7 +66,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
 
 
 def rank_slice(cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
-    """What of a page this worker's rank holds. Raises LayoutError where it is no plain slice."""
+    """The slice of a page that this worker's rank holds. Raises LayoutError where it is no plain slice."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.models.utils import extract_layer_index
 

@@ -19,7 +19,7 @@ _runtimes: dict[str, EngineRuntime] = {}
 def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
     """The process's runtime for these settings, made on first use.
 
-    Raises ConfigError where cornplug cannot run: it was asked for, so silence would be a lie.
+    Raises ConfigError where cornplug cannot run although the operator asked for it.
     """
     if not registered():
         register()

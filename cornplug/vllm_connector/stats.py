@@ -51,13 +51,13 @@ class ECStats(_TallyStats, ECConnectorStats):
 
 
 def drained_kv(tally: Tally) -> KVStats | None:
-    """What happened since the last call, None when nothing did."""
+    """Counts since the last call; None where there are none."""
     data = tally.drain()
     return KVStats(data=data) if data else None
 
 
 def drained_ec(tally: Tally) -> ECStats | None:
-    """What happened since the last call, None when nothing did."""
+    """Counts since the last call; None where there are none."""
     data = tally.drain()
     return ECStats(data=data) if data else None
 

@@ -1,15 +1,15 @@
-"""Whether a request would have its first token in time, from what vLLM says of its queue. No I/O, no clock.
+"""Predicts a request's time to first token (TTFT) from vLLM's queue metrics. No I/O, no clock.
 
 vLLM serves its queue in the order of arrival. So a wait is the requests ahead over the rate at which
 first tokens come while requests wait (Little's law: J. Little, "A proof for the queuing formula L = λW",
-1961), and a class's share is kept by what may enter the queue, not by its order:
+1961), and a class keeps its share by limits on the requests that may enter the queue, not by its order:
 
-    room of the queue = what the rate serves inside the shortest deadline that a class with a share has
+    room of the queue = requests that the rate serves inside the shortest deadline of a class with a share
     ├ premium's share of it     kept free for premium, used or not
     ├ standard's share
-    └ the rest                  whoever comes first
+    └ the rest                  requests of any class, in the order of arrival
 
-A class without a share is promised nothing: its deadline only refuses its own requests.
+A class without a share has no guarantee: its deadline only refuses its own requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 _MEMORY_S: Final = 60.0
 """Seconds of saturation after which a measurement counts for a third."""
 _FIRST_TOKENS: Final = 3
-"""First tokens measured under saturation before the rate is believed."""
+"""First tokens measured under saturation before the rate is used."""
 _LONGEST_RETRY_S: Final = 60.0
 
 
@@ -46,13 +46,13 @@ class QueueReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftVerdict:
-    """What becomes of a request."""
+    """The decision about one request."""
 
     outcome: Outcome
     wait_s: float | None = None
     """Predicted time to its first token; None: nothing to predict it from, or no queue."""
     retry_after_s: float | None = None
-    """When it would have been admitted, if nobody else came. With refusals only."""
+    """Seconds after which it would be admitted if no other request came. With refusals only."""
 
     @property
     def admitted(self) -> bool:
@@ -76,7 +76,7 @@ class TtftForecast:
         self._believed = False
 
     def read(self, now: QueueReading | None) -> None:
-        """Take a new reading; None: vLLM's figures are not to be had."""
+        """Take a new reading; None: vLLM's metrics cannot be read."""
         last, self._last = self._last, now
         self._since_reading = 0
         if last is None or now is None or now.at_s <= last.at_s or now.first_tokens < last.first_tokens:
@@ -115,7 +115,7 @@ class TtftForecast:
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
             return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
         rooms = (_served(rate * max(deadline_s - prefill_s, 0.0)) for deadline_s in self._promised_s)
-        # A deadline that an empty queue would miss is kept for nobody.
+        # No room is kept for a deadline that even an empty queue would miss.
         room = next((room for room in rooms if room >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
         if math.isfinite(room) and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
@@ -130,14 +130,14 @@ class TtftForecast:
         return TtftVerdict(outcome="admitted", wait_s=wait_s)
 
     def _queue(self, last: QueueReading, now_s: float, rate: float) -> float:
-        """Requests ahead: what the engine said, what went there since, less what it has begun since."""
+        """Requests ahead: those of the last reading and those sent since, less those begun since."""
         since = min(self._since_reading, sum(self._pending.values()))
         return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
 
 
 def _likely(requests: float) -> float:
-    """For how many a queue of `requests` is to be taken, so that hardly a wait is longer: times between
-    first tokens vary by about their mean, so their sum by its root, and three of those are allowed for."""
+    """A queue length that covers nearly every wait behind `requests`: their number and three standard
+    deviations. Times between first tokens vary by about their mean, so a sum of n by the root of n."""
     return requests + 3 * math.sqrt(requests)
 
 

@@ -4,10 +4,11 @@
          ──vLLM names its items───> `name`: rows that a voucher brought get the image's name
          ──the request's salt────> `identifier`: the key is made here, and must be the voucher's
 
-A voucher is believed where the store's secret signed it, for this engine's own model. Its key only says
-where the rows lie. What cannot be had or believed ends the request with a 400: there are no pixels.
+A voucher is valid where the store's secret signed it, for this engine's own model. Its key only says
+where the rows lie. An invalid voucher, and one of evicted rows, end the request with a 400: there are no
+pixels to compute the rows from.
 
-With a connector like ours vLLM 0.32 takes embeddings from anybody, and even requests that leave
+Beside an encoder-cache connector vLLM 0.32 takes embeddings from any client, and even requests that leave
 them out, trusting that a connector has them; its worker dies of the latter. So both are refused here.
 """
 
@@ -38,15 +39,15 @@ from cornplug.store.backends import open_store
 from cornplug.store.base import Store
 
 PREFIX: Final = "cpv1-"
-"""Of a `mm_hash`: the media digest and the voucher's key follow. No name that an image has: vLLM keeps
-processed inputs by it, and these are others."""
+"""Begins the `mm_hash` of a voucher's embedding; the media digest and the voucher's key follow. An image's
+`mm_hash` begins otherwise: vLLM caches processed inputs under it, and those of the two differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
-"""Embeddings whose voucher is remembered; a few hundred bytes each."""
+"""Embeddings whose vouchers are remembered, at a few hundred bytes each."""
 
 
 class ReceivedHandles:
-    """What vouchers brought into this API process. Thread-safe: vLLM loads in threads."""
+    """Embeddings that vouchers brought into this API process. Thread-safe: vLLM loads in threads."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class ReceivedHandles:
         dtype: str,
         alone: bool = True,
     ) -> None:
-        """`identity` gives this engine's tower's, None while or where nobody knows it. Not `alone`: the
-        encoder connector is somebody else's, who may have what a request leaves out."""
+        """`identity` gives the identity of this engine's tower, None while it is being read and where it
+        cannot be. Not `alone`: another connector's encoder cache may hold an embedding that a request
+        leaves out."""
         self._config = config
         self._secret = secret
         self._identity = identity
@@ -67,7 +69,7 @@ class ReceivedHandles:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
-        """Digest of rows and grid -> what they are."""
+        """Digest of rows and grid -> the claims of their voucher."""
 
     def load(self, text: str) -> torch.Tensor:
         """The rows that a voucher stands for. Raises VLLMValidationError."""
@@ -103,7 +105,7 @@ class ReceivedHandles:
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
         """The `mm_hash` of an embedding item; None for one by value, where the operator takes those.
 
-        Raises VLLMValidationError for what this server does not take.
+        Raises VLLMValidationError for an embedding that this server does not take.
         """
         rows = item.get(f"{modality}_embeds") if isinstance(item, Mapping) else item
         if not isinstance(rows, torch.Tensor):
@@ -125,7 +127,7 @@ class ReceivedHandles:
         return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
 
     def key(self, mm_hash: str, salt: str | None) -> bytes:
-        """The embedding key of a `mm_hash` of ours.
+        """The embedding key in a `mm_hash` that `name` made.
 
         Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
         changed: the voucher's embedding was made without.

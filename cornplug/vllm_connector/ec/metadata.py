@@ -1,4 +1,4 @@
-"""What the encoder-cache connector's two halves tell each other."""
+"""Messages between the encoder-cache connector's two halves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 @dataclass(frozen=True, slots=True)
 class ArrivedEmbedding:
-    """A verified embedding, carried whole: what the scheduler half promised cannot be lost
-    between it and the worker, whatever dies in between."""
+    """A verified embedding with its bytes: one that the scheduler half has promised reaches the worker
+    even if store and service die in between."""
 
     identifier: str
     dtype: str
@@ -37,7 +37,7 @@ class ECAcks(ECConnectorWorkerMetadata):
     saves: list[tuple[str, int]] = field(default_factory=list)
     """(outcome, payload bytes) of embeddings offered."""
     encoded: list[tuple[int, float]] = field(default_factory=list)
-    """(rows, seconds) of what the tower did in a step."""
+    """(rows, seconds) of each step of the tower."""
     copied: list[tuple[int, float]] = field(default_factory=list)
     """(bytes, seconds) of embeddings put into the engine's cache."""
 

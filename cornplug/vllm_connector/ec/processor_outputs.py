@@ -1,4 +1,4 @@
-"""A medium's processor outputs as the encoder service wants them: what the tower really gets."""
+"""A medium's processor outputs, as the tower gets them, for the encoder service."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class MediaInputs:
-    """Takes from vLLM's feature specs what the model's family names, and nothing else.
+    """The tensors in vLLM's feature specs that the model's family names, and no others.
 
     For some families vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`): the processed pixels are then raw uint8. We apply vLLM's own
-    module to them, so that the service sees what the engine's tower would.
+    (`mm_device_do_normalize`): the processed pixels are then raw uint8. vLLM's own module normalises
+    them here, so that the service gets the inputs of the engine's tower.
     """
 
     def __init__(self, config: VllmConfig) -> None:

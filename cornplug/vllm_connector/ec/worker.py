@@ -27,7 +27,7 @@ class ECWorker:
         self._tower = TowerClock(self._device)
 
     def load(self, cache: dict[str, torch.Tensor], moves: ECMoves) -> None:
-        """Put what arrived into the engine's encoder cache; shape (rows, hidden)."""
+        """Put arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
         began = time.perf_counter()
         for item in moves.arrived:
             tensor = torch.frombuffer(item.data, dtype=getattr(torch, item.dtype)).view(item.shape)
@@ -39,7 +39,7 @@ class ECWorker:
             self._tower.begin()
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: ECMoves) -> None:
-        """Offer an embedding that this engine had to compute; nobody waits for it."""
+        """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
         key = key_of(identifier)
@@ -48,7 +48,7 @@ class ECWorker:
         self._publisher.offer(key, embedding)
 
     def acks(self) -> ECAcks | None:
-        """What became of earlier offers, None when nothing is new."""
+        """Outcomes of earlier offers and new measurements; None where there are none."""
         with self._lock:
             saves, self._saves = self._saves, []
         copied, self._copied = self._copied, []
@@ -56,7 +56,7 @@ class ECWorker:
         return ECAcks(saves, encoded, copied) if saves or encoded or copied else None
 
     def close(self) -> None:
-        """Finish what is being published."""
+        """Finish the embeddings that are being published."""
         self._publisher.close()
 
     def _note(self, outcome: str, size: int) -> None:

@@ -24,7 +24,7 @@ from cornplug.vllm_connector.kv.layout import BlockLayout, BlockPlane, TokenPlac
 _DIRECT_TOKENS = 128
 """Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
 _STAGED_BYTES = 32 << 20
-"""A slab on an accelerator: big enough to hide some launches, small beside what vLLM left free."""
+"""A slab on an accelerator: big enough to hide some launches, small beside the memory that vLLM leaves."""
 
 
 class CopySide(Protocol):
@@ -37,7 +37,7 @@ class CopySide(Protocol):
         """The point that the engine's work has reached now."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """What runs within begins once `mark` is reached."""
+        """A context whose copies begin once the engine's work has reached `mark`."""
 
     def finish(self) -> None:
         """Wait until everything begun within `after` has happened."""
@@ -145,7 +145,7 @@ class BlockCopies:
         side: CopySide | None = None,
         direct: bool | None = None,
     ) -> None:
-        """`side` and `direct` are what the caches' device asks for unless a test says otherwise."""
+        """`side` and `direct` follow from the caches' device; tests set them."""
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self._device = caches[0].device
         self._dtype = caches[0].dtype
@@ -221,7 +221,7 @@ class BlockCopies:
 
     @contextmanager
     def _settled(self, mark: Any) -> Iterator[None]:
-        """Whatever happens within, nothing of it is under way afterwards."""
+        """A context whose copies have all ended when it is left, by an exception too."""
         try:
             with self.side.after(mark):
                 yield

@@ -1,4 +1,4 @@
-"""What loads and steps take in this engine, measured as they go by; what `LoadRule` decides by."""
+"""Measured durations of this engine's loads and steps, by which `LoadRule` decides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _LOAD_FLOOR_S: Final = 1.0
-"""A load may take that, and three times what computing would, before the rest of it is computed."""
+"""A load may take this time, or three times the time of computing its tokens if that is longer; then the
+rest of it is computed."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""Steps of so many tokens are timed, and of the others each so-manieth."""
+"""Steps of at least so many tokens are timed, and one in so many of the others."""
 _TIMED_OPEN: Final = 256
 
 
@@ -39,7 +40,7 @@ class LoadCosts:
         self._page = page
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
-        """What movers have worked on loads so far."""
+        """Seconds that movers have worked on loads so far."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
         """Step -> (when it was scheduled, its tokens)."""
@@ -69,14 +70,14 @@ class LoadCosts:
         """The engine took an offer."""
         alone = not self._loading
         for other in self._loading.values():
-            # Two that overlap tell nothing of how long one is in being noticed.
+            # The delay until a load is noticed cannot be read off two that overlap.
             other.moving_before = None
         self._loading[request_id] = _Loading(
             time.monotonic(), pages * self._page.page_bytes, self._moving_s if alone else None
         )
 
     def load_ended(self, request_id: str, *, whole: bool) -> float:
-        """Seconds that its request has waited."""
+        """A load has ended. Returns the seconds that its request has waited."""
         one = self._loading.pop(request_id)
         waited = time.monotonic() - one.began
         if whole and one.moving_before is not None:
@@ -88,16 +89,16 @@ class LoadCosts:
         self._steps += 1
         tokens = sum(output.num_scheduled_tokens.values())
         wanted = tokens >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
-        # A step with the tower in it would tell nothing of tokens.
+        # The time of a step that runs the tower is not the time of its tokens.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:
-            self._timed.clear()  # Nobody answers.
+            self._timed.clear()  # No worker answers.
         self._timed[self._steps] = time.monotonic(), tokens
         return self._steps
 
     def acknowledged(self, acks: KVAcks) -> None:
-        """Learn from what the workers say."""
+        """Take the measurements in the workers' acknowledgements."""
         for number in acks.steps:
             began, tokens = self._timed.pop(number, (0.0, 0))
             # Steps may be scheduled while others run: one begins to run when the last has ended.
@@ -108,7 +109,7 @@ class LoadCosts:
             self._moved = True
 
     def step_ended(self) -> None:
-        """The engine has seen what a step has computed."""
+        """The engine has read the output of a step."""
         self._step_ended = time.monotonic()
         if self._moved:
             self._moved = False

@@ -1,7 +1,7 @@
-"""The worker half of a rank that has no part in sharing KV: it answers every move at once.
+"""The worker half of a rank that shares no KV: every load and save fails at once.
 
-A scheduler half that does not know of it yet may have promised a load; without an answer that
-request would wait for ever.
+The scheduler half may have promised a load before it learns of this; without an answer that request would
+wait for ever.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class OffWorker:
         return bad
 
     def acks(self) -> KVAcks | None:
-        """What the scheduler half has to know."""
+        """The acknowledgements since the last call; None where there are none."""
         acks, self._acks = self._acks, KVAcks()
         return None if acks.is_empty() else acks
 

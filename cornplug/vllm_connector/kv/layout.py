@@ -3,8 +3,8 @@
 `kv_caches[layer]` has shape (blocks, heads, block_size, 2 * dim), and that shape lies: the
 CPU backend keeps K transposed before V, other instruction sets pack otherwise. So at start
 the backend's own cache-write operation writes patterns whose values name their token, head,
-dim and plane into a scratch block; reading back where each landed gives the mapping. What
-does not come out as a permutation of the whole block is refused.
+dim and plane into a scratch block; reading back where each landed gives the mapping. A mapping
+that is no permutation of the whole block is refused.
 """
 
 from __future__ import annotations

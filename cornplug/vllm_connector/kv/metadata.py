@@ -1,4 +1,4 @@
-"""What the KV connector's two halves tell each other, step by step, over vLLM's own channel."""
+"""Messages between the KV connector's two halves, one per step, over vLLM's own channel."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
-"""Moves a slab between two `yield`s. What it must say however it ends stands in its `finally`."""
+"""Moves a slab between two `yield`s. Its `finally` reports the end, whichever way it ends."""
 
 
 class KVMover:
@@ -26,7 +26,7 @@ class KVMover:
         self._closed = False
 
     def submit(self, job: Job, *, urgent: bool) -> None:
-        """Have a job done. After `close` nothing of it is."""
+        """Queue a job; after `close` it is dropped."""
         with self._changed:
             if self._closed:
                 return

@@ -39,7 +39,7 @@ class PageKeys:
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
         self.limit: int | None = None
-        """Tokens beyond this one cannot be named: a medium there has no identity of ours."""
+        """First token of a medium without an embedding key: pages that hold it or follow it have no key."""
         for feature in features:
             position = feature.mm_position
             key = key_of(feature.identifier)

@@ -1,8 +1,8 @@
-"""Whose KV a request's tokens have, where another connector loads some too (vLLM's MultiConnector).
+"""Tells computed KV from KV that another connector loaded, beside which ours runs (vLLM's MultiConnector).
 
-What NIXL, LMCache or an offloading connector brought was named by somebody else, so nobody here can say
-what it was computed from. Neither what lies behind it: KV follows from all the KV before. So a page is
-saved only where this engine computed everything up to its end, or had it from us.
+KV from NIXL, LMCache or an offloading connector comes without page keys: the weights and tokens behind it
+are unknown, and so are those of all KV after it, which follows from all the KV before. A page is saved
+only where this engine computed every token up to its end, or loaded it through this connector.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _here: Final = threading.local()
 
 @dataclass(slots=True)
 class OwnTokens:
-    """The tokens of one request, from its first, whose KV was computed here or loaded by us."""
+    """The leading tokens of one request whose KV this engine computed or this connector loaded."""
 
     end: int = 0
 
     def extend(self, start: int, end: int) -> int:
-        """Tokens `start` to `end` are ours as well, if all before them are. Returns where ours end, at
-        most `end`.
+        """Add tokens `start` to `end`, if all before them are known. Returns the end of the known tokens,
+        at most `end`.
 
-        What the engine's own prefix cache gave is not ours: others' loads are in it.
+        Tokens from the engine's own prefix cache do not count: other connectors' loads are in it.
         """
         if start <= self.end:
             self.end = max(self.end, end)
@@ -33,7 +33,7 @@ class OwnTokens:
 
 
 def others_load() -> bool:
-    """Whether the connector that is being made stands beside others."""
+    """Whether vLLM is making the connector beside others."""
     return getattr(_here, "beside", False)
 
 

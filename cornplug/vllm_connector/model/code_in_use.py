@@ -1,4 +1,4 @@
-"""Whose code computes: vLLM's own classes for this model, or somebody else's."""
+"""Whether vLLM's own classes compute this model, or a plugin's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.
 def verdict(model: Any) -> SettingsVerdict:
     """Refusals for model classes and processors that are not vLLM's own, `model` being its ModelConfig.
 
-    A class that takes the place of a stock one counts whatever model is served: towers and language
-    models inside it are looked up in the same registry.
+    A class that takes the place of a stock one counts for every model: towers and language models inside
+    another are looked up in the same registry.
     """
     registry = getattr(model, "registry", None)
     if registry is None:
@@ -35,7 +35,7 @@ def verdict(model: Any) -> SettingsVerdict:
 
 
 def transformers_backend(model: Any) -> str | None:
-    """ "transformers" where vLLM runs transformers' code for want of its own, else None."""
+    """ "transformers" where vLLM has no class for the model and runs transformers' code, else None."""
     registry = getattr(model, "registry", None)
     found = registry.models.get(model.architecture) if registry is not None else None
     inside = found is not None and ".transformers" in _module_of(found).removeprefix("vllm")
@@ -50,7 +50,7 @@ def _module_of(registered: Any) -> str:
 def _foreign_processor(registered: Any) -> str | None:
     """The module of a part of the model's multimodal processor that is not vLLM's.
 
-    Whoever registers one imports the model's class first.
+    A plugin that registers one imports the model's class first, so the class is found in `sys.modules`.
     """
     if registered is None:
         return None

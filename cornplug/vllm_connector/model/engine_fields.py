@@ -1,4 +1,4 @@
-"""As `field_tables`, of how vLLM 0.32 spreads, adapts and proposes; and its environment variables."""
+"""As `model_fields`: tables of vLLM 0.32's parallelism, LoRA and speculation, and environment variables."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ LORA: Final = FieldTables(
             "fully_sharded_loras specialize_active_lora",
         ),
         **listed("the request's own adapter, in the key as such", "default_mm_loras"),
-        **listed("such embeddings have no name of ours", "enable_tower_connector_lora"),
+        **listed("such embeddings get no embedding key", "enable_tower_connector_lora"),
         **listed("of outputs only", "max_lora_cls_labels"),
     },
     refused={},
@@ -149,5 +149,5 @@ HARMLESS_VARIABLES: Final = re.compile(
     "|DISABLE_SHARED_EXPERTS_STREAM|SSM_CONV_STATE_LAYOUT|VIDEO_LOADER_BACKEND|WORKER_MULTIPROC_METHOD|ALLOW_LONG_MAX_MODEL_LEN"
     ")"
 )
-"""Variables that say where things lie, how long to wait and what to log. Any other that is set is in
-the key, so that only engines that have it alike share."""
+"""Variables for paths, timeouts and logging. Every other variable that is set is in the key, so that only
+engines with the same value share."""

@@ -30,7 +30,7 @@ def _check(model: Any, config: Any) -> None:
     from cornplug.vllm_connector.model.setting_verdicts import of_everything
 
     if of_everything(config).refusals:
-        return  # nothing is shared, whatever was loaded
+        return  # nothing is shared anyway
     described, folder = config.model_config, config.load_config.download_dir
     weight_comparison.check(
         model,

@@ -1,4 +1,4 @@
-"""What vLLM's config says about the model that it runs, as identities."""
+"""Identities of the model that vLLM runs, from its config."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def embedding_width(config: VllmConfig) -> int:
 def _engine_model(
     config: VllmConfig, overrides: dict[str, Any], *, processor_kwargs: dict[str, Any] | None = None
 ) -> EngineModel:
-    """This engine's model. Raises CheckpointError where nobody can say what runs."""
+    """This engine's model. Raises CheckpointError where it cannot be identified."""
     model = config.model_config
     checkpoint = Checkpoint.open(
         model.model, model.revision, cache_dir=getattr(config.load_config, "download_dir", None)
@@ -91,20 +91,20 @@ def _engine_model(
 
 
 def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config that vLLM runs, what transformers reads from the same files)."""
+    """(the config that vLLM runs, the config that transformers reads from the same files)."""
     from transformers import AutoConfig
 
     running = model.hf_config.to_dict()
     try:
         read = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusts, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):
-        # No class of transformers': all that vLLM's own made of it counts.
+        # transformers has no class for it: every value of vLLM's own config counts.
         return running, {}
     return running, read.to_dict()
 
 
 def _length_settings(model: Any) -> dict[str, Any]:
-    """What besides the longest sequence is read by the models that read that (Llama 4)."""
+    """Settings that models which read the longest sequence (Llama 4) read besides it."""
     return {
         "generation_config": str(getattr(model, "generation_config", "auto")),
         "override": dict(getattr(model, "override_generation_config", None) or {}),

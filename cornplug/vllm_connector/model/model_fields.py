@@ -1,7 +1,7 @@
-"""What each field of vLLM 0.32's config classes means for sharing: three tables a class.
+"""The effect of each field of vLLM 0.32's config classes on sharing: three tables a class.
 
 A field that vLLM gains is in none of them: a test names it, and at run time it is refused once it is
-set. `model_config.py` fills in what the tables put into words.
+set. `model_config.py` computes the entries that the tables only describe.
 """
 
 from __future__ import annotations

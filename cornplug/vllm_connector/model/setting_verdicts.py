@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def of_everything(config: VllmConfig) -> SettingsVerdict:
-    """On what changes embeddings and KV alike: model, loading, parallelism, code, environment."""
+    """The verdict on settings that change both embeddings and KV.
+
+    They are those of model, loading, parallelism, code and environment.
+    """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
     found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
@@ -34,14 +37,14 @@ def of_everything(config: VllmConfig) -> SettingsVerdict:
 
 
 def of_embeddings(config: VllmConfig) -> SettingsVerdict:
-    """On what changes embeddings only. KV follows, by the embedding keys in its chain."""
+    """The verdict on settings that change embeddings only. KV follows, by the embedding keys in its chain."""
     from vllm.config import MultiModalConfig
 
     return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
 
 
 def of_kv(config: VllmConfig) -> SettingsVerdict:
-    """On what changes KV only."""
+    """The verdict on settings that change KV only."""
     from vllm.config import CacheConfig, LoRAConfig, SpeculativeConfig
 
     cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
@@ -89,7 +92,7 @@ def _loader(load: Any) -> SettingsVerdict:
 
 def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     values = _values(config_class, parallel)
-    # What the platform or the operator chose among vLLM's own is as good as the default.
+    # A class of vLLM's own, chosen by the platform or the operator, is as good as the default.
     for name in ("worker_cls", "distributed_executor_backend"):
         value = values.get(name)
         where = value if isinstance(value, str) else getattr(value, "__module__", "")
