@@ -1,4 +1,4 @@
-"""Whether cornplug was asked for in this server, and what one process of it holds once.
+"""Whether this server shares, with its settings, its store connection and its counts in each process.
 
 SGLang's plugin is loaded in every process of every server, asked for or not. The main process
 decides (`flags.py`) and says so in the environment, which its children inherit.
@@ -48,22 +48,22 @@ def turn_off() -> None:
 
 
 def need(parts: Iterable[str]) -> None:
-    """Tell this process's children which parts of this room their server needs (`parts.py`)."""
+    """Tell this process's children which parts of this room their server needs (`hook_selection.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
 
 def needed() -> frozenset[str] | None:
-    """The parts that the main process found to be needed; None before it has."""
+    """The parts that the main process has selected; None before it has."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
 
 
 def group() -> bytes:
-    """What the tensor-parallel ranks of this replica know each other by in the store (32 bytes); b""
-    in a process that no main process of a sharing server has started.
+    """The id of this replica's tensor-parallel ranks in the store (32 bytes).
 
-    Only in SGLang's scheduler processes. Replicas of one server are engines of their own.
+    It is b"" in a process that no main process of a sharing server has started. Only in SGLang's
+    scheduler processes. Each replica of a server has another id.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -87,7 +87,7 @@ def config() -> Config:
 
 @lru_cache(maxsize=1)
 def _settled(extra: str) -> Config:
-    # Asked for on the scheduler's thread: a file of settings that is edited later must not raise there.
+    # Read on the scheduler's thread: a settings file that is edited later must not raise there.
     return settings(json.loads(extra))
 
 

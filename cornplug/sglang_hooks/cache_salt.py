@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 _MARK: Final = "\x00"
-"""Begins every salt that is not simply a request's own: no client writes one by accident."""
+"""Begins every salt that is not a request's `cache_salt` alone: no client writes it by accident."""
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
@@ -25,5 +25,5 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
 
 
 def salt_of_request(request: Any) -> str | None:
-    """`salt_of` what a request of SGLang's says, in whichever of its forms."""
+    """`salt_of` the `cache_salt` and `extra_key` of a request, of any of SGLang's request classes."""
     return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -94,7 +94,7 @@ def _say_what_is_not_shared(server_args: Any) -> None:
     ]
     if without:
         logger.warning(
-            "cornplug: pictures are not shared: SGLang runs no plugin where it reads them under %s",
+            "cornplug: images are not shared: SGLang runs no plugin where it reads them under %s",
             ", ".join(without),
         )
 

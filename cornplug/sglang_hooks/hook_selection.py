@@ -1,4 +1,4 @@
-"""Which of this room's hooks a server needs: a hook that is not there cannot break, or be in the way.
+"""The hooks of this room that a server needs: a hook that is not installed cannot break the server.
 
 Decided in the main process from SGLang's resolved settings, and told to its children
 (`activation.need`). Each part names the modules whose `HOOKS` it takes,
@@ -23,7 +23,7 @@ _MODULES: Final = {
     "loaded": ("model.loaded_weights",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "lora": ("model.lora_adapters",),
-    "pictures": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
+    "images": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
     "llava": ("mm.media_digests:LLAVA_HOOKS",),
     "encoder": ("mm.epd", "mm.epd_fallback"),
 }
@@ -46,11 +46,11 @@ def needed(server_args: Any) -> frozenset[str]:
         # An adapter may come while the server runs, but only where LoRA was asked for at its start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)
-    # What is shared is named by the checkpoint's files, and must have been loaded from them.
+    # Keys are digests of the checkpoint's files, so the weights must have been loaded from them.
     found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
     if model.is_multimodal:
-        found.add("pictures")
-        # Its processor is one of its own.
+        found.add("images")
+        # LLaVA's processor decodes images in processes of its own.
         found |= {"llava"} if "llava" in str(model.hf_config.model_type) else set()
         encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
         found |= {"encoder"} if encoder else set()

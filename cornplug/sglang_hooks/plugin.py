@@ -1,7 +1,7 @@
 """What SGLang's entry point `sglang.srt.plugins` calls, in every process of every server.
 
-Nothing happens in a server that did not ask for cornplug, beyond its flags; and in one that did, what
-cannot work stops the process with the reason.
+A server without cornplug gets its flags and no other change. In a server with it, a hook that cannot work
+stops the process with the reason.
 """
 
 from __future__ import annotations

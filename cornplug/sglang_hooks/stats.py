@@ -1,8 +1,8 @@
 """Our tallies in SGLang's own `/metrics`, under `--enable-metrics`.
 
 SGLang's processes write their metrics into files of one folder (PROMETHEUS_MULTIPROC_DIR), and
-the one that is asked adds them up. Ours do the same. What ranks of one tensor-parallel group
-count together is shown once, by its first rank.
+the process that serves `/metrics` adds them up; our tallies use the same files. Events that all ranks of
+a tensor-parallel group take part in are shown once, by its first rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
 _MAX_SAMPLES: Final = 4096
-"""Kept of each histogram until somebody drains it, which no part of SGLang does."""
+"""Samples kept of each histogram until the next drain; no part of SGLang drains."""
 
 _lock = threading.Lock()
 _counters: dict[str, Counter] = {}
@@ -25,7 +25,7 @@ _histograms: dict[str, Histogram] = {}
 
 
 class ServerTally(Tally):
-    """A `Tally` of a process of SGLang, which shows what it counts at the server's `/metrics`."""
+    """A `Tally` of a process of SGLang whose counts the server's `/metrics` shows."""
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         """As `Tally.count`."""

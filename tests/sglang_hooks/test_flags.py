@@ -336,7 +336,7 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
     with mock.patch.object(compat.logger, "warning") as warning:
         hicache_config.settle(record)
     assert resolving_view(record).enable_hierarchical_cache is not blind
-    assert ("no prefix cache for pictures" in str(warning.call_args)) is blind
+    assert ("no prefix cache for images" in str(warning.call_args)) is blind
 
 
 @pytest.mark.parametrize(
@@ -349,12 +349,12 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
             "qwen2_text",
             {"weights", "loaded", "kv", "lora"},
         ),
-        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "pictures"}),
-        (["--enable-multimodal"], "llava_next", {"weights", "loaded", "pictures", "llava"}),
+        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "images"}),
+        (["--enable-multimodal"], "llava_next", {"weights", "loaded", "images", "llava"}),
         (
             ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
             "qwen2_vl",
-            {"weights", "loaded", "kv", "pictures", "encoder"},
+            {"weights", "loaded", "kv", "images", "encoder"},
         ),
     ],
 )

@@ -47,7 +47,7 @@ def test_plugin_inactive_hooks_only_server_args(zygote: Zygote) -> None:
     ("said", "hooked", "free"),
     [
         ("kv,weights", "UnifiedRadixCache.prefetch_from_storage", ("encoder.receiver", "lora", "multimodal")),
-        ("pictures,weights", "BaseMultimodalProcessor._finalize_mm_items", ("unified_radix_cache", "lora")),
+        ("images,weights", "BaseMultimodalProcessor._finalize_mm_items", ("unified_radix_cache", "lora")),
         (
             "weights",
             "SchedulerWeightUpdaterManager.update_weights_from_disk",

@@ -1,8 +1,8 @@
-"""What a prefetch costs this engine, and what computing would: measured where both happen.
+"""Durations of prefetches and of steps in this engine, measured while they run.
 
-    a batch is launched ... its result is processed     what a step took, and how many tokens it had
-    a prefetch is queued ... SGLang finds it done       what it took beyond the copying
-    storage thread: bytes copied into the host pool     what the copying took
+    a batch is launched ... its result is processed     duration of a step, and its tokens
+    a prefetch is queued ... SGLang finds it done       delay beyond the copying
+    storage thread: bytes copied into the host pool     duration of the copying
 
 Copies between host pool and device are not counted: SGLang makes them beside its forward, several
 times quicker than ours.
@@ -20,7 +20,7 @@ from typing import Any, Final
 from cornplug.engine_common.load_policy import LoadRule, When
 
 _MAX_QUEUED: Final = 1024
-"""Requests that nobody asks about again, because their clients have gone, are forgotten."""
+"""Requests that are remembered: SGLang never asks again about those of disconnected clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LoadPace:
     """One a rank. Safe to use from SGLang's scheduler thread and its storage threads.
 
     Args:
-        bytes_a_token: what this rank moves for a token.
+        bytes_a_token: bytes that this rank copies for a token.
     """
 
     def __init__(self, when: When, bytes_a_token: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +50,7 @@ class LoadPace:
     def stepped(self, tokens: int, launched_s: float) -> None:
         """A step of so many tokens, launched at that time of the clock, has just ended."""
         with self._lock:
-            # Launched while the one before was running, it waited for that.
+            # A batch that is launched while the one before runs waits for its end.
             now, began_s = self._clock(), max(launched_s, self._step_ended_s)
             self._step_ended_s = now
             self._rule.computed(tokens, now - began_s)
@@ -62,7 +62,7 @@ class LoadPace:
             self._rule.moved(size_bytes, seconds)
 
     def pays(self, tokens: int) -> bool:
-        """Whether to fetch so many tokens, behind what is queued."""
+        """Whether fetching so many tokens, behind the queued loads, is quicker than computing them."""
         with self._lock:
             waiting = sum(queued.size_bytes for queued in self._queued.values())
             size = int(tokens * self._bytes_a_token)
@@ -77,7 +77,7 @@ class LoadPace:
                 self._queued.popitem(last=False)
 
     def answered(self, request: Any) -> None:
-        """It waits no longer."""
+        """A request waits no longer for its prefetch."""
         with self._lock:
             found = self._queued.pop(request, None)
             if found is not None and found.alone and not self._queued:

@@ -1,7 +1,7 @@
-"""What the store has for a request, asked on SGLang's scheduler thread before anything is queued.
+"""Looks a request's pages up in the store on SGLang's scheduler thread, before a prefetch is queued.
 
-One page's key settles it for a prompt that nobody has seen: a tenth of a millisecond. Where that page
-is there, the next ones are counted, and whether fetching them is quicker than computing them.
+For an unknown prompt the lookup of one page's key is enough: 0.1 ms. Where that page is stored, the pages
+behind it are counted, and the time to fetch them is compared with the time to compute them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashInd
 from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
 
 _NEAR_TOKENS: Final = 4096
-"""So much of a prompt is asked about at once, in about a millisecond."""
+"""Tokens of a prompt that one lookup covers, in about a millisecond."""
 
 
 class EarlyLookup:
@@ -30,14 +30,14 @@ class EarlyLookup:
     def worth(
         self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
     ) -> int:
-        """How many of `tokens`, which follow `prefix` in a request, are there and quicker to fetch than to
-        compute; counts what is not. Raises CornplugError."""
+        """How many of `tokens`, which follow `prefix` in a request, are stored and quicker to fetch than to
+        compute. Counts the misses. Raises CornplugError."""
         first = first_page(self._book, tokens, prefix, last_hash, space)
         if not self._reader.begins(first, len(tokens)):
             return 0
         names = pages(self._book, tokens[:_NEAR_TOKENS], prefix, last_hash, space)
         count = self._reader.count(names)
-        # Where all that was asked about is there, what follows is likely to be.
+        # Where every page of the lookup is stored, the pages behind them are likely to be.
         ahead = len(tokens) if count == len(names) else count * self._book.page_size
         if self._pace.pays(ahead):
             return ahead
@@ -53,7 +53,7 @@ def pages(
     last_hash: str | None,
     space: CacheNamespace,
 ) -> list[str]:
-    """SGLang's hashes of the pages of `tokens`, which follow `prefix`, entered in the book."""
+    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -65,7 +65,7 @@ def pages(
         return found
 
     if last_hash is not None and prefix and book.find([last_hash])[0] is None:
-        # Hashed anew and not taken on trust: `last_hash` gets a name only if it is of these tokens.
+        # Hashed anew, as `last_hash` may be of other tokens: then it is not recorded.
         hashed(prefix, None)
     return hashed(tokens, last_hash)
 
@@ -77,8 +77,10 @@ def first_page(
     last_hash: str | None,
     space: CacheNamespace,
 ) -> str | None:
-    """SGLang's hash of the first page of `tokens`, entered in the book with what else is a part of the
-    store's page that it begins in; None where there is no whole page."""
+    """SGLang's hash of the first page of `tokens`; None where there is no whole page.
+
+    Records every page of SGLang's inside the store page in which that page begins.
+    """
     whole = max(book.page_size, book.page_tokens - len(prefix) % book.page_tokens)
     names = pages(book, tokens[:whole], prefix, last_hash, space)
     return names[0] if names else None

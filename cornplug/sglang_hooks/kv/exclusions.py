@@ -1,8 +1,8 @@
-"""Why the KV of a server is not shared: what of its settings, model or deployment excludes it.
+"""Why the KV of a server is not shared: the setting, model or deployment that excludes it.
 
-Asked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), when
-nothing of ours is set yet: a server that cannot share runs with exactly what stock would have.
-What only the loaded model shows is asked before the host pools are made (`late_exclusions.py`).
+Checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
+cornplug sets any: a server that cannot share runs with exactly the settings of a stock one.
+Properties of the loaded model are checked before the host pools are made (`late_exclusions.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cornplug.identity import LINK_TOKENS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
-"""Less than this for all host pools is not worth having, and may be gone once the model is loaded."""
+"""Least memory for all host pools: less shares little, and the loading of the model may take it."""
 
 # (field, its widest value that still shares KV, flag): pages are of whole sequences and all layers.
 _DEPLOYMENTS: Final = (
@@ -57,7 +57,7 @@ _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
-    """Why this server's KV cannot be shared; "" where nothing is known that excludes it.
+    """Why this server's KV cannot be shared; "" where no exclusion is known.
 
     `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` are
     those of the store's page.
@@ -70,21 +70,21 @@ def excluded(server_args: Any, page_tokens: int) -> str:
         or _checkpoint(settled)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
-        or _confused_pictures(server_args)
+        or _images_look_alike(server_args)
         or ("" if settled.enable_hierarchical_cache else _no_room())
     )
 
 
 def fits(page_size: int, page_tokens: int) -> bool:
-    """Whether pages of SGLang's are made of, or part of, pages of the store."""
+    """Whether a page of SGLang's is a whole number of store pages, or a store page a whole number of them."""
     divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
     return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
 
 
 def page_for(settled: Any, page_tokens: int) -> int:
-    """The page size to set where neither operator nor model has chosen one; 0 where none will do.
+    """The page size to set where neither operator nor model has chosen one; 0 where none fits.
 
-    A chunk of prefill is whole pages: the largest page is taken that divides it.
+    A prefill chunk consists of whole pages: it is the largest page size that divides the chunk.
     """
     chunk = settled.chunked_prefill_size
     for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
@@ -94,7 +94,7 @@ def page_for(settled: Any, page_tokens: int) -> int:
 
 
 def is_free(server_args: Any) -> bool:
-    """Whether the page size is SGLang's plain default: nobody chose it, and nothing depends on it."""
+    """Whether the page size is SGLang's plain default: neither operator nor model has chosen it."""
     for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
         if "page_size" in declared:
             return bool(source == "_page_size_default")
@@ -102,7 +102,7 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """What of the deployment excludes sharing, by its flag; "" where nothing does."""
+    """The flag and value of the deployment that exclude sharing; "" where none does."""
     for field, plain, flag in _DEPLOYMENTS:
         if (value := getattr(settings, field)) != plain:
             return f"{flag} {value}"
@@ -115,7 +115,7 @@ def _checkpoint(settled: Any) -> str:
     try:
         config = Checkpoint.open(settled.model_path, settled.revision).config
     except CheckpointError:
-        return ""  # What cannot be identified later is not shared.
+        return ""  # A model that cannot be identified later is not shared.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in _HYBRID_FIELDS if text.get(name)]
     hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
@@ -155,7 +155,7 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
     return ""
 
 
-def _confused_pictures(server_args: Any) -> str:
+def _images_look_alike(server_args: Any) -> str:
     """Whether two prompts that differ in their images alone are one token stream to SGLang.
 
     Its models put values of the image's hash for the placeholder tokens. The backend for models that
@@ -172,12 +172,15 @@ def _confused_pictures(server_args: Any) -> str:
 
     if get_resolved_model_impl(model) != ModelImpl.TRANSFORMERS:
         return ""
-    return "SGLang has no prefix cache for pictures in models of its generic transformers backend"
+    return "SGLang has no prefix cache for images in models of its generic transformers backend"
 
 
 def _no_room() -> str:
-    """SGLang leaves a reserve of host memory (10 GiB) out of its host pools, and a server with HiCache
-    does not start where nothing is left beside it: without us it would have."""
+    """Why host memory is too small for HiCache; "" where it is not.
+
+    SGLang leaves a reserve of host memory (10 GiB) out of its host pools. A server with HiCache does not
+    start where no memory is left beside the reserve; without HiCache it does.
+    """
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 

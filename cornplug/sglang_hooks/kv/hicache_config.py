@@ -1,12 +1,12 @@
 """The settings of SGLang's hierarchical cache (HiCache) under which it shares KV pages.
 
-Given settings that exclude sharing are an error before any process starts (`check`). The rest is
-decided in the middle of SGLang's own resolution, when model, dtype and attention backend have had
-their say (`settle`): where KV can be shared, what the operator did not give is declared then;
-where it cannot, nothing is, and the server runs with exactly what it would have without us.
+Flags of the operator that exclude sharing are an error before any process starts (`check`). The other
+settings are decided in the middle of SGLang's own resolution, once it has resolved model, dtype and
+attention backend (`settle`): where KV can be shared, the settings that the operator left out are declared;
+where it cannot, none is, and the server runs with exactly the settings of a stock one.
 
-The host pool's layout and copy engine stay SGLang's own: whatever they are, the contiguous runs
-between a host page and a shared page `[kv_head][layer][K,V][token][dim]` are of `dim` values.
+The host pool's layout and copy engine stay SGLang's own: with each of them the contiguous runs between
+a host page and a shared page `[kv_head][layer][K,V][token][dim]` are of `dim` values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKEND: Final = {
     "class_name": "CornplugStorage",
     "interface_v1": 1,
 }
-"""How SGLang's "dynamic" storage finds ours."""
+"""Names of `CornplugStorage` for SGLang's "dynamic" storage."""
 
 _EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
 
@@ -46,10 +46,10 @@ _RIVALS: Final = (
 
 
 def check(server_args: Any, config: Config) -> None:
-    """Raise ConfigError, naming both flags, where a setting of the operator's excludes sharing.
+    """Raise ConfigError, naming both flags, where a flag of the operator excludes sharing.
 
     `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway
-    passes: `settle` says so.
+    passes: `settle` logs the reason.
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
@@ -60,9 +60,9 @@ def check(server_args: Any, config: Config) -> None:
 
 
 def settle(server_args: Any) -> None:
-    """Set what KV sharing needs, or say in one line why there is none.
+    """Declare the settings that KV sharing needs, or log in one line why KV is not shared.
 
-    Runs inside the resolution, once model and attention backend have had their say.
+    Runs inside SGLang's resolution, once it has resolved model and attention backend.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -79,11 +79,11 @@ def settle(server_args: Any) -> None:
     if exclusions.is_free(server_args):
         declare_resolution(server_args, "cornplug", page_size=exclusions.page_for(settled, page))
     extra = {
-        # A prefix of a single page is worth asking for: the store answers in 0.1 ms.
+        # A lookup pays even for a prefix of a single page: the store answers in 0.1 ms.
         "prefetch_threshold": settled.page_size,
-        # SGLang waits so long for a prefetch, and some for each page, before it computes.
+        # SGLang waits so long for a prefetch, and longer for each page of it, before it computes.
         "prefetch_timeout_base": config.store.patience_s,
-        # Without them a backup says its own hash only, not what came before it.
+        # Without them a backup names its own hash only, not those of its prefix.
         "hicache_storage_pass_prefix_keys": True,
         **_given_extra(server_args),
         **BACKEND,

@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache on the host's store: the storage backend "cornplug".
 
-SGLang asks from threads of its own, writes and reads in batches of at most 128 pages, and computes
-what it does not get. Nothing here raises for want of the store, and every answer has a deadline.
+SGLang calls it on its storage threads, writes and reads in batches of at most 128 pages, and computes the
+pages that it does not get. No call raises where the store fails, and every call has a deadline.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 
 
 class CornplugStorage(HiCacheStorage):
-    """One a rank. What excludes sharing is logged once; SGLang then runs with its host pool alone."""
+    """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         if not activation.is_on():
@@ -56,7 +56,7 @@ class CornplugStorage(HiCacheStorage):
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
-        """What loading and computing take here; None before the pools are known."""
+        """Durations of loads and steps on this rank; None before the pools are known."""
         self._extra_pools: set[str] = set()
         self._controller = page_hash_hooks.attaching()
         self._excluded = _excluded(storage_config)
@@ -107,7 +107,7 @@ class CornplugStorage(HiCacheStorage):
             book = page_hash_hooks.open_book(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
-        # Again, for this process has to load it: on a thread that SGLang may want to stop, otherwise.
+        # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
         mine = RankPages(page, heads, writes, self._run.store)
@@ -145,7 +145,7 @@ class CornplugStorage(HiCacheStorage):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
-        """End sharing; the process keeps its connection to the store for what else shares."""
+        """End the sharing of KV; the process keeps its store connection, for embeddings."""
         self._off = "closed"
         page_hash_hooks.close_book()
         if self._reader is not None:
@@ -219,7 +219,7 @@ class CornplugStorage(HiCacheStorage):
         """Offer pages to the store.
 
         Always True: SGLang would log each page that a full or absent store did not take, for
-        ever, and does nothing else with the answer. What became of them is in our metrics.
+        ever, and does nothing else with the answer. The metrics count the outcomes.
         """
         if self._writer is not None and not self._off and not weights_guard.replaced():
             self._writer.save(keys, self._slots(host_indices))
@@ -291,7 +291,7 @@ def _identify() -> tuple[bytes, dict[str, Any]]:
 
 
 def _excluded(config: HiCacheStorageConfig) -> str:
-    """What of the parallelism excludes sharing; "" for tensor parallelism alone."""
+    """The kind of parallelism that excludes sharing; "" for tensor parallelism alone."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
     for name, size in (

@@ -1,11 +1,11 @@
-"""What only the loaded model shows: KV that cannot be shared leaves nothing of ours running.
+"""Exclusions that only the loaded model shows: HiCache, or its storage, is turned off again.
 
     model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
     storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
 
-Both in SGLang's scheduler processes, at start. The first is decided by what is alike on every
-rank; the second by a vote of all of them, over SGLang's own group, where all of them pass anyway.
-What the operator gave (HiCache by name) stays in both.
+Both run in SGLang's scheduler processes, at start. The first depends only on properties that are equal on
+every rank; the second is a vote of all ranks, over SGLang's own group, in a function that all of them call
+anyway. HiCache that the operator asked for by name stays on in both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any) -> str:
-    """Why a device pool of SGLang's has no pages of ours; "" where it has."""
+    """Why a device pool of SGLang's cannot be shared as pages; "" where it can."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
@@ -39,7 +39,7 @@ def unshareable(pool: Any) -> str:
 
 
 def _pools_made(_result: None, scheduler: Any) -> None:
-    """After the device pools, before the host's."""
+    """After the device pools were made, before the host pools are."""
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
@@ -88,7 +88,7 @@ def _without_storage(scheduler: Any) -> None:
 
 
 def _given(scheduler: Any) -> bool:
-    """Whether the operator asked for HiCache by name: what we declare leaves the raw field as it was."""
+    """Whether the operator asked for HiCache by name: declared settings leave the raw field unchanged."""
     return bool(scheduler.server_args.enable_hierarchical_cache)
 
 

@@ -1,6 +1,6 @@
-"""SGLang's host pools as pages of [kv_head][layer][K,V][token][dim], whatever their layout.
+"""SGLang's host pools, of every layout, as pages of [kv_head][layer][K,V][token][dim].
 
-A page is a strided view, so that one copy moves it. Which view is right is not left to shapes:
+A page is a strided view, so that one copy moves it. Shapes alone do not prove a view right:
 `verify` writes a pattern with SGLang's own cache-write, has SGLang back it up, and reads it here.
 """
 
@@ -63,7 +63,7 @@ class HostPages:
 
 
 def host_pages(pool: Any) -> HostPages:
-    """Raises LayoutError for a pool that has no pages of ours."""
+    """The pages of one of SGLang's host pools. Raises LayoutError for a pool that cannot be shared."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -114,11 +114,10 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
 
 
 def verify(pages: HostPages, controller: Any) -> None:
-    """Check that `pages` sees what SGLang's cache-write puts into the device pool, and that what
-    is written here comes back to it. Uses one free host page and the device's page of padding,
-    and leaves both as they were.
+    """Check that SGLang backs values of the device pool up to `pages`, and loads values of `pages` back.
 
-    Raises LayoutError("layout") where it is not so, or where nothing is free to check it with.
+    Uses one free host page and the device's page of padding, and restores both. Raises
+    LayoutError("layout") where a value is lost or moved, and where no host page is free.
     """
     host, device, size = pages.pool, controller.mem_pool_device, pages.page_size
     slots = host.alloc(size)
@@ -126,7 +125,7 @@ def verify(pages: HostPages, controller: Any) -> None:
         raise LayoutError("no free page in the host pool to verify the layout with", reason="layout")
     here = pages.page(int(slots[0]))
     before = here.clone()
-    # Slots of the first page take what padding computes: no sequence ever has them.
+    # Slots of the first page take the KV of padding: no sequence ever has them.
     padding = torch.arange(size, dtype=torch.int64, device=device.device)
     at = controller.move_indices(slots, padding)
     # As SGLang's controller has it: the staged kernel takes the host's slots from host memory.
@@ -155,7 +154,7 @@ def verify(pages: HostPages, controller: Any) -> None:
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Values of which hardly two are equal, so that no other order of them is the same."""
+    """Random values: hardly two are equal, so another order of them is another pattern."""
     values = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
     return values.to(like.dtype)
 

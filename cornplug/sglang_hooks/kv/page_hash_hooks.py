@@ -1,4 +1,4 @@
-"""Keeps the book of page names: reads the tokens that SGLang hands around.
+"""Hooks that fill the page hash index with the tokens of SGLang's lookups and backups.
 
 The tree core computes SGLang's page hashes itself (in Rust), so nothing is replaced here. A
 lookup passes `get_storage_hash_str` with its tokens; a backup passes `write_storage` with its
@@ -25,12 +25,12 @@ _attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", d
 
 
 def attaching() -> Any:
-    """SGLang's cache controller that is making its storage backend just now; None otherwise."""
+    """SGLang's cache controller while it makes its storage backend; None otherwise."""
     return _attaching.get()
 
 
 def open_book(page_size: int, page_tokens: int) -> PageHashIndex:
-    """Begin a book for this process; the hooks fill it from now on. Raises ValueError as `PageHashIndex`."""
+    """A new index, which this process's hooks fill from now on. Raises ValueError as `PageHashIndex`."""
     global _book
     _book = PageHashIndex(
         page_size, page_tokens, is_foreign=placeholder_tokens.is_foreign, advance=_fastest_chain()
@@ -39,7 +39,7 @@ def open_book(page_size: int, page_tokens: int) -> PageHashIndex:
 
 
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """`identity.chain` by SGLang's own page hash, which it is: compiled, and without the GIL."""
+    """`identity.chain`, computed by SGLang's page hash, which is equal: compiled, and without the GIL."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     if len(tokens) % LINK_TOKENS:
@@ -48,7 +48,7 @@ def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
-    """SGLang's hash, where it still is ours."""
+    """`_native_chain` if SGLang's hash equals `identity.chain` on a sample, else `identity.chain`."""
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
         if _native_chain(prior, tokens) != chain(prior, tokens):
@@ -58,7 +58,7 @@ def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
 
 
 def close_book() -> None:
-    """The hooks do nothing from now on."""
+    """Drop the index: the hooks do nothing from now on."""
     global _book
     _book = None
 
@@ -93,7 +93,7 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the queueing of a backup: its pages get their names first."""
+    """Around the queueing of a backup: its pages are recorded first."""
     book, space = _book, getattr(_writing, "space", None)
     if book is not None and space is not None:
         call = arguments(original, args, kwargs)
@@ -116,7 +116,7 @@ _CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
-    # The name that this module has bound; the one in mem_cache.utils would not be seen here.
+    # This module's binding of the function: it would not see a hook on the one in mem_cache.utils.
     Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
     Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
     Hook(

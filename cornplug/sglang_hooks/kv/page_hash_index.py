@@ -1,8 +1,8 @@
-"""SGLang's page hashes as names of ours.
+"""Index from SGLang's page hashes to the store's pages.
 
-SGLang hands a storage backend its own hash of each page and nothing else. This book knows, for
-the pages that went by lately, where each ends in its sequence and our chain's value there, so
-that a hash becomes the store's pages that it is made of, or the one that it is a part of.
+SGLang hands a storage backend its own hash of each page and nothing else. For the pages of recent
+prompts this index knows where each ends in its sequence and our chain's value there, so that a hash leads
+to the store pages inside its page, or to the store page that contains it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks.mm.placeholder_tokens import FIRST_PLACEHOLDER
 
 _MAX_BYTES: Final = 64 << 20
-"""Of names. What is forgotten is not shared until its prompt is seen again."""
+"""Memory of the index. A page that it drops is not shared until its prompt comes again."""
 _PAGE_BYTES: Final = 280
 _END_BYTES: Final = 144
-"""Measured: what a page takes in memory, and each chain value that it keeps."""
+"""Measured memory of a page's entry, and of each chain value in it."""
 _MAX_CONTINUATIONS: Final = 4
 
 
@@ -35,7 +35,7 @@ class CacheNamespace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HashedPage:
-    """One page of SGLang's, named."""
+    """A page of SGLang's, by its place in its sequence and in our chain."""
 
     space: CacheNamespace
     prior: str | None
@@ -67,10 +67,10 @@ class PageHashIndex:
     Args:
         page_size: tokens of SGLang's page. page_tokens: of the store's. One divides the
             other and both are multiples of 16, else ValueError.
-        is_foreign: whether a placeholder value stands for a medium that nobody has named;
-            pages from it on are not entered.
-        advance: `identity.chain`, or what gives the same faster.
-        max_bytes: what the names may take, about.
+        is_foreign: whether a placeholder value stands for a medium without an embedding key;
+            pages from it on are not recorded.
+        advance: `identity.chain`, or a quicker function with the same results.
+        max_bytes: memory of all entries, about.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PageHashIndex:
         self.page_size, self.page_tokens = page_size, page_tokens
         self._is_foreign = is_foreign
         self._advance = advance
-        # A page's name, its entry, and the chain values that it keeps.
+        # A page's hash, its entry, and the chain values in it.
         self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, HashedPage] = OrderedDict()
@@ -105,8 +105,10 @@ class PageHashIndex:
     def record(
         self, prior: str | None, hashes: Sequence[str], tokens: Sequence[int], space: CacheNamespace
     ) -> None:
-        """Enter the pages of `tokens`, whose SGLang hashes are `hashes`, after the page `prior`
-        (None: at the start). Where `prior` is not known, or of another namespace, nothing is."""
+        """Record the pages of `tokens` under their SGLang `hashes`, after the page `prior`.
+
+        A `prior` of None begins a sequence. Records none where `prior` is unknown, or of another namespace.
+        """
         size = self.page_size
         with self._lock:
             known = 0
@@ -135,7 +137,7 @@ class PageHashIndex:
                 self._pages.popitem(last=False)
 
     def parts(self, page: HashedPage) -> list[PageOverlap]:
-        """What a page is made of in the store; [] while that cannot be said."""
+        """The overlaps of a page with store pages; [] while those are unknown."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:
             return [
@@ -167,8 +169,8 @@ class PageHashIndex:
         return found[::-1]
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Whole pages of `tokens` before the first that stands for something unnamed."""
-        # Few are even asked about: a prompt may have a hundred thousand tokens.
+        """Whole pages of `tokens` before the first foreign medium."""
+        # Only wide values are looked up: a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]

@@ -1,4 +1,4 @@
-"""SGLang's prefetch for a request: asked of the store before it is queued, and timed."""
+"""Hooks on SGLang's prefetch for a request: the store is asked before it is queued, and it is timed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's prefetch for a request, on the scheduler's thread: the store is asked first.
 
-    SGLang queues the question, and a request that waits for an answer misses the batch that is being
-    made: beside running decodes one step, whatever the answer is. Our store answers in 0.1 ms, so
-    where it lacks the first page that the engine lacks nothing is queued.
+    SGLang queues the lookup, and a request that waits for its result misses the batch that is being
+    made: beside running decodes that costs one step, for a hit and for a miss. The store answers in
+    0.1 ms, so a prefetch is queued only if it has the first page that the engine lacks.
     """
     call = arguments(original, args, kwargs)
     cache = call["self"]
@@ -27,7 +27,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(storage, CornplugStorage) or cache.tree_core.is_eagle or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
-        return original(*args, **kwargs)  # SGLang asks for nothing so short.
+        return original(*args, **kwargs)  # SGLang prefetches no run so short.
     ahead = storage.ahead(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
@@ -36,14 +36,14 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     )
     fetches = ahead > 0
     if cache.tp_world_size > 1:
-        # What is queued on one rank and not on another is waited for, in SGLang's own collectives.
+        # SGLang's own collectives would wait for a prefetch that is queued on some ranks only.
         vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
         fetches = bool(vote.item())
     if fetches:
         storage.queued(call["request"], ahead)
         return original(*args, **kwargs)
-    # SGLang's own answer to a request that has nothing to fetch, with what it notes beside it.
+    # As SGLang answers for a request without a page to fetch, with all that it records then.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
@@ -54,7 +54,7 @@ def _pace(scheduler_or_cache: Any) -> LoadPace | None:
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """After a batch's result is there."""
+    """After a batch's result was processed: its time is measured."""
     pace = _pace(scheduler.tree_cache)
     if pace is not None and batch.launch_ts is not None:
         tokens = sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else len(batch.reqs)
@@ -62,7 +62,7 @@ def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's question whether a request's prefetch is done."""
+    """Around SGLang's check whether a request's prefetch is done: its delay is measured."""
     done = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     pace = _pace(call["self"])

@@ -1,20 +1,20 @@
-"""Embeddings that come by SGLang's encoder disaggregation get the names of every other way.
+"""Embedding keys for embeddings that come by SGLang's encoder disaggregation.
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
-                          └ statement: model, media digests, signed      └ named.give(embedding key)
+                          └ statement: model, media digests, signed      └ `give` (embedding key)
 
-A statement is believed where the store's secret signed it over these very rows. The key is never
+A statement is valid where the store's secret signed it over these very rows. The key is never
 taken from the wire: it is made here, of this engine's own model identity, the media digests and the
-request's salt. An encoder that says it encodes with another model, dtype or preprocessing than
-this engine's checkpoint names is refused: the request fails, or is encoded here. Embeddings
-without a statement (a stock encoder's) are used as SGLang uses them, and have no identity.
+request's salt. A statement with another model, dtype or preprocessing than those of this engine's
+checkpoint is refused: the request fails, or is encoded here. Embeddings without a statement (a stock
+encoder's) are used as SGLang uses them, and get no key.
 
 Hashing the rows of a large image takes tens of milliseconds, so a thread does it; meanwhile the
 request waits as it does for a part that is still on its way, and the scheduler's step goes on.
 
 With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
-hooks name items before that. With `zmq_to_scheduler` each rank names its own items, and all must
-do the same: the model's identity is read before the server is up, and the ranks compare it.
+hooks set keys before that. With `zmq_to_scheduler` each rank sets the keys of its items, and all must
+set the same: the model's identity is read before the server is up, and the ranks compare it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
 _AT_ONCE_BYTES: Final = 1 << 20
-"""Rows that are hashed sooner than a thread would be told to: a millisecond."""
+"""Rows that are hashed at once, in a millisecond: handing them to a thread takes as long."""
 
 Media = Sequence[bytes] | None
-"""Digests of a part's images, None where nothing believable was said."""
+"""Digests of a part's images; None without a valid statement."""
 
 
 @dataclass(slots=True)
 class _EpdState:
-    """What this process knows of its own model."""
+    """The model of this process's engine."""
 
     identity: bytes | None = None
-    """What an encoder must have to be believed; None: nobody is."""
+    """The model identity that statements must name; None: no statement is valid."""
 
 
 _here = _EpdState()
@@ -65,20 +65,20 @@ _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_e
 
 
 def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
-    """The media that a received EmbeddingData was made of, by a statement that holds.
+    """Digests of the media in a received EmbeddingData, from its statement, which is verified.
 
-    Raises CodecError ("no_statement", "statement", "not_identified") where nothing can be believed,
+    Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
     EncoderRefused("other_model") for an embedding of another model than `identity`.
     """
     statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
-        raise CodecError("the encoder says nothing of its embeddings", reason="no_statement")
+        raise CodecError("the encoder sent no statement with its embeddings", reason="no_statement")
     if identity is None:
-        raise CodecError("nobody knows this engine's model", reason="not_identified")
+        raise CodecError("this engine's model is not identified", reason="not_identified")
     rows: torch.Tensor = data.embedding
     grid = data.get_grid()
     if rows.ndim != 2 or not _is_grid(grid):
-        raise CodecError("rows or grids are not what a statement is of", reason="statement")
+        raise CodecError("rows or grids have a shape that no statement covers", reason="statement")
     shape = (rows.shape[0], rows.shape[1])
     payload = raw_bytes(rows)
     if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
@@ -93,7 +93,7 @@ def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
     return statement.media
 
 
-def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
+def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
     """The embedding keys of a request's image items, in order; None where one is not known."""
     media: list[bytes] = []
     for index in sorted(parts):
@@ -101,7 +101,7 @@ def keys_of(pictures: Sequence[Any], parts: Mapping[int, Media], salt: str | Non
         if said is None:
             return None
         media += said
-    if _here.identity is None or weights_guard.replaced() or len(media) != len(pictures):
+    if _here.identity is None or weights_guard.replaced() or len(media) != len(image_items):
         return None
     secret = activation.runtime().secret
     return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
@@ -113,15 +113,15 @@ def _is_grid(grid: Any) -> bool:
     )
 
 
-def _pictures(mm_inputs: Any) -> list[Any]:
+def _image_items(mm_inputs: Any) -> list[Any]:
     return [item for item in mm_inputs.mm_items if item.is_image()]
 
 
-def _count(pictures: Sequence[Any]) -> None:
+def _count(image_items: Sequence[Any]) -> None:
     tally, app = activation.tally(), activation.runtime().app
-    tally.count("cornplug_hits_total", app, _WHAT, "service_epd", by=len(pictures))
-    tally.count("cornplug_saved_tower_passes_total", app, by=len(pictures))
-    size = sum(item.precomputed_embeddings.nbytes for item in pictures)
+    tally.count("cornplug_hits_total", app, _WHAT, "service_epd", by=len(image_items))
+    tally.count("cornplug_saved_tower_passes_total", app, by=len(image_items))
+    size = sum(item.precomputed_embeddings.nbytes for item in image_items)
     tally.count("cornplug_bytes_total", app, _WHAT, "load", by=size)
 
 
@@ -136,18 +136,18 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
     try:
         identity = engine_model().tower_identity().served_identity
     except CheckpointError as e:
-        logger.warning("cornplug: embeddings of encoders are not named: %s", e)
+        logger.warning("cornplug: embeddings of encoders are not shared: %s", e)
     group = receiver.tp_group
     if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
         logger.warning(
-            "cornplug: the ranks do not agree on their model; embeddings of encoders are not named"
+            "cornplug: the ranks do not agree on their model; embeddings of encoders are not shared"
         )
         identity = None
     _here.identity = identity
 
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
-    """Runs where a part's rows are there."""
+    """Around the arrival of a part's rows: its statement is verified."""
     if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
@@ -171,7 +171,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 
 
 def _judged(data: Any) -> Media:
-    """The media of a part, None where it is not believed, which is counted. Raises EncoderRefused."""
+    """The media of a part; None without a valid statement, counted as a miss. Raises EncoderRefused."""
     try:
         return believed(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
@@ -188,7 +188,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
-    """So that the service keeps the embedding in the request's own domain."""
+    """Send the request's salt to the service, which stores the embedding under it."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
@@ -198,7 +198,7 @@ def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 
 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
-    """SGLang's `recv_mm_data` with names: all parts of a request as items (zmq_to_tokenizer).
+    """SGLang's `recv_mm_data` with embedding keys: all parts of a request as items (zmq_to_tokenizer).
 
     Called by `epd_fallback`, as SGLang wants one hook around a function.
     """
@@ -214,16 +214,16 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
         except EncoderRefused as e:
             logger.error("cornplug: a request's embeddings are refused: %s", e)
             return None  # As SGLang answers where a part cannot be read.
-        pictures = _pictures(mm_inputs)
-        keys = keys_of(pictures, media, salt_of_request(request_obj))
-        for item, key in zip(pictures, keys or (), strict=bool(keys)):
+        image_items = _image_items(mm_inputs)
+        keys = keys_of(image_items, media, salt_of_request(request_obj))
+        for item, key in zip(image_items, keys or (), strict=bool(keys)):
             item.__dict__[_KEY] = key
-        _count(pictures)
+        _count(image_items)
     return mm_inputs
 
 
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
-    """Before a request goes to the scheduler, after everybody else's hooks on its items."""
+    """Before a request goes to the scheduler, after all other hooks on its items: its keys are set."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
@@ -238,7 +238,7 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
     """Before a request's parts are put together. False: not yet, and SGLang asks again with each step.
 
-    What it raises ends the request, and no other.
+    An exception ends this request, and no other.
     """
     checks = _checks(waiting)
     if not all(check.done() for check in checks.values()):
@@ -258,12 +258,12 @@ def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs
-    pictures = _pictures(mm_inputs)
+    image_items = _image_items(mm_inputs)
     media = {index: check.result() for index, check in _checks(waiting).items()}
-    keys = keys_of(pictures, media, salt_of_request(waiting.recv_req))
-    for item, key in zip(pictures, keys or (), strict=bool(keys)):
+    keys = keys_of(image_items, media, salt_of_request(waiting.recv_req))
+    for item, key in zip(image_items, keys or (), strict=bool(keys)):
         placeholder_tokens.give(item, key)
-    _count(pictures)
+    _count(image_items)
 
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"

@@ -9,9 +9,9 @@ There the request is encoded by the server itself, a counted miss:
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
                        sent again ──> every rank: it takes the place of the one that waits
 
-After a failure that is the service's, the next requests do not wait for it for a while. Where
-there is no tower the error stays SGLang's, within `encoder.patience_s` instead of 180 s, and it
-ends the request only: in stock SGLang an error of the encoder can end the scheduler.
+After a failure of the service, the next requests skip it for a while. Without a tower the error stays
+SGLang's, within `encoder.patience_s` instead of 180 s, and it ends the request only: in stock SGLang an
+error of the encoder can end the scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cornplug.sglang_hooks.mm import epd
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 """Architectures whose language-only servers load the tower, in 0.5.23."""
 _MARGIN_S: Final = 5.0
-"""For the encoder's own refusal to arrive before we stop to wait for it."""
+"""Added to deadlines, so that the encoder's own refusal arrives before them."""
 
 
 @dataclass(slots=True)
@@ -81,12 +81,12 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     )
     config = activation.config().encoder
     answer_s = config.deadline_s if _here.tower else config.patience_s + _MARGIN_S
-    # What the operator has set stays.
+    # Values that the operator has set stay.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
     if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
         receiver.recv_timeout = answer_s
-        # The scheduler waits for the encoder, and then for the tokenizer that does its work.
+        # The scheduler waits for the encoder, and then for the tokenizer, which processes the images itself.
         receiver.wait_timeout = answer_s + (config.patience_s if _here.tower else _MARGIN_S)
 
 
@@ -157,7 +157,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
             await manager._send_one_request(tokenized)
         sent = True
     finally:
-        if not sent:  # What went wrong is logged by asyncio; its client gets the encoder's error.
+        if not sent:  # asyncio logs the exception; the client gets the encoder's error.
             manager._forward_encoder_dispatch_error(error)
 
 
@@ -165,7 +165,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
 
 
 def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
-    """A request that comes again with its images processed takes the place of the one that waits."""
+    """A request that is sent again, with its images processed, replaces the one that waits."""
     if not _falls_back():
         return
     for request in recv_reqs:
@@ -180,8 +180,8 @@ def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: An
 
 
 def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
-    """The scheduler could not tell the encoder where it listens: the tokenizer hears of it too, and
-    does something about it."""
+    """The scheduler could not send its address to the encoder. The tokenizer gets an error too, and falls
+    back."""
     if not _falls_back() or future.cancelled() or future.exception() is None:
         original(waiting, future)
 

@@ -1,16 +1,16 @@
-"""What each image of a request is, caught where SGLang's processors have it decoded.
+"""Media digests of a request's images, taken where SGLang's processors have decoded them.
 
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
-The digest is over the pixels that the processor receives, by the rule of
-`encoder_service.media`, with what SGLang 0.5.23 does otherwise left as it does it: it applies
-no EXIF orientation and drops transparency instead of laying the image on white. Such a
-image has other pixels here than in vLLM, and so another digest.
+The digest is over the pixels that the processor receives, by the rule of `encoder_service.media`.
+SGLang 0.5.23 departs from that rule in two points: it applies no EXIF orientation, and it drops
+transparency where the rule lays the image on white. Such an image has other pixels here than in vLLM,
+and so another digest.
 
-The digest waits at the item, outside of what is sent to the scheduler, until the request's
-salt is known (`mm_identifiers.py`). What nobody could digest has none, and is shared with nobody:
-video, audio, a client's own tensors or embeddings, processors that we do not know.
+The digest waits at the item, in a field that is not sent to the scheduler, until the request's salt is
+known (`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings
+that a client sends, images of unknown processors.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava"
 
 
 def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
-    """Note an item's media digest (32 bytes), or what gives it; None takes it away."""
+    """Set an item's media digest (32 bytes), or a function that computes it; None clears it."""
     item.__dict__[_DIGEST] = media
 
 
 def digest_of(item: Any) -> bytes | None:
-    """The media digest of an item that we know, None for all others."""
+    """The media digest of an item; None for an item without one."""
     found: Any = item.__dict__.get(_DIGEST)
     if callable(found):
         found = item.__dict__[_DIGEST] = found()
@@ -56,26 +56,28 @@ def digest_of(item: Any) -> bytes | None:
 
 
 async def settle(items: Sequence[Any]) -> None:
-    """Have the digests of items made in a thread: a large image's takes a tenth of a second, in which
-    every stream of the server would stand still."""
+    """Compute the digests of items in a thread.
+
+    A large image takes 0.1 s, for which the event loop would hold up every stream of the server.
+    """
     if any(callable(item.__dict__.get(_DIGEST)) for item in items):
         await asyncio.to_thread(lambda: [digest_of(item) for item in items])
 
 
-def picture_digest(picture: object, *, converts: bool = True) -> bytes | None:
-    """Media digest of a decoded image, None for what is none.
+def image_digest(image: object, *, converts: bool = True) -> bytes | None:
+    """Media digest (32 bytes) of a decoded image; None for any other object.
 
     `converts` says that the processor turns any mode into RGB by Pillow's `convert`.
     """
-    if isinstance(picture, Image.Image):
-        if picture.mode != "RGB":
+    if isinstance(image, Image.Image):
+        if image.mode != "RGB":
             if not converts:
                 return None
-            picture = picture.convert("RGB")
-        return pixels_digest("RGB", picture.width, picture.height, picture.tobytes())
-    if isinstance(picture, torch.Tensor) and picture.dtype == torch.uint8:
+            image = image.convert("RGB")
+        return pixels_digest("RGB", image.width, image.height, image.tobytes())
+    if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
         # Decoded on the GPU: other pixels than Pillow's, and another way through the processor.
-        array = picture.detach().cpu().contiguous().numpy()
+        array = image.detach().cpu().contiguous().numpy()
         return array_digest("uint8", array.shape, array.tobytes())
     return None
 
@@ -93,13 +95,13 @@ def _finalize_mm_items(
 ) -> list[Any]:
     items = original(this, mm_items, images=images)
     if activation.is_on() and images:
-        pictures = [item for item in items if item.is_image()]
-        # Otherwise nobody can say which is whose: one item of several images, or tensors of a client's.
-        if len(pictures) == len(images) and not any(isinstance(image, Mapping) for image in images):
+        image_items = [item for item in items if item.is_image()]
+        # Otherwise items cannot be paired with images: one item of several images, or a client's tensors.
+        if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
-            for item, image in zip(pictures, images, strict=True):
-                # Here it may be the event loop's turn: `settle` has it made elsewhere.
-                set_digest(item, functools.partial(picture_digest, image, converts=converts))
+            for item, image in zip(image_items, images, strict=True):
+                # This may run on the event loop: `settle` computes the digest in a thread.
+                set_digest(item, functools.partial(image_digest, image, converts=converts))
     return items
 
 
@@ -111,9 +113,7 @@ async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Seq
     if activation.is_on():
         converts = converts_to_rgb(this._processor)
         media = [entry.media for entry in entries]
-        digests = await asyncio.to_thread(
-            lambda: [picture_digest(picture, converts=converts) for picture in media]
-        )
+        digests = await asyncio.to_thread(lambda: [image_digest(image, converts=converts) for image in media])
         with _lock:
             for artifact, found in zip(made, digests, strict=True):
                 _artifacts[artifact.artifact_key] = found
@@ -137,19 +137,19 @@ def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Seque
 def _llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In a worker process. The hash comes back to nobody's use: our digest travels in its place."""
+    """In a worker process. No caller uses the hash that comes back: the digest travels in its place."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
     if not activation.is_on():
         return pixels, image_hash, size
     from sglang.srt.utils import load_image
 
-    picture, frames = load_image(image_input, False)
+    image, frames = load_image(image_input, False)
     processor = kwargs.get("processor", args[2] if len(args) > 2 else None)
-    media = None if frames is not None else picture_digest(picture, converts=converts_to_rgb(processor))
+    media = None if frames is not None else image_digest(image, converts=converts_to_rgb(processor))
     return pixels, media, size
 
 
-async def _llava_picture(
+async def _llava_image(
     original: Callable[..., Any], this: Any, image_data: Any, aspect_ratio: Any, grid_pinpoints: Any
 ) -> Any:
     result = await original(this, image_data, aspect_ratio, grid_pinpoints)
@@ -192,6 +192,6 @@ HOOKS: tuple[Hook, ...] = (
 )
 LLAVA_HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _llava_task),
-    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_picture),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_image),
     Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _llava_request),
 )

@@ -83,7 +83,7 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     if differs is None:
         return tower
     compat.logger.info(
-        "cornplug: SGLang preprocesses pictures of this model in its own way; their embeddings and KV "
+        "cornplug: SGLang preprocesses images of this model in its own way; their embeddings and KV "
         "are shared among SGLang servers only"
     )
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
@@ -125,7 +125,7 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
         return None  # Options of a client's that have no encoding.
 
 
-def _options(obj: Any, pictures: list[Any]) -> dict[int, dict[str, Any]] | None:
+def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
     """id of an item -> this request's own processor arguments for it; None where nobody can say.
 
     Under a name of SGLang's own: what an argument does, only SGLang's processor knows.
@@ -138,11 +138,12 @@ def _options(obj: Any, pictures: list[Any]) -> dict[int, dict[str, Any]] | None:
     more = {field: value for field in _REQUEST_FIELDS if (value := getattr(obj, field, None)) is not None}
     if not whole and not any(own) and not more:
         return {}
-    if len(own) != len(pictures):
+    if len(own) != len(image_items):
         return None
+    # "picture" is a word of the key: renaming it would change every key with such arguments.
     return {
         id(item): {"sglang": {**more, "request": whole, "picture": kwargs}}
-        for item, kwargs in zip(pictures, own, strict=True)
+        for item, kwargs in zip(image_items, own, strict=True)
     }
 
 

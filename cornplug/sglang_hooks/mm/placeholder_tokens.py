@@ -1,18 +1,18 @@
-"""Which placeholder values of this scheduler's token streams stand for media that we named.
+"""Placeholder values of this scheduler's token streams that stand for media with an embedding key.
 
-SGLang puts four rotating wide values for a medium's placeholder tokens. Those of a medium
-with an identity of ours say what its KV was computed from; any other's come of a 64-bit hash
-of features, of a client's own word, or of nothing that knows model and salt. So KV that has
-such a value before it is shared with nobody, and this is where the two are told apart.
+SGLang puts four rotating wide values for a medium's placeholder tokens. The values of a medium with an
+embedding key identify its content, model and salt. All others come from a 64-bit hash of features, or from
+a value that a client chose, and cover neither model nor salt: KV with such a value before it is not
+shared. This module tells the two apart.
 
-    embedding key ── with the item: what store and encoder service know its embedding by
+    embedding key ── sent with the item: its key in store and encoder service
          └ and number of rows ── lineage ── SGLang's identity of the item ── placeholder values
 
 So SGLang's own caches, too, tell a medium of more rows from the same of fewer.
 
-Filled in the scheduler process, from the identities that requests bring; read by whoever
-makes page keys, from any thread. SGLang's own processors may set an item's identity too (Kimi's do,
-of what a client may claim): ours is one that `give` has marked.
+The scheduler process fills the set from the identities in requests; the code of page keys reads it, on any
+thread. SGLang's own processors may set an item's identity too (Kimi's do, from a value that a client may
+choose): only an identity with the mark of `give` counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST_PLACEHOLDER: Final = 1_000_000
 """SGLang's placeholder values begin here; no vocabulary reaches so far."""
 _KEY: Final = "cornplug_key"
 _MAX_IDENTITIES: Final = 65_536
-"""What is forgotten is no longer shared, and never taken for something else."""
+"""Media that are remembered. KV of a forgotten one is no longer shared, and never taken for another's."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
@@ -37,14 +37,14 @@ _values: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
-    """Placeholder tokens of an item, which is rows of its embedding; 0 where nobody has said where it is."""
+    """Placeholder tokens of an item, equal to the rows of its embedding; 0 for an item without offsets."""
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
 def give(item: Any, key: bytes) -> None:
-    """Name an item by its embedding key, which travels with it to the scheduler.
+    """Assign an item its embedding key, which is sent with it to the scheduler.
 
-    Its offsets must be known: an item without a place gets no name.
+    An item without offsets gets none.
     """
     rows = rows_of(item)
     if not rows:
@@ -55,14 +55,17 @@ def give(item: Any, key: bytes) -> None:
 
 
 def withhold(item: Any) -> None:
-    """An item has no name of ours, whatever anybody else has set."""
+    """Clear an item's embedding key, and the identity that SGLang or a client has set."""
     item.identity = None
     item.model_specific_data.pop(_KEY, None)
 
 
 def key_of(item: Any) -> bytes | None:
-    """The embedding key of an item that we named; None for what SGLang or a client has named since,
-    and for one that has other rows by now."""
+    """The embedding key that `give` assigned to an item; None without one.
+
+    None, too, where SGLang or a client has set another identity since, and where the item has another number
+    of rows by now.
+    """
     key = item.model_specific_data.get(_KEY)
     # Fields of a client's own processor output end up there too.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
@@ -71,7 +74,7 @@ def key_of(item: Any) -> bytes | None:
 
 
 def add(identity: bytes) -> None:
-    """Remember a medium's lineage, which is SGLang's identity of its item, or that it was seen again."""
+    """Remember a medium by its lineage, which is SGLang's identity of its item, as the newest."""
     with _lock:
         if identity in _identities:
             _identities.move_to_end(identity)
@@ -84,12 +87,12 @@ def add(identity: bytes) -> None:
 
 
 def is_named(token: int) -> bool:
-    """Whether a wide value belongs to a medium with an identity of ours."""
+    """Whether a wide value belongs to a medium with an embedding key."""
     return token in _values
 
 
 def is_foreign(token: int) -> bool:
-    """Whether a token is a placeholder of a medium that we did not name."""
+    """Whether a token is a placeholder of a medium without an embedding key."""
     return token >= FIRST_PLACEHOLDER and token not in _values
 
 
@@ -101,6 +104,6 @@ def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
 
 
 HOOKS: tuple[Hook, ...] = (
-    # Every rank passes here for every request, whoever made its inputs and however they came.
+    # Every rank calls it for every request, whether its inputs come from the tokenizer or an encoder.
     Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
 )

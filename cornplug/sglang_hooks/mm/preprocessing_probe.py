@@ -1,11 +1,9 @@
-"""Whether SGLang's processor makes of an image what everybody else makes of it.
+"""Compares SGLang's image preprocessing with that of transformers, which vLLM and the encoder service use.
 
-An embedding's key names the preprocessor's settings, and takes for granted that they are
-carried out as transformers does, which is what vLLM and our encoder service use. SGLang has
-processors of its own for some families (LLaVA's rounds its pixels to float16), may preprocess
-on the GPU, and has settings of its own. So we let it process images that we made, and
-compare: what differs by more than the last bits of a float32 is another preprocessing, and
-becomes part of the identity.
+An embedding's key names the preprocessor's settings, and presumes that they act as in transformers. SGLang
+brings its own processors for some families (LLaVA's rounds its pixels to float16), may preprocess on the
+GPU, and adds settings. So it processes synthetic images here, and so does transformers: pixels that differ
+by more than the last bits of a float32 are another preprocessing, which becomes part of the identity.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from cornplug.identity import array_digest, digest
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
 """Width and height: odd, smaller and larger than most towers' input."""
 _ROUNDING: Final = 1e-5
-"""Of normalised pixels, whose smallest step (one of 255 levels) is about 1e-2."""
+"""Largest difference of normalised pixels from rounding; one of 255 levels is about 1e-2."""
 
-# A processor of a family that we never saw may fail in any way; then it is not compared.
+# A processor of an unknown family may fail in any of these ways; then it is not compared.
 _ITS_WORDS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -50,16 +48,16 @@ def probes() -> list[Image.Image]:
 
 
 def peculiarity(processor: Any, model: EngineModel) -> str | None:
-    """None where SGLang's `processor` (a BaseMultimodalProcessor) agrees with transformers,
-    else a digest in hex of what it does instead.
+    """A digest in hex of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the
+    probes; None where they agree with those of transformers.
 
-    Processes images: takes tens of milliseconds, not for an event loop. Raises
-    CheckpointError("preprocessing") where this processor cannot be tried out.
+    Processes images: takes tens of milliseconds, too long for an event loop. Raises
+    CheckpointError("preprocessing") where this processor cannot be called.
     """
     processor = getattr(processor, "inner", processor)
     try:
         names = _names(model)
-        ours = [_tensors(processor, picture, names) for picture in probes()]
+        ours = [_tensors(processor, image, names) for image in probes()]
         theirs = _reference(model, ours)
     except _ITS_WORDS as e:
         raise CheckpointError(
@@ -77,33 +75,33 @@ def peculiarity(processor: Any, model: EngineModel) -> str | None:
 
 
 def _names(model: EngineModel) -> Sequence[str]:
-    """What a tower of this family takes of an image."""
+    """Names of the tensors that a tower of this family takes for an image."""
     family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
     return (
         family.inputs["image"] if family and "image" in family.inputs else ("pixel_values", "image_grid_thw")
     )
 
 
-def _tensors(processor: Any, picture: Image.Image, names: Sequence[str]) -> Tensors:
-    """What SGLang sends to its tower for one image."""
+def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
+    """Name -> tensor that SGLang sends to its tower for one image."""
     from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
     from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 
     if isinstance(processor, LlavaImageProcessor):
-        return _llava(processor, picture)
-    found = _called(processor, picture, names)
+        return _llava(processor, image)
+    found = _called(processor, image, names)
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
-        artifact = _artifact(processor, picture)
+        artifact = _artifact(processor, image)
         if not _agree(artifact, found):
-            # Requests take either way: a key could not say which.
-            raise ValueError("it processes a picture in two ways")
+            # Requests take either way, and a key cannot tell which.
+            raise ValueError("it processes an image in two ways")
     return found
 
 
-def _called(processor: Any, picture: Image.Image, names: Sequence[str]) -> Tensors:
+def _called(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
     # A clone: other threads use the processor meanwhile.
     clone = copy.deepcopy(processor._processor)
-    made = processor.process_mm_data(processor.mm_tokens.image_token, images=[picture], processor=clone)
+    made = processor.process_mm_data(processor.mm_tokens.image_token, images=[image], processor=clone)
     return {name: made[name].cpu() for name in names if name in made}
 
 
@@ -111,20 +109,20 @@ def _keeps_artifacts(processor: Any) -> bool:
     return processor.mm_preprocess_cache.enabled or processor.uses_media_artifacts_without_cache
 
 
-def _artifact(processor: Any, picture: Image.Image) -> Tensors:
+def _artifact(processor: Any, image: Image.Image) -> Tensors:
     from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.multimodal.media_artifacts import MediaArtifactInput
 
     name = "sha256:" + "0" * 64
-    entry = MediaArtifactInput(name, name, Modality.IMAGE, picture)
+    entry = MediaArtifactInput(name, name, Modality.IMAGE, image)
     (made,) = processor.prepare_artifact_batch([entry], processor=copy.deepcopy(processor._processor))
     values = {"pixel_values": made.feature, **made.model_specific_data}
     return {name: value.cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _llava(processor: Any, picture: Image.Image) -> Tensors:
+def _llava(processor: Any, image: Image.Image) -> Tensors:
     encoded = io.BytesIO()
-    picture.save(encoded, "PNG")
+    image.save(encoded, "PNG")
     usual = getattr(processor.hf_config, "image_aspect_ratio", None)
     grid = getattr(processor.hf_config, "image_grid_pinpoints", None) if "anyres" in (usual or "") else None
     pixels, _, _ = processor._preprocess_image_task(
@@ -134,7 +132,7 @@ def _llava(processor: Any, picture: Image.Image) -> Tensors:
 
 
 def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
-    """What transformers makes of the probes, as vLLM and the encoder service have it."""
+    """Name -> tensor that transformers makes of each probe, as for vLLM and the encoder service."""
     from transformers import AutoImageProcessor
 
     image_processor = AutoImageProcessor.from_pretrained(
@@ -143,8 +141,8 @@ def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
     family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
     asked = {**(family.processor_defaults.get("image", {}) if family else {}), **model.processor_kwargs}
     made: list[Tensors] = []
-    for picture, found in zip(probes(), ours, strict=True):
-        values = image_processor(images=picture, return_tensors="pt", **asked)
+    for image, found in zip(probes(), ours, strict=True):
+        values = image_processor(images=image, return_tensors="pt", **asked)
         made.append({name: values[name] for name in found if name in values})
     return made
 

@@ -1,8 +1,7 @@
-"""SGLang's environment variables as part of what it computes.
+"""SGLang's environment variables as part of its model's identity.
 
-Some change weights as they are loaded, or the arithmetic; they count like `ServerArgs`. A variable
-that no table knows keeps the server from sharing wherever it is set: names of SGLang's, and those of
-kernels that it reads itself.
+Some change weights while they are loaded, or the arithmetic; they count like `ServerArgs`. A server shares
+nothing while a variable is set that stands in no table: one of SGLang's, or of kernels' that SGLang reads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 _PREFIX: Final = "SGLANG_"
 
-# Kernels that quantise, approximate, or that nobody has compared; weights changed as they are loaded;
+# Kernels that quantise or approximate, or that were never compared; weights changed as they are loaded;
 # pixels changed before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD
@@ -155,7 +154,7 @@ ENVIRONMENT: Final = FieldTables(
 
 
 def verdict() -> SettingsVerdict:
-    """What the variables of this process come to, as SGLang itself reads them."""
+    """The verdict on the variables of this process, with the values that SGLang reads from them."""
     from sglang.srt.environ import EnvField, Envs
 
     known = {name: field for name, field in vars(Envs).items() if isinstance(field, EnvField)}

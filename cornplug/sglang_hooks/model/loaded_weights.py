@@ -1,6 +1,6 @@
-"""When a scheduler process compares its loaded weights with the files (`engine_common.weight_comparison`).
+"""Hooks that compare loaded weights with the files (`engine_common.weight_comparison`).
 
-Each rank does so before it serves, and tells all processes of the server: the tokenizer's has no weights.
+Each rank compares before it serves, and tells all processes of the server: the tokenizer's has no weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA adapters that this engine has loaded, by the id that SGLang gives each.
 
-SGLang appends that id, made anew at each load, to the `extra_key` of a request's namespace. What counts
-is the adapter's bytes, and which of them this server applies: of an adapter for more modules than
-`--lora-target-modules` (or the adapters at start) name, it leaves the others out.
+SGLang appends that id, made anew at each load, to the `extra_key` of a request's namespace. The root of
+page keys takes the adapter's bytes in its place, and the names of the weights that this server skips: it
+applies no modules beyond those that `--lora-target-modules` (or the adapters at start) name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _managers: dict[str, Any] = {}
 _left_out: dict[str, bytes] = {}
 """LoRA id -> digest of the names of the weights that this server does not apply, b"" for none."""
 _disputed: set[str] = set()
-"""Adapter ids that a request without LoRA has named in its extra_key: SGLang's own cache does
-not tell its KV from the adapter's, and so nobody can."""
+"""Adapter ids that a request without LoRA has named in its extra_key: SGLang's own cache mixes its KV with
+the adapter's."""
 
 
 def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
-    """(the user's own extra_key, digest of what is applied of the adapter; None without one).
+    """(the user's own extra_key, digest of the weights that are applied of the adapter; None without one).
 
-    Asks the file system about the adapter. Raises CheckpointError: "lora" where nobody can say what
-    is applied, "lora_changed".
+    Asks the file system about the adapter. Raises CheckpointError: "lora" where the applied weights are
+    unknown, "lora_changed" where the adapter's files have changed.
     """
     if extra_key is None or not _paths:
         return extra_key, None
@@ -71,7 +71,7 @@ def _not_applied(name: str) -> bytes:
 
 
 def _adapter_loads(manager: Any, lora_ref: Any) -> None:
-    """Before an adapter is loaded from its folder: its bytes as they are now are its identity."""
+    """Before an adapter is loaded from its folder: its present bytes are digested."""
     if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager

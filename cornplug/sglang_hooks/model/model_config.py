@@ -1,4 +1,4 @@
-"""What SGLang's settings say about the model that it runs, as identities."""
+"""Identities of the model that SGLang runs, from its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READS_SAFETENSORS: Final = frozenset(
 """Load formats that read the checkpoint's safetensors, and nothing else."""
 
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
-"""What `--model-loader-extra-config` may say about how the files are read."""
+"""Keys of `--model-loader-extra-config` that only say how fast the files are read."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 
@@ -33,7 +33,7 @@ _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 def engine_model() -> EngineModel:
     """The model of this process's engine, by the settings that SGLang has published here.
 
-    Raises CheckpointError where nobody can say what runs: "load_format", "settings", "overrides",
+    Raises CheckpointError where the model cannot be identified: "load_format", "settings", "overrides",
     "no_settings" (SGLang has not published them yet), and as `Checkpoint.open`.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
@@ -86,10 +86,10 @@ def _check_sources(settings: Any, model: Any) -> None:
 
 
 def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What of the settings changes values; {} where nothing does, as in vLLM's room.
+    """Setting -> value, of the settings that change computed values; {} where none does, as in vLLM's room.
 
-    SGLang's config as it runs it is no measure: it writes sizes of its own into every one. What is not
-    in the files comes by `--json-model-override-args`.
+    SGLang's running config cannot be compared with config.json, as SGLang adds sizes to every config. Values
+    that differ from the files come by `--json-model-override-args`.
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)

@@ -1,8 +1,8 @@
 """Where each of SGLang's `ServerArgs` stands: in the key, harmless, or a reason not to share.
 
 A field that stands in none of these tables is one of a later SGLang: where it is not at its default
-nothing is shared, and the log names it (`engine_common.allow_lists`). Reasons are given by groups. The
-environment's switches have tables of their own (`environment_tables`).
+nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables
+of the environment's variables stand in `environment`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IDENTIFIED: Final = {
     "as `hf_overrides`": "json_model_override_args",
     "as `sglang_quantization`, unless the checkpoint says it itself": "quantization",
     "the page's dtype is part of its geometry; other dtypes are not shared": "kv_cache_dtype",
-    "as the image processor's arguments; videos and sounds are not shared": "mm_process_config",
+    "as the image processor's arguments; video and audio are not shared": "mm_process_config",
     "pixels are compared with transformers': `preprocessing.peculiarity`": (
         "image_processor_backend disable_fast_image_processor"
     ),

@@ -205,9 +205,9 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
             ours[modality] = [known or _foreign(name) for known, name in zip(found, names, strict=True)]
             continue
         given = uuids.get(modality) or [None] * len(names)
-        pictures = modality == "image" and isinstance(items, ProcessorBatchItems)
+        digestible = modality == "image" and isinstance(items, ProcessorBatchItems)
         ours[modality] = [
-            (active.media_name(items.get(i), given[i], options) if pictures else None) or _foreign(name)
+            (active.media_name(items.get(i), given[i], options) if digestible else None) or _foreign(name)
             for i, name in enumerate(names)
         ]
     return ours

@@ -104,7 +104,7 @@ def test_believed_claim_needs_secret_digests_and_model() -> None:
     changed.embedding[0, 0] = 7
     with pytest.raises(CodecError):
         epd.believed(changed, MODEL, SECRET)
-    with pytest.raises(CodecError, match="knows"):
+    with pytest.raises(CodecError, match="not identified"):
         epd.believed(part([A]), None, SECRET)
     with pytest.raises(EncoderRefused, match="--model-path"):
         epd.believed(part([A], model=b"j" * 32), MODEL, SECRET)

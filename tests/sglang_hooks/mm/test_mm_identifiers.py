@@ -48,35 +48,35 @@ def request(**fields: Any) -> GenerateReqInput:
 
 
 def test_media_digests_of_image_equal_vllm_and_encoder() -> None:
-    assert media_digests.picture_digest(picture(1)) == digest_image(picture(1))
-    assert media_digests.picture_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
-    assert media_digests.picture_digest(picture(1)) != media_digests.picture_digest(picture(2))
+    assert media_digests.image_digest(picture(1)) == digest_image(picture(1))
+    assert media_digests.image_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
+    assert media_digests.image_digest(picture(1)) != media_digests.image_digest(picture(2))
 
 
 def test_media_digests_of_transparent_image_differ_from_vllm() -> None:
     clear = picture(1, mode="RGBA")
-    assert media_digests.picture_digest(clear) == media_digests.picture_digest(clear.convert("RGB"))
-    assert media_digests.picture_digest(clear) != digest_image(clear)
+    assert media_digests.image_digest(clear) == media_digests.image_digest(clear.convert("RGB"))
+    assert media_digests.image_digest(clear) != digest_image(clear)
 
 
 def test_media_digests_ignore_exif_orientation() -> None:
     turned = picture(1)
     turned.getexif()[0x0112] = 6
-    assert media_digests.picture_digest(turned) == digest_image(picture(1))
-    assert media_digests.picture_digest(turned) != digest_image(turned)
+    assert media_digests.image_digest(turned) == digest_image(picture(1))
+    assert media_digests.image_digest(turned) != digest_image(turned)
 
 
 def test_media_digests_of_other_objects_are_none() -> None:
-    assert media_digests.picture_digest(picture(1, mode="L"), converts=False) is None
-    assert media_digests.picture_digest(torch.zeros(3, 4, 4)) is None
-    assert media_digests.picture_digest("a") is None
+    assert media_digests.image_digest(picture(1, mode="L"), converts=False) is None
+    assert media_digests.image_digest(torch.zeros(3, 4, 4)) is None
+    assert media_digests.image_digest("a") is None
 
 
 def test_media_digests_of_gpu_pixels_differ() -> None:
     pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    assert media_digests.picture_digest(pixels) not in (
+    assert media_digests.image_digest(pixels) not in (
         None,
-        media_digests.picture_digest(picture(0, (4, 4))),
+        media_digests.image_digest(picture(0, (4, 4))),
     )
 
 
@@ -99,13 +99,13 @@ def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
 def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """A large one takes a tenth of a second, in which every stream of the server would stand still."""
     seen: list[threading.Thread] = []
-    digest = media_digests.picture_digest
+    digest = media_digests.image_digest
 
     def digested(picture: object, *, converts: bool = True) -> bytes | None:
         seen.append(threading.current_thread())
         return digest(picture, converts=converts)
 
-    monkeypatch.setattr(media_digests, "picture_digest", digested)
+    monkeypatch.setattr(media_digests, "image_digest", digested)
 
     async def build(this: Any, entries: Any) -> Any:
         return [SimpleNamespace(artifact_key="k")]
@@ -163,7 +163,7 @@ def test_media_digests_of_llava_depend_on_aspect_mode() -> None:
 
     async def several(this: Any, images: Any, *args: Any) -> Any:
         aspect = "pad" if len(images) > 1 else None
-        await asyncio.gather(*(media_digests._llava_picture(one, this, i, aspect, None) for i in images))
+        await asyncio.gather(*(media_digests._llava_image(one, this, i, aspect, None) for i in images))
         return SimpleNamespace(mm_items=[item() for _ in images])
 
     async def run(images: list[str]) -> list[bytes | None]:
