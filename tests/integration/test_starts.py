@@ -12,6 +12,7 @@ import tempfile
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -73,7 +74,8 @@ LINES = {
         qwen2_text, env=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),), says=NOT_SHARED
     ),
     "embeddings": Line(qwen2_text, ("--runner", "pooling", "--convert", "embed"), ask=_embeds),
-    "mla": Line(deepseek_v2, says=NOT_SHARED),
+    # The head size that the CPU decode kernel is compiled for: 512 + 64.
+    "mla": Line(partial(deepseek_v2, kv_lora_rank=512, rope_dim=64), says=NOT_SHARED),
     "sliding-windows": Line(gemma3, says=NOT_SHARED),
     "several-connectors": Line(
         qwen2_text,
