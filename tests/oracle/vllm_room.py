@@ -14,10 +14,12 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import resolved_config
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LoraDigests
-from cornplug.engine_common.model_identity import EngineModel
+from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import PROVEN
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.kv.page_keys import PageKeys
@@ -57,14 +59,12 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
     made: dict[str, Any] = {
         "_secret": secret,
         "_processor_kwargs": deployment.processor_kwargs,
-        "_identity": tower,
-        "_ready": threading.Event(),
-        "_patient_until": 0.0,
+        "_tower": BackgroundIdentity(lambda: TowerIdentity(tower, None), "embeddings", compat.logger.warning),
         "_uuids": OrderedDict(),
         "_lock": threading.Lock(),
     }
     vars(identifiers).update(made)
-    identifiers._ready.set()
+    assert identifiers._tower.wait(10)
     options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
     name = identifiers.media_name(deployment.picture, deployment.uuid, options)
     assert name is not None

@@ -5,19 +5,17 @@ Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.kv_root import page_root
-from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.cache_salt import salt_of
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
-_FIRST_READ_S: Final = 2.0
 _MAX_ROOTS: Final = 4096
 
 
@@ -33,17 +31,13 @@ class NamespaceRoots:
         self, secret: bytes, page: PageGeometry, identify: Callable[[], tuple[bytes, dict[str, Any]]]
     ) -> None:
         self._secret, self._page = secret, page
-        self._identify = identify
-        self._identity: tuple[bytes, dict[str, Any]] | None = None
-        self._failed = CheckpointError("the checkpoint is still being read", reason="identifying")
+        self._identity = BackgroundIdentity(identify, "KV", logger.warning)
         self._known: dict[tuple[str | None, bytes | None], bytes] = {}
-        self._read = threading.Event()
-        threading.Thread(target=self._read_identity, name="cornplug-identify-lm", daemon=True).start()
-        self._read.wait(_FIRST_READ_S)
+        self._identity.first_wait()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the checkpoint has been read, well or not, within that time."""
-        return self._read.wait(timeout_s)
+        return self._identity.wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
         """The root of a namespace's page keys (32 bytes).
@@ -51,27 +45,16 @@ class NamespaceRoots:
         Raises CheckpointError where nobody can say what its KV is computed from: "identifying"
         in the first moments, "lora", "lora_changed", or what the checkpoint's reading ended with.
         """
-        if self._identity is None:
-            raise self._failed
+        identity = self._identity.get()
         extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
         root = self._known.get((salt, adapter))
         if root is None:
             if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
-            root = page_root(self._secret, self._identity, self._page, adapter=adapter, salt=salt)
+            root = page_root(self._secret, identity, self._page, adapter=adapter, salt=salt)
             self._known[salt, adapter] = root
         return root
-
-    def _read_identity(self) -> None:
-        self._failed = CheckpointError("the language model could not be identified", reason="identity_error")
-        try:
-            self._identity = self._identify()
-        except CheckpointError as e:
-            self._failed = e
-            logger.warning("cornplug: KV of this engine is not shared: %s", e)
-        finally:
-            self._read.set()
 
 
 class RootsOfCall:

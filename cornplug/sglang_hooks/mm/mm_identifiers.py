@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
-from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_with_options, overridden
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.cache_salt import salt_of_request
@@ -31,8 +29,6 @@ from cornplug.sglang_hooks.mm import media_digests, placeholder_tokens, preproce
 from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher
 from cornplug.sglang_hooks.model.model_config import engine_model
 
-_FIRST_READ_S: Final = 2.0
-"""How long the first request may wait for a checkpoint that was never read before."""
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
 # Fields of a request, besides `mm_processor_kwargs`, that some processor of SGLang's reads (InternVL, OCR).
 _REQUEST_FIELDS: Final = (
@@ -48,32 +44,17 @@ class MediaIdentifiers:
 
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
-        self._tower: TowerIdentity | None = None
-        self._ready = threading.Event()
-        self._wait_until_s: float | None = None
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
-        threading.Thread(
-            target=self._identify, args=(processor,), name="cornplug-identify", daemon=True
-        ).start()
-
-    def _identify(self, processor: Any) -> None:
-        try:
-            self._tower = _tower_identity(processor)
-        except CheckpointError as e:
-            compat.logger.warning("cornplug: embeddings of this engine are not shared: %s", e)
-        finally:
-            self._ready.set()
+        self._tower = BackgroundIdentity(
+            lambda: _tower_identity(processor), "embeddings", compat.logger.warning
+        )
 
     async def tower(self) -> TowerIdentity | None:
         """None where nobody can say what computes, or not yet."""
-        if not self._ready.is_set():
-            # Counted from the first request, for all: each waits in a thread that SGLang decodes in.
-            now = time.monotonic()
-            if self._wait_until_s is None:
-                self._wait_until_s = now + _FIRST_READ_S
-            if (left := self._wait_until_s - now) > 0:
-                await asyncio.to_thread(self._ready.wait, left)
-        return self._tower
+        if self._tower.first_wait_s() > 0:
+            # In a thread that SGLang decodes in.
+            await asyncio.to_thread(self._tower.first_wait)
+        return self._tower.found
 
 
 def _tower_identity(processor: Any) -> TowerIdentity:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -27,8 +26,9 @@ from PIL import Image
 
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.shared_flags import settings
-from cornplug.errors import CheckpointError, ConfigError
+from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
@@ -44,9 +44,6 @@ PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
 _OURS: Final = re.compile(PREFIX + "[0-9a-f]{64}")
 _UUIDS: Final = 65536
-_FIRST_READ_S: Final = 2.0
-"""How long after the start of the process requests may wait for a checkpoint that was never read
-before. All of them together: later ones are named for this engine alone until it has been read."""
 
 
 def key_of(identifier: str) -> bytes | None:
@@ -79,30 +76,17 @@ class MmIdentifiers:
             alone=ec is None or ec.ec_connector == EC_CONNECTOR,
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
-        self._identity: bytes | None = None
-        self._ready = threading.Event()
-        self._patient_until = time.monotonic() + _FIRST_READ_S
+        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
+        self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
+        # The wait of all requests begins here: it holds up the API server's event loop, and so every client.
+        # Requests after it get names for this engine alone until the checkpoint has been read.
+        self._tower.first_wait_s()
         self._uuids: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
-        threading.Thread(target=self._identify, args=(config,), name="cornplug-identify", daemon=True).start()
-
-    def _identify(self, config: VllmConfig) -> None:
-        try:
-            self._identity = tower_identity(config).identity
-        except CheckpointError as e:
-            compat.logger.warning("cornplug: embeddings of this engine are not shared: %s", e)
-        finally:
-            self._ready.set()
 
     def _known_identity(self) -> bytes | None:
-        self._wait_once()
-        return self._identity
-
-    def _wait_once(self) -> None:
-        """Wait for the first fingerprint, until a moment that is the same for all who ask: this is
-        the API server's event loop, which answers everybody."""
-        self._ready.wait(max(0.0, self._patient_until - time.monotonic()))
+        self._tower.first_wait()
+        return self._tower.found.identity if self._tower.found is not None else None
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         """`mm_hash` of one image, None where it has no digest.
@@ -134,12 +118,12 @@ class MmIdentifiers:
         """
         if VOUCHER in mm_hash:
             return PREFIX + self.vouchers.key(mm_hash, salt).hex()
-        self._wait_once()
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
-        if self._identity is None:
+        identity = self._known_identity()
+        if identity is None:
             # Names content, yet no model: good for this engine's caches, and for nobody else.
             return LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
-        return PREFIX + embedding_key(self._secret, self._identity, media, salt).hex()
+        return PREFIX + embedding_key(self._secret, identity, media, salt).hex()
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The processor arguments of one request beyond the deployment's own."""

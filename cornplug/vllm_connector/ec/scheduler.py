@@ -23,11 +23,11 @@ from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import (
-    CheckpointError,
     CodecError,
     CornplugError,
     EncoderError,
@@ -100,21 +100,8 @@ class ECScheduler:
         """The service has answered something."""
         self._backoff = BackOff()
         self._rule = FetchRule(runtime.config.store.load_when)
-        self._served: bytes | None = None
-        """The identity that a service would list for this model."""
-        self._identified = False
-        threading.Thread(
-            target=self._identify, args=(config,), name="cornplug-identify-ec", daemon=True
-        ).start()
-
-    def _identify(self, config: VllmConfig) -> None:
-        try:
-            self._served = tower_identity(config).served_identity
-        except CheckpointError as e:
-            # The API process says so once, with the remedy; here every identifier is foreign.
-            compat.logger.debug("cornplug: no tower identity: %s", e)
-        finally:
-            self._identified = True
+        # The API process warns if there is none: every identifier is foreign then.
+        self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
 
     # -- the engine's questions -------------------------------------------------------------
 
@@ -286,8 +273,9 @@ class ECScheduler:
 
     def _ask(self, item: _Item, feature: Any, request: Request) -> None:
         """Have the service encode it. Raises EncoderUnavailable where it is not asked."""
-        if self._served is None:
-            reason = "not_served" if self._identified else "identifying"
+        tower = self._tower.found
+        if tower is None or tower.served_identity is None:
+            reason = "not_served" if self._tower.wait(0) else "identifying"
             raise EncoderUnavailable("no service is known to serve this model", reason=reason)
         refusal = self._encoder.refusal
         if refusal is not None:
@@ -295,7 +283,7 @@ class ECScheduler:
             raise refusal
         if self._backoff.spares(time.monotonic()):
             raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        self._preparer.submit(self._send, item, feature, self._served, request)
+        self._preparer.submit(self._send, item, feature, tower.served_identity, request)
 
     def _send(self, item: _Item, feature: Any, identity: bytes, asking: Request) -> None:
         """On the preparing thread: large images take milliseconds to pack."""

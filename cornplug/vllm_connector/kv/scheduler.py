@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.page_envelope import read_page_header
 from cornplug.engine_common.runtime import EngineRuntime, miss
-from cornplug.errors import CheckpointError, CodecError, CornplugError
+from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Lease, ReserveRefusal
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_FIRST_READ_S = 2.0
 
 
 @dataclass(slots=True)
@@ -73,7 +71,6 @@ class KVScheduler:
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
     ) -> None:
-        self._config = config
         self._run = runtime
         self._page = geometry
         self._tally = tally
@@ -83,30 +80,23 @@ class KVScheduler:
         self._open: dict[int, OpenSave] = {}
         self._finishing: list[str] = []
         self._errands = DeferredStoreOps(runtime, geometry, tally)
-        self._off = ""
+        self._unusable = ""
+        """Why a rank cannot move KV."""
         self._others_load = provenance.others_load()
-        self._identity: tuple[bytes, dict[str, Any]] | None = None
-        self._identified = threading.Event()
+        self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._costs = LoadCosts(runtime.config.store, geometry)
-        threading.Thread(target=self._identify, name="cornplug-identify-lm", daemon=True).start()
-        self._identified.wait(_FIRST_READ_S)
+        self._identity.first_wait()
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
 
     # -- identity ---------------------------------------------------------------------------
 
-    def _identify(self) -> None:
-        try:
-            self._identity = kv_identity(self._config)
-        except CheckpointError as e:
-            self._off = e.reason
-            compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
-        finally:
-            if self._identity is None and not self._off:
-                self._off = "identity_error"
-            self._identified.set()
+    @property
+    def _off(self) -> str:
+        """Why this engine shares no KV until it restarts; "" if it does."""
+        return self._unusable or self._identity.failure
 
     def _why_off(self, request: Request) -> str:
         """Why this request shares no KV; "" when it does."""
@@ -114,7 +104,7 @@ class KVScheduler:
             return self._off
         if weights_guard.replaced():
             return "weights_updated"
-        if self._identity is None:
+        if self._identity.found is None:
             return "identifying"
         if request.prompt_embeds is not None:
             return "prompt_embeds"
@@ -124,11 +114,10 @@ class KVScheduler:
         return ""
 
     def _root(self, request: Request) -> bytes:
-        assert self._identity is not None
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
         return page_root(
-            self._run.secret, self._identity, self._page, adapter=adapter, salt=request.cache_salt
+            self._run.secret, self._identity.get(), self._page, adapter=adapter, salt=request.cache_salt
         )
 
     def _track(self, request: Request) -> _Tracked:
@@ -359,8 +348,7 @@ class KVScheduler:
     def acknowledged(self, acks: KVAcks) -> None:
         """Commit what every rank has written; give up what one could not."""
         self._costs.acknowledged(acks)
-        if acks.unusable and not self._off:
-            self._off = acks.unusable
+        self._unusable = self._unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
             tracked = self._tracked.get(request_id)
             # Ranks may fail a load in different steps: it is one miss.

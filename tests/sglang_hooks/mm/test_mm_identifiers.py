@@ -17,6 +17,7 @@ from sglang.srt.utils import ImageData
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
+from cornplug.engine_common import background_identity
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError
@@ -307,7 +308,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
 def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: read.wait(10) and TOWERS)
-    monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.2)
+    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 0.2)
     names = mm_identifiers.MediaIdentifiers(None)
 
     async def requests() -> list[float]:

@@ -28,6 +28,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
+from cornplug.engine_common import background_identity
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec import mm_identifiers
@@ -277,7 +278,7 @@ def test_identifier_while_weights_are_read_waits_once(
         return tower_identity(config)
 
     monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
-    monkeypatch.setattr(mm_identifiers, "_FIRST_READ_S", 0.3)
+    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 0.3)
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
     began = time.monotonic()
@@ -286,7 +287,7 @@ def test_identifier_while_weights_are_read_waits_once(
         assert one._known_identity() is None
     assert time.monotonic() - began < 2 * 0.3, "one wait for all pictures of all requests"
     go.set()
-    assert one._ready.wait(5)
+    assert one._tower.wait(5)
     assert key_of(one.identifier(name, None)) is not None
 
 

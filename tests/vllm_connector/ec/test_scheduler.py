@@ -76,8 +76,7 @@ class Stage:
             mock.patch.object(ec_scheduler, "tower_identity", known),
         ):
             self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
-            for thread in [t for t in ec_scheduler.threading.enumerate() if t.name == "cornplug-identify-ec"]:
-                thread.join()
+            assert self.half._tower.wait(5)
         monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
 

@@ -750,7 +750,7 @@ def test_kv_identity_error_ends_identifying(engine: Make) -> None:
 
 
 def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.vllm_connector.kv.scheduler._FIRST_READ_S", 0.01)
+    monkeypatch.setattr("cornplug.engine_common.background_identity.FIRST_WAIT_S", 0.01)
 
     def slow(config: Any) -> Any:
         time.sleep(0.3)

@@ -1,0 +1,81 @@
+"""A model is identified on a thread; requests wait for it once, together, and a failure has a reason."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cornplug.engine_common import background_identity
+from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.errors import CheckpointError
+
+LOG = logging.getLogger("cornplug.test")
+
+
+def made(identify: Callable[[], bytes]) -> BackgroundIdentity[bytes]:
+    return BackgroundIdentity(identify, "KV", LOG.warning)
+
+
+def reason(identity: BackgroundIdentity[bytes]) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        identity.get()
+    return raised.value.reason
+
+
+def test_background_identity_found_is_returned() -> None:
+    identity = made(lambda: b"model")
+    assert identity.wait(5)
+    assert (identity.get(), identity.found, identity.failure) == (b"model", b"model", "")
+
+
+def test_background_identity_while_reading_raises_identifying() -> None:
+    go = threading.Event()
+    identity = made(lambda: b"model" if go.wait(10) else b"")
+    assert not identity.wait(0)
+    assert (reason(identity), identity.found, identity.failure) == ("identifying", None, "")
+    go.set()
+    assert identity.wait(5)
+    assert identity.get() == b"model"
+
+
+def test_background_identity_failure_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bytes:
+        raise CheckpointError("no such file", reason="missing_file")
+
+    with caplog.at_level(logging.WARNING, LOG.name):
+        identity = made(fail)
+        assert identity.wait(5)
+    assert (reason(identity), identity.failure) == ("missing_file", "missing_file")
+    assert caplog.messages == ["cornplug: KV of this engine is not shared: no such file"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_background_identity_unexpected_error_is_identity_error() -> None:
+    def broken() -> bytes:
+        raise KeyError("rope_parameters")
+
+    identity = made(broken)
+    assert identity.wait(5)
+    assert (reason(identity), identity.failure) == ("identity_error", "identity_error")
+
+
+def test_first_wait_of_all_callers_is_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 0.2)
+    go = threading.Event()
+    identity = made(lambda: b"model" if go.wait(10) else b"")
+    began = time.monotonic()
+    assert not any(identity.first_wait() for _ in range(5))
+    assert 0.2 <= time.monotonic() - began < 0.4
+    go.set()
+    assert identity.wait(5)
+
+
+def test_first_wait_after_reading_ended_is_zero() -> None:
+    identity = made(lambda: b"model")
+    assert identity.wait(5)
+    assert identity.first_wait_s() == 0
+    assert identity.first_wait()
