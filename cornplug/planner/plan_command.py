@@ -27,11 +27,11 @@ INFEASIBLE: Final = 1
 def main(argv: list[str]) -> int:
     """Plan, print and write. ConfigError for a wrong input, with the line and what to write instead."""
     args = _parser().parse_args(argv)
-    given, digest = read(args.input)
-    given = overridden(given, args)
+    plan_input, digest = read(args.input)
+    plan_input = overridden(plan_input, args)
     errors = Console(stderr=True)
     try:
-        plan = planned(given, digest, errors, quiet=args.quiet or args.json, reasons_s=args.why)
+        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons_s=args.why)
     except (PlanInfeasible, PlanUnfinished) as e:
         return refused("plan", e)
     folder = args.output or Path(f"{args.input.stem}-plan")
@@ -49,17 +49,16 @@ def main(argv: list[str]) -> int:
 
 def read(path: Path) -> tuple[PlanInput, str]:
     """The input and its digest."""
-    given = toml_reader.read(path)
-    return given, hashlib.sha256(path.read_bytes()).hexdigest()
+    return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def planned(given: PlanInput, digest: str, console: Console, *, quiet: bool, reasons_s: float) -> Plan:
+def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons_s: float) -> Plan:
     """The plan with its reasons, progress shown on `console`."""
     with progress.shown(console, quiet=quiet) as line:
-        decision = decide(given, digest=digest, progress=line.phase, watch=line.watch)
+        decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
         if not reasons_s:
             return decision.plan
-        found = explanation.explain(given, decision, budget_s=reasons_s, progress=line.phase)
+        found = explanation.explain(plan_input, decision, budget_s=reasons_s, progress=line.phase)
         return decision.plan.model_copy(update={"why": found})
 
 
@@ -69,16 +68,16 @@ def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
     return INFEASIBLE
 
 
-def overridden(given: PlanInput, args: argparse.Namespace) -> PlanInput:
-    """What the command line says in place of the file."""
+def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
+    """The input with the command line's values in place of the file's."""
     rules: dict[str, object] = {} if args.objective is None else {"objective": args.objective}
     rules |= {"simulate": False} if args.no_simulate else {}
     solver: dict[str, object] = {} if args.time_limit is None else {"time_limit_s": args.time_limit}
     solver |= {} if args.gap is None else {"gap": args.gap}
-    return given.model_copy(
+    return plan_input.model_copy(
         update={
-            "rules": given.rules.model_copy(update=rules),
-            "solver": given.solver.model_copy(update=solver),
+            "rules": plan_input.rules.model_copy(update=rules),
+            "solver": plan_input.solver.model_copy(update=solver),
         }
     )
 

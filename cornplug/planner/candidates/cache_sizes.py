@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, Literal
 
-from cornplug.planner.candidates.services import towers
 from cornplug.planner.inputs import component_shapes, length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.request_sampling import HitShares
-from cornplug.planner.inputs.schema import Component, LLMShape, PlanInput, RequestMedia
+from cornplug.planner.inputs.schema import CacheOptions, Component, LLMShape, RequestMedia
 from cornplug.planner.optimizer.optimization_problem import CacheLevel
 from cornplug.planner.perf_model import hit_rates
 
@@ -56,45 +55,56 @@ class CacheScenario:
         return frozenset(level.name for level in self.levels)
 
 
-def cache_levels(given: PlanInput, classes: Mapping[str, RequestClass]) -> tuple[CacheSizeOption, ...]:
-    """Every size of every cache whose size makes a difference to some class."""
+def cache_levels(
+    sizes: CacheOptions,
+    classes: Mapping[str, RequestClass],
+    llms: Mapping[str, Component],
+    encoders: Mapping[str, Component],
+) -> tuple[CacheSizeOption, ...]:
+    """Every size of every cache whose size makes a difference to some class.
+
+    `llms`: by name. `encoders`: as `services.canonical_encoders`.
+    """
     found: list[CacheSizeOption] = []
-    shared = towers(given)
-    for encoder in {c.name: c for c in shared.values()}:
+    for encoder in {c.name: c for c in encoders.values()}:
         users = {
             n: c
             for n, c in classes.items()
-            if any(shared[m.encoder].name == encoder for m in c.request.media)
+            if any(encoders[m.encoder].name == encoder for m in c.request.media)
         }
         if any(m.hit_rate is None and m.catalogue for c in users.values() for m in c.request.media):
-            for gib in given.caches.embedding_gib:
-                rates = {n: _embedding_hits(given, c, encoder, gib, users) for n, c in users.items()}
+            for gib in sizes.embedding_gib:
+                rates = {
+                    n: _embedding_hits(c, encoder, gib, users, llms[c.app.llm], encoders)
+                    for n, c in users.items()
+                }
                 found.append(CacheSizeOption("embedding", encoder, gib, rates))
     for llm in {c.app.llm for c in classes.values()}:
         users = {n: c for n, c in classes.items() if c.app.llm == llm and c.request.prefix}
         if any(c.request.prefix and c.request.prefix.hit_rate is None for c in users.values()):
-            for gib in given.caches.prefix_gib:
-                rates = {n: _prefix_hits(given, c, gib, users) for n, c in users.items()}
+            for gib in sizes.prefix_gib:
+                rates = {n: _prefix_hits(c, gib, users, llms[llm]) for n, c in users.items()}
                 found.append(CacheSizeOption("prefix", llm, gib, rates))
     return tuple(found)
 
 
 def assumptions(
-    given: PlanInput, of: RequestClass, known: tuple[CacheSizeOption, ...]
+    of: RequestClass, known: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
 ) -> list[CacheScenario]:
     """All combinations of the levels that matter to a class; the smallest caches first."""
     mine = [level for level in known if of.name in level.hit_rate]
     by_cache: dict[str, list[CacheSizeOption]] = {}
     for level in sorted(mine, key=lambda level: level.gib):
         by_cache.setdefault(level.cache, []).append(level)
-    return [CacheScenario(levels, _hits(given, of, levels)) for levels in product(*by_cache.values())]
+    return [CacheScenario(levels, _hits(of, levels, encoders)) for levels in product(*by_cache.values())]
 
 
-def _hits(given: PlanInput, of: RequestClass, levels: tuple[CacheSizeOption, ...]) -> HitShares:
-    shared = towers(given)
+def _hits(
+    of: RequestClass, levels: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
+) -> HitShares:
     by_cache = {level.cache: level.hit_rate[of.name] for level in levels}
     embedding = {
-        m.encoder: by_cache.get(f"embedding:{shared[m.encoder].name}", 0.0)
+        m.encoder: by_cache.get(f"embedding:{encoders[m.encoder].name}", 0.0)
         if m.hit_rate is None
         else m.hit_rate
         for m in of.request.media
@@ -106,9 +116,8 @@ def _hits(given: PlanInput, of: RequestClass, levels: tuple[CacheSizeOption, ...
     return HitShares(embedding, by_cache.get(f"prefix:{of.app.llm}", 0.0) if known is None else known)
 
 
-def embedding_bytes(given: PlanInput, of: RequestClass, media: RequestMedia) -> float:
-    """Of one item, as the language model takes it: tokens x hidden size, in 16 bits; 0: shape not known."""
-    llm = given.component[of.app.llm]
+def embedding_bytes(media: RequestMedia, llm: Component) -> float:
+    """Bytes of one item's embedding for this language model, in 16 bits; 0 where its shape is not known."""
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
     return length_distributions.mean(media.tokens) * hidden * ELEMENT_BYTES
 
@@ -119,25 +128,29 @@ def kv_bytes_per_token(llm: Component) -> int:
 
 
 def _embedding_hits(
-    given: PlanInput, of: RequestClass, encoder: str, gib: float, users: Mapping[str, RequestClass]
+    of: RequestClass,
+    encoder: str,
+    gib: float,
+    users: Mapping[str, RequestClass],
+    llm: Component,
+    encoders: Mapping[str, Component],
 ) -> float:
-    shared = towers(given)
-    media = next(m for m in of.request.media if shared[m.encoder].name == encoder)
+    media = next(m for m in of.request.media if encoders[m.encoder].name == encoder)
     if media.hit_rate is not None or not media.catalogue:
         return media.hit_rate or 0.0
-    one = embedding_bytes(given, of, media)
+    one = embedding_bytes(media, llm)
     if not one or not gib:
         return 0.0
     cached = _part(of, users) * gib * GIB / one
     return hit_rates.che(media.catalogue, media.zipf, min(cached, media.catalogue))
 
 
-def _prefix_hits(given: PlanInput, of: RequestClass, gib: float, users: Mapping[str, RequestClass]) -> float:
+def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass], llm: Component) -> float:
     prefix = of.request.prefix
     assert prefix is not None
     if prefix.hit_rate is not None:
         return prefix.hit_rate
-    one = prefix.tokens * kv_bytes_per_token(given.component[of.app.llm])
+    one = prefix.tokens * kv_bytes_per_token(llm)
     # An engine's own prefix cache keeps at least the one it has just used.
     cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
     return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))

@@ -30,7 +30,7 @@ from cornplug.planner.inputs.schema import (
     GpuSpec,
     LLMShape,
     NodeClass,
-    PlanInput,
+    PlanRules,
     ThroughputProfile,
     Workload,
 )
@@ -53,7 +53,7 @@ Users = Mapping[str, RequestClass]
 
 @dataclass
 class CellBuilder:
-    given: PlanInput
+    rules: PlanRules
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
     bases: Mapping[str, CacheScenario]
@@ -73,10 +73,9 @@ class CellBuilder:
         `loosest`: user -> the loosest tier that it comes to; it may use no cell that promises less.
         """
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
-        rules = self.given.rules
         timed: list[TimedConfig] = []
         context_tokens = self._context_tokens(users)
-        for footprint in footprints(service, self.nodes, self.gpus, rules, workloads, self.dropped):
+        for footprint in footprints(service, self.nodes, self.gpus, self.rules, workloads, self.dropped):
             profiles = self._throughputs(service, footprint)
             if not profiles:
                 timed += self._equipped(service, footprint, context_tokens)
@@ -103,7 +102,7 @@ class CellBuilder:
         """Visits of a service for one request, in requests as they are with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
-            return work.encoding_left(self.given, service, of, assumed, base)
+            return work.encoding_left(service, of, assumed, base, self.samples.encoders)
         hardware = self._reference.get(service.name)
         if assumed.names == base.names or hardware is None:
             return 1.0
@@ -111,7 +110,7 @@ class CellBuilder:
         return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
 
     def _equipped(self, service: Service, footprint: ReplicaConfig, context_tokens: int) -> list[TimedConfig]:
-        hardware = service_times(service, footprint, self.given.rules, context_tokens)
+        hardware = service_times(service, footprint, self.rules, context_tokens)
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
             return []
@@ -161,7 +160,7 @@ class CellBuilder:
         preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
         cell = make_cell(service, footprint, tier, rates, preference, timed=True)
         return CellSpec(
-            cell, service, footprint, tier, hardware.source, hardware, settings, self.given.rules.router
+            cell, service, footprint, tier, hardware.source, hardware, settings, self.rules.router
         )
 
     def _rate(
@@ -176,8 +175,8 @@ class CellBuilder:
         """Of one class alone, one replica among so many."""
         bound = LatencyBound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
         draws = self.samples.at(equipped.service, of, self.bases[of.name])
-        place = equipped.station(self.given.rules.router, replicas)
-        seed = self.given.rules.seed
+        place = equipped.station(self.rules.router, replicas)
+        seed = self.rules.seed
         found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
         return found / replicas * self._pairing(equipped)
 
@@ -186,7 +185,7 @@ class CellBuilder:
         tasks = equipped.service.tasks.strip("EG")
         if equipped.hardware.measured or tasks not in ("P", "D"):
             return 1.0
-        rules = self.given.rules
+        rules = self.rules
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
     def _together(self, equipped: TimedConfig, users: Users) -> int:
@@ -200,7 +199,7 @@ class CellBuilder:
             )
             for of in users.values()
         )
-        return min(max(ceil(busy / self.given.rules.max_utilisation), 1), MOST_TOGETHER)
+        return min(max(ceil(busy / self.rules.max_utilisation), 1), MOST_TOGETHER)
 
     def _context_tokens(self, users: Users) -> int:
         """Typical prompt of a service's users: their mean, by rate."""
@@ -225,9 +224,7 @@ class CellBuilder:
         tiers: Chain,
     ) -> Iterator[CellSpec]:
         rates = {
-            name: throughput_profiles.rate(
-                service, profiles, footprint, of, self._items(of), self.given.rules
-            )
+            name: throughput_profiles.rate(service, profiles, footprint, of, self._items(of), self.rules)
             for name, of in users.items()
         }
         if not any(rates.values()):
@@ -240,7 +237,7 @@ class CellBuilder:
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
     def _items(self, of: RequestClass) -> dict[str, float]:
-        return work.items_to_encode(self.given, of, self.bases[of.name])
+        return work.items_to_encode(of, self.bases[of.name], self.samples.encoders)
 
     def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)

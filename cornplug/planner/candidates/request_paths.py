@@ -19,7 +19,7 @@ from cornplug.planner.candidates.services import PathTemplate, Service
 from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.inputs.schema import Component
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
 """Parts of the time to first token that the encoders may take."""
@@ -58,15 +58,15 @@ class Budget:
 
 
 def ways(
-    given: PlanInput,
     of: RequestClass,
+    llm: Component,
     path: PathTemplate,
     assumed: CacheScenario,
     samples: Samples,
     nic_bytes_s: float,
 ) -> Iterator[RequestPath]:
     """All divisions of the class's SLO on one path with these cache sizes."""
-    embeddings, kv = _moved_bytes(given, of, path, samples, assumed)
+    embeddings, kv = _moved_bytes(of, llm, path, samples, assumed)
     edge_s = EMBEDDING_EDGE_S + embeddings / nic_bytes_s if path.stages[0].tasks == "E" else 0.0
     seen = set()
     for budget in _budgets(of, path, samples.of(of, assumed), kv / nic_bytes_s):
@@ -122,17 +122,16 @@ def _budgets(
 
 
 def _moved_bytes(
-    given: PlanInput, of: RequestClass, path: PathTemplate, samples: Samples, assumed: CacheScenario
+    of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, assumed: CacheScenario
 ) -> tuple[float, float]:
     """Of embeddings and of KV, one request at the SLO's percentile of lengths."""
     tasks = {s.tasks for s in path.stages}
     embeddings = kv = 0.0
     if "E" in tasks:
         embeddings = sum(
-            length_distributions.mean(m.items) * cache_sizes.embedding_bytes(given, of, m)
-            for m in of.request.media
+            length_distributions.mean(m.items) * cache_sizes.embedding_bytes(m, llm) for m in of.request.media
         )
     if "D" in tasks:
-        per_token = cache_sizes.kv_bytes_per_token(given.component[of.app.llm])
+        per_token = cache_sizes.kv_bytes_per_token(llm)
         kv = per_token * prompt_tokens(samples.of(of, assumed), of.slo)
     return embeddings, kv

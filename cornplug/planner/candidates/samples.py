@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 
 from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.services import Service, towers
+from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import PlanInput, Slo, TowerShape
+from cornplug.planner.inputs.schema import Component, Slo, TowerShape
 
 SIZE: Final = 512
 QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -24,7 +24,9 @@ QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 class Samples:
     """Draws of every class; the same seed gives a class the same requests at every cache size."""
 
-    given: PlanInput
+    encoders: Mapping[str, Component]
+    """As `services.canonical_encoders`."""
+    seed: int
     _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
         default_factory=dict
     )
@@ -47,16 +49,15 @@ class Samples:
     def _draw(
         self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...] | None
     ) -> list[SampledRequest]:
-        rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode())])
+        rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode())])
         drawn = request_sampling.draw(
             of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
         )
         if encoders is None:
             return drawn
-        shared = towers(self.given)
-        if {shared[m.encoder].name for m in of.request.media} <= set(encoders):
+        if {self.encoders[m.encoder].name for m in of.request.media} <= set(encoders):
             return drawn
-        others = [m for m in of.request.media if shared[m.encoder].name not in encoders]
+        others = [m for m in of.request.media if self.encoders[m.encoder].name not in encoders]
         if len(others) == len(of.request.media):
             return [replace(d, patches=()) for d in drawn]
         return [
@@ -66,9 +67,8 @@ class Samples:
     def _patches(
         self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...]
     ) -> list[tuple[int, ...]]:
-        shared = towers(self.given)
-        mine = [m for m in of.request.media if shared[m.encoder].name in encoders]
-        rng = np.random.default_rng([self.given.rules.seed, zlib.crc32(of.name.encode()), 1])
+        mine = [m for m in of.request.media if self.encoders[m.encoder].name in encoders]
+        rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode()), 1])
         request = of.request.model_copy(update={"media": mine, "trace": None})
         drawn = request_sampling.draw(
             request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
@@ -78,7 +78,7 @@ class Samples:
     def _patches_per_token(self) -> Mapping[str, int]:
         return {
             encoder: tower.shape.patches_per_token
-            for encoder, tower in towers(self.given).items()
+            for encoder, tower in self.encoders.items()
             if isinstance(tower.shape, TowerShape)
         }
 

@@ -6,37 +6,42 @@ less: for the part of its encoding and prefilling that is left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.services import Service, towers
+from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 
 TOGETHER: Final = 32
 """Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
 
 
-def items_to_encode(given: PlanInput, of: RequestClass, assumed: CacheScenario) -> dict[str, float]:
+def items_to_encode(
+    of: RequestClass, assumed: CacheScenario, encoders: Mapping[str, Component]
+) -> dict[str, float]:
     """Encoder -> mean items of one request whose embeddings are not cached."""
-    shared = towers(given)
     found: dict[str, float] = {}
     for media in of.request.media:
         missed = length_distributions.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
-        name = shared[media.encoder].name
+        name = encoders[media.encoder].name
         found[name] = found.get(name, 0.0) + missed
     return found
 
 
 def encoding_left(
-    given: PlanInput, service: Service, of: RequestClass, assumed: CacheScenario, base: CacheScenario
+    service: Service,
+    of: RequestClass,
+    assumed: CacheScenario,
+    base: CacheScenario,
+    encoders: Mapping[str, Component],
 ) -> float:
     """Items to encode at a service of towers only, in requests with the smallest caches; 0: none."""
-    with_it, without = items_to_encode(given, of, assumed), items_to_encode(given, of, base)
+    with_it, without = items_to_encode(of, assumed, encoders), items_to_encode(of, base, encoders)
     names = [t.name for t in service.towers]
     before = sum(without.get(n, 0.0) for n in names)
     return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0

@@ -7,12 +7,12 @@ the same; two encoders whose towers have one fingerprint are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.inputs.request_classes import RequestClass, request_classes
-from cornplug.planner.inputs.schema import Component, PlanInput, Structure
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.schema import Component, Structure
 
 EVERY: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
 
@@ -55,17 +55,19 @@ class PathTemplate:
     stages: tuple[Service, ...]
 
 
-def towers(given: PlanInput) -> dict[str, Component]:
-    """Encoder -> the encoder that stands for all with its fingerprint: the first in the input."""
+def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
+    """Encoder -> the encoder that represents all with its fingerprint: the first of the components."""
     first: dict[str, Component] = {}
-    encoders = [c for c in given.components if c.kind == "encoder"]
+    encoders = [c for c in components if c.kind == "encoder"]
     return {c.name: first.setdefault(c.fingerprint or f"name:{c.name}", c) for c in encoders}
 
 
-def paths(given: PlanInput) -> dict[str, tuple[PathTemplate, ...]]:
-    """Request class -> its paths: its own, and those through engines that others' media need."""
-    shared = towers(given)
-    own = {name: tuple(_own_paths(c, given.component, shared)) for name, c in request_classes(given).items()}
+def paths(
+    classes: Mapping[str, RequestClass], components: Sequence[Component]
+) -> dict[str, tuple[PathTemplate, ...]]:
+    """Request class -> its paths: its own, and those through engines that other classes' media need."""
+    encoders, by_name = canonical_encoders(components), {c.name: c for c in components}
+    own = {name: tuple(_own_paths(c, by_name, encoders)) for name, c in classes.items()}
     known = tuple(dict.fromkeys(s for ways in own.values() for way in ways for s in way.stages if s.llm))
     return {
         name: tuple(dict.fromkeys(w for way in ways for w in _with_replacements(way, known)))
@@ -78,12 +80,12 @@ def services(ways: Iterable[PathTemplate]) -> tuple[Service, ...]:
 
 
 def _own_paths(
-    of: RequestClass, components: dict[str, Component], shared: dict[str, Component]
+    of: RequestClass, components: Mapping[str, Component], encoders: Mapping[str, Component]
 ) -> list[PathTemplate]:
     listed = of.app.structures or EVERY
     bases = [s for s in listed if s != "+G"] or ["monolith"]
     llm = components[of.app.llm]
-    media = tuple({shared[m.encoder].name: shared[m.encoder] for m in of.request.media}.values())
+    media = tuple({encoders[m.encoder].name: encoders[m.encoder] for m in of.request.media}.values())
     generator = components[of.request.generates.generator] if of.request.generates else None
     found: dict[tuple[Service, ...], PathTemplate] = {}
     for base in bases:

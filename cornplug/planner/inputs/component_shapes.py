@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -13,7 +13,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint, Part
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.planner.inputs import llm_shape, tower_shape
-from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, PlanInput, TowerShape
+from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
 """Of a linear layer's parameter. Four bits come with a scale and a zero point for each group of 128."""
@@ -21,14 +21,14 @@ _NO_WEIGHTS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 
 
-def resolve(given: PlanInput) -> PlanInput:
-    """The same input, with shapes and fingerprints filled in from the checkpoints that it names.
+def resolve(components: Sequence[Component]) -> list[Component]:
+    """The components, with shapes and fingerprints filled in from the checkpoints that they name.
 
     A component that names no checkpoint keeps the shape that it has, or None. Raises ConfigError
     where a checkpoint cannot be read.
     """
-    components = given.component
-    return given.model_copy(update={"components": [_resolved(c, components) for c in given.components]})
+    by_name = {c.name: c for c in components}
+    return [_resolved(c, by_name) for c in components]
 
 
 def _resolved(component: Component, components: Mapping[str, Component]) -> Component:

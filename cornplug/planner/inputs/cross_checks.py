@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, traces
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.request_classes import request_classes
 from cornplug.planner.inputs.schema import (
     Application,
     Component,
+    GpuSpec,
     Kind,
     MeasuredProfile,
+    NodeClass,
     PlanInput,
     Profile,
     RequestSpec,
@@ -30,24 +34,30 @@ _CURVES: Final = (
 _ENCODER_APART: Final = frozenset({"E+PD", "E+P+D"})
 
 
-def errors(given: PlanInput) -> Iterator[InputError]:
-    """All of them, in no order; where names are not unique, only those."""
-    doubles = list(_duplicates(("components",), [c.name for c in given.components]))
+def errors(plan_input: PlanInput) -> Iterator[InputError]:
+    """All contradictions between tables, in no order; where components' names repeat, only those."""
+    components = plan_input.component
+    doubles = list(_duplicates(("components",), [c.name for c in plan_input.components]))
     yield from doubles
     if doubles:
         return
-    yield from _duplicates(("applications",), [a.name for a in given.applications])
-    yield from _duplicates(("pool",), [n.name for n in given.pool])
-    yield from _duplicates(("gpus",), [g.name for g in given.gpus])
-    yield from _machines(given)
-    for i, component in enumerate(given.components):
-        yield from _component(("components", i), component, given)
-    for i, application in enumerate(given.applications):
-        yield from _application(("applications", i), application, given)
-    if given.change is not None and not given.change.plan.is_file():
-        yield InputError(
-            ("change", "plan"), f"no file {given.change.plan}", "Name the plan.json of what runs now."
-        )
+    yield from _duplicates(("applications",), [a.name for a in plan_input.applications])
+    yield from _duplicates(("pool",), [n.name for n in plan_input.pool])
+    yield from _duplicates(("gpus",), [g.name for g in plan_input.gpus])
+    gpus = gpu_catalog.gpu_table(plan_input.gpus)
+    yield from _machines(plan_input.pool, gpus, plan_input.prices)
+    demands = list(request_classes(plan_input.applications))
+    for i, component in enumerate(plan_input.components):
+        place = ("components", i)
+        yield from _component(place, component, components)
+        for k, profile in enumerate(component.profiles):
+            yield from _profile((*place, "profiles", k), profile, gpus, demands)
+    for i, application in enumerate(plan_input.applications):
+        yield from _application(("applications", i), application, components)
+    change = plan_input.change
+    if change is not None and not change.plan.is_file():
+        remedy = "Name the plan.json of the running deployment."
+        yield InputError(("change", "plan"), f"no file {change.plan}", remedy)
 
 
 def _duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
@@ -57,16 +67,17 @@ def _duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
             yield InputError((*place, i, "name"), f"{name!r} is {first}'s name", "Choose another one.")
 
 
-def _machines(given: PlanInput) -> Iterator[InputError]:
+def _machines(
+    pool: Sequence[NodeClass], gpus: Mapping[str, GpuSpec], price_file: Path | None
+) -> Iterator[InputError]:
     try:
-        prices = gpu_catalog.price_table(given)
+        prices = gpu_catalog.price_table(price_file)
     except ConfigError as e:
         yield _at(("prices",), e)
         return
-    table = gpu_catalog.gpu_table(given)
-    for i, nodes in enumerate(given.pool):
+    for i, nodes in enumerate(pool):
         try:
-            gpu_catalog.priced(i, nodes, table, prices)
+            gpu_catalog.priced(i, nodes, gpus, prices)
         except InputError as e:
             yield e
 
@@ -74,19 +85,19 @@ def _machines(given: PlanInput) -> Iterator[InputError]:
 # Components ---------------------------------------------------------------------------------
 
 
-def _component(place: Place, component: Component, given: PlanInput) -> Iterator[InputError]:
+def _component(
+    place: Place, component: Component, components: Mapping[str, Component]
+) -> Iterator[InputError]:
     if component.tower_of is not None:
-        yield from _reference((*place, "tower_of"), component.tower_of, "llm", given)
+        yield from _reference((*place, "tower_of"), component.tower_of, "llm", components)
     if component.speculative == "eagle3" and component.speculative_model is None:
         yield InputError(
             (*place, "speculative_model"), "missing, which EAGLE-3 needs", "Name the draft model."
         )
-    for i, profile in enumerate(component.profiles):
-        yield from _profile((*place, "profiles", i), profile, given)
-    yield from _size(place, component, given)
+    yield from _size(place, component, components)
 
 
-def _size(place: Place, component: Component, given: PlanInput) -> Iterator[InputError]:
+def _size(place: Place, component: Component, components: Mapping[str, Component]) -> Iterator[InputError]:
     if component.checkpoint is not None and not (component.checkpoint / "config.json").is_file():
         problem = f"no config.json in {component.checkpoint}"
         yield InputError((*place, "checkpoint"), problem, "Name a checkpoint's folder, or give shape.")
@@ -94,7 +105,7 @@ def _size(place: Place, component: Component, given: PlanInput) -> Iterator[Inpu
     if component.shape is not None:
         return
     try:
-        checkpoint = component_shapes.checkpoint_of(component, given.component)
+        checkpoint = component_shapes.checkpoint_of(component, components)
     except ConfigError as e:
         key = e.field.removeprefix(f"components[{component.name}].")
         if key != e.field:  # otherwise it is told of at the LLM whose tower this is
@@ -129,16 +140,15 @@ def _quantised(place: Place, component: Component, config: dict[str, Any]) -> It
         )
 
 
-def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[InputError]:
-    if isinstance(profile, (ThroughputProfile, MeasuredProfile)):
-        known = list(gpu_catalog.gpu_table(given))
-        if profile.gpu not in known:
-            remedy = f"{nearest(profile.gpu, known)} Or describe it in a [[gpus]] table."
-            yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
+def _profile(
+    place: Place, profile: Profile, gpus: Collection[str], demands: Sequence[str]
+) -> Iterator[InputError]:
+    if isinstance(profile, (ThroughputProfile, MeasuredProfile)) and profile.gpu not in gpus:
+        remedy = f"{nearest(profile.gpu, list(gpus))} Or describe it in a [[gpus]] table."
+        yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
     if isinstance(profile, MeasuredProfile):
         yield from _curves(place, profile)
     if isinstance(profile, ThroughputProfile):
-        demands = [f"{a.name}/{r.name}" for a in given.applications for r in a.requests]
         rates = profile.requests_per_s if isinstance(profile.requests_per_s, dict) else {}
         for key, table in (("requests_per_s", rates), ("tpot_s", profile.tpot_s)):
             for name in table:
@@ -148,15 +158,15 @@ def _profile(place: Place, profile: Profile, given: PlanInput) -> Iterator[Input
 
 
 def _curves(place: Place, profile: MeasuredProfile) -> Iterator[InputError]:
-    given = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
+    curves = [(x, y) for x, y in _CURVES if getattr(profile, x) or getattr(profile, y)]
     if profile.file is not None:
         try:
             profile_tables.read(profile.file)
         except ConfigError as e:
             yield _at((*place, "file"), e)
-    if profile.file is None and not given:
+    if profile.file is None and not curves:
         yield InputError(place, "no times", "Give file, or points such as prefill_tokens and prefill_s.")
-    for x, y in given:
+    for x, y in curves:
         xs, ys = getattr(profile, x), getattr(profile, y)
         if len(xs) != len(ys):
             yield InputError((*place, y), f"{len(ys)} times for {len(xs)} {x}", "Write one for each.")
@@ -167,13 +177,15 @@ def _curves(place: Place, profile: MeasuredProfile) -> Iterator[InputError]:
 # Applications -------------------------------------------------------------------------------
 
 
-def _application(place: Place, application: Application, given: PlanInput) -> Iterator[InputError]:
-    yield from _reference((*place, "llm"), application.llm, "llm", given)
+def _application(
+    place: Place, application: Application, components: Mapping[str, Component]
+) -> Iterator[InputError]:
+    yield from _reference((*place, "llm"), application.llm, "llm", components)
     yield from _duplicates((*place, "requests"), [r.name for r in application.requests])
     yield from _structures(place, application)
     for i, request in enumerate(application.requests):
         at = (*place, "requests", i)
-        yield from _request(at, request, given)
+        yield from _request(at, request, components)
         if application.workload == "online" and not _bounds(request.slo or application.slo):
             yield InputError(
                 (*at, "slo"),
@@ -195,12 +207,12 @@ def _structures(place: Place, application: Application) -> Iterator[InputError]:
         yield InputError(place, "only with an encoder apart, and no request has media", remedy)
 
 
-def _request(place: Place, request: RequestSpec, given: PlanInput) -> Iterator[InputError]:
+def _request(place: Place, request: RequestSpec, components: Mapping[str, Component]) -> Iterator[InputError]:
     for i, media in enumerate(request.media):
-        yield from _reference((*place, "media", i, "encoder"), media.encoder, "encoder", given)
+        yield from _reference((*place, "media", i, "encoder"), media.encoder, "encoder", components)
     if request.generates is not None:
         at = (*place, "generates", "generator")
-        yield from _reference(at, request.generates.generator, "generator", given)
+        yield from _reference(at, request.generates.generator, "generator", components)
     if request.trace is not None:
         try:
             traces.read(request.trace, request.trace_format)
@@ -212,11 +224,13 @@ def _bounds(slo: Slo) -> bool:
     return any(bound is not None for bound in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
 
 
-def _reference(place: Place, name: str, kind: Kind, given: PlanInput) -> Iterable[InputError]:
-    found = given.component.get(name)
+def _reference(
+    place: Place, name: str, kind: Kind, components: Mapping[str, Component]
+) -> Iterable[InputError]:
+    found = components.get(name)
     if found is not None and found.kind == kind:
         return
-    known = [c.name for c in given.components if c.kind == kind]
+    known = [c.name for c in components.values() if c.kind == kind]
     problem = f"{name!r} is {_a(found.kind)}, not {_a(kind)}" if found else f"no component {name!r}"
     yield InputError(place, problem, nearest(name, known))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.input_error import InputError, nearest
-from cornplug.planner.inputs.schema import GpuSpec, InputTable, NodeClass, PlanInput, Positive
+from cornplug.planner.inputs.schema import GpuSpec, InputTable, NodeClass, Positive
 
 _PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
 
@@ -30,35 +31,34 @@ class GpuPrice(InputTable):
     date: str
 
 
-def gpu_table(given: PlanInput) -> dict[str, GpuSpec]:
-    """All devices by name: cornplug's, and the plan's own in their place or beside them."""
-    return {**_known_gpus(), **{gpu.name: gpu for gpu in given.gpus}}
+def gpu_table(own: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
+    """All devices by name: cornplug's table, with the plan's `own` rows over it."""
+    return {**_known_gpus(), **{gpu.name: gpu for gpu in own}}
 
 
-def price_table(given: PlanInput) -> tuple[GpuPrice, ...]:
-    """The plan's price table, or cornplug's. Raises ConfigError for a file that is none."""
-    if given.prices is None:
+def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
+    """The rows of the plan's `own` price table, or cornplug's. Raises ConfigError for an unreadable file."""
+    if own is None:
         return _known_prices()
     try:
-        content = given.prices.read_bytes()
+        content = own.read_bytes()
     except OSError as e:
-        raise ConfigError(
-            str(given.prices), f"the price table cannot be read: {e.strerror}", "Name a file."
-        ) from e
-    return _prices(content, str(given.prices))
+        raise ConfigError(str(own), f"the price table cannot be read: {e.strerror}", "Name a file.") from e
+    return _prices(content, str(own))
 
 
-def node_classes(given: PlanInput) -> tuple[NodeClass, ...]:
+def node_classes(
+    pool: Iterable[NodeClass], gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]
+) -> tuple[NodeClass, ...]:
     """The pool with every price filled in, and every GPU in the table.
 
     A class without price and shape costs what the first row with its GPU and number of GPUs does.
     Raises ConfigError: a GPU, shape or price that is not known, a shape that is another machine.
     """
-    gpus, prices = gpu_table(given), price_table(given)
-    return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(given.pool))
+    return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(pool))
 
 
-def priced(i: int, nodes: NodeClass, gpus: dict[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
+def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
     """The `i`-th class of the pool. Raises InputError as `node_classes`."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."

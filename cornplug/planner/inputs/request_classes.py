@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cornplug.planner.inputs.schema import Application, PlanInput, RequestSpec, Slo
+from cornplug.planner.inputs.schema import Application, RequestSpec, Slo
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RequestClass:
         return self.app.workload == "online"
 
 
-def request_classes(given: PlanInput) -> dict[str, RequestClass]:
-    """By name, in the order of the input."""
-    classes = [RequestClass(app, request) for app in given.applications for request in app.requests]
+def request_classes(applications: Iterable[Application]) -> dict[str, RequestClass]:
+    """All request classes by name, in the order of the applications."""
+    classes = [RequestClass(app, request) for app in applications for request in app.requests]
     return {c.name: c for c in classes}

@@ -32,12 +32,12 @@ def read(path: Path) -> PlanInput:
     except tomllib.TOMLDecodeError as e:
         raise _syntax_error(path, text, e) from e
     try:
-        given = PlanInput.model_validate(data, context={"folder": path.parent})
+        plan_input = PlanInput.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
         raise _together(path, text, toml_messages.problems(e, data)) from e
-    if errors := list(cross_checks.errors(given)):
+    if errors := list(cross_checks.errors(plan_input)):
         raise _together(path, text, errors)
-    return given
+    return plan_input
 
 
 def _text(path: Path) -> str:

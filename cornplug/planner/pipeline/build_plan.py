@@ -38,7 +38,7 @@ def draw_up(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) 
     nodes = _nodes(problem, solution)
     goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
     return Plan(
-        name=problem.given.name,
+        name=problem.name,
         objective=problem.pool.objective,
         cost_per_hour=sum(n.count * n.price_per_hour for n in nodes),
         goodput=None if problem.pool.objective == "cost" else goodput,
@@ -122,7 +122,7 @@ def _group(
         settings=spec.settings,
         kv=_kv(problem, spec, users or [problem.classes[u] for u in cell.capacity]),
         workload=_most_urgent(users) if users else footprint.workload,
-        router=problem.given.rules.router,
+        router=problem.rules.router,
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
     )
@@ -145,9 +145,9 @@ def _model(component: Component) -> str:
 def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
     """Models whose towers this service's tower stands for: an encoder service is told them all."""
     fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
-    components = problem.given.component
+    components = {c.name: c for c in problem.components}
     models = []
-    for tower in problem.given.components:
+    for tower in problem.components:
         if tower.kind == "encoder" and (tower.fingerprint or tower.name) in fingerprints:
             owner = components[tower.tower_of] if tower.tower_of and not tower.model else tower
             models.append(_model(owner))

@@ -43,11 +43,11 @@ def confirmed(
     floor: PoolSolution | None = None
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
-        settings = _settings(posed.given.solver, first=first and i == 0)
+        settings = _settings(posed.solver, first=first and i == 0)
         solution = current_deployment_baseline.solve(posed.pool, settings, watch, posed.notes)
-        solution = floor = _with_bound(solution, floor, posed.given.solver.gap)
+        solution = floor = _with_bound(solution, floor, posed.solver.gap)
         doubtful = _doubtful(posed, solution)
-        if not doubtful or not posed.given.rules.simulate or i == ROUNDS - 1:
+        if not doubtful or not posed.rules.simulate or i == ROUNDS - 1:
             break
         found = _simulated(posed, doubtful, report)
         before, posed = posed, posed.with_cells(found)
@@ -65,15 +65,15 @@ def confirmed(
 def _running_confirmed(posed: FormulatedProblem, report: Report) -> FormulatedProblem:
     """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
     running = posed.pool.running
-    if running is None or not posed.given.rules.simulate:
+    if running is None or not posed.rules.simulate:
         return posed
     specs = [(posed.cells[name], n) for name, n in running.replicas.items() if n]
     doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.confirmed]
     return posed.with_cells(_simulated(posed, doubtful, report)) if doubtful else posed
 
 
-def _settings(given: SolverOptions, *, first: bool) -> SolverOptions:
-    return given if first else given.model_copy(update={"time_limit_s": LATER * given.time_limit_s})
+def _settings(solver: SolverOptions, *, first: bool) -> SolverOptions:
+    return solver if first else solver.model_copy(update={"time_limit_s": LATER * solver.time_limit_s})
 
 
 def _doubtful(posed: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:

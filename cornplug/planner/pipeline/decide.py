@@ -36,7 +36,7 @@ class PlanDecision:
 
 
 def decide(
-    given: PlanInput,
+    plan_input: PlanInput,
     *,
     digest: str,
     progress: Report | None = None,
@@ -49,9 +49,9 @@ def decide(
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
-    posed = problem(given)
+    posed = problem(plan_input)
     report("cells", 1.0)
-    if not given.rules.simulate:
+    if not plan_input.rules.simulate:
         posed, solution = confirmed(posed, report, watch)
         return PlanDecision(draw_up(posed, solution, digest=digest), posed, solution)
     return _rehearsed(posed, digest, report, watch)

@@ -19,7 +19,7 @@ from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
-from cornplug.planner.inputs.schema import GpuSpec, NodeClass, PlanInput
+from cornplug.planner.inputs.schema import Component, GpuSpec, NodeClass, PlanInput, PlanRules, SolverOptions
 from cornplug.planner.optimizer.optimization_problem import (
     MachineClass,
     OptimizationProblem,
@@ -37,9 +37,13 @@ GB: Final = 1e9
 
 @dataclass(frozen=True)
 class FormulatedProblem:
-    """A pool, and what its names stand for."""
+    """A pool, the objects behind its names, and the input's tables that later steps read."""
 
-    given: PlanInput
+    name: str
+    components: tuple[Component, ...]
+    """With shapes and fingerprints resolved."""
+    rules: PlanRules
+    solver: SolverOptions
     pool: OptimizationProblem
     classes: Mapping[str, RequestClass]
     cells: Mapping[str, CellSpec]
@@ -80,24 +84,29 @@ def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
-def problem(given: PlanInput) -> FormulatedProblem:
-    """Raises ConfigError where the input names what is not there (GPU, price, checkpoint, trace)."""
-    given = component_shapes.resolve(given)
-    classes = request_classes(given)
-    nodes = gpu_catalog.node_classes(given)
-    table = gpu_catalog.gpu_table(given)
-    samples = Samples(given)
-    levels = cache_levels(given, classes)
-    bases = {name: assumptions(given, c, levels)[0] for name, c in classes.items()}
+def problem(plan_input: PlanInput) -> FormulatedProblem:
+    """The optimisation problem of an input.
+
+    Raises ConfigError where the input names a GPU, price, checkpoint or trace that does not exist.
+    """
+    rules = plan_input.rules
+    components = component_shapes.resolve(plan_input.components)
+    by_name, encoders = {c.name: c for c in components}, services.canonical_encoders(components)
+    classes = request_classes(plan_input.applications)
+    table = gpu_catalog.gpu_table(plan_input.gpus)
+    nodes = gpu_catalog.node_classes(plan_input.pool, table, gpu_catalog.price_table(plan_input.prices))
+    samples = Samples(encoders, rules.seed)
+    levels = cache_levels(plan_input.caches, classes, by_name, encoders)
+    bases = {name: assumptions(c, levels, encoders)[0] for name, c in classes.items()}
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)
     found = [
         way
-        for name, paths in services.paths(given).items()
+        for name, paths in services.paths(classes, components).items()
         for path in paths
-        for assumed in assumptions(given, classes[name], levels)
-        for way in ways(given, classes[name], path, assumed, samples, slowest)
+        for assumed in assumptions(classes[name], levels, encoders)
+        for way in ways(classes[name], by_name[classes[name].app.llm], path, assumed, samples, slowest)
     ]
-    equipment = CellBuilder(given, nodes, table, bases, samples)
+    equipment = CellBuilder(rules, nodes, table, bases, samples)
     chains = _chains(found, len(nodes))
     every = [
         spec
@@ -106,22 +115,35 @@ def problem(given: PlanInput) -> FormulatedProblem:
             service, users, chains[service.name], _loosest_tiers(service, found, chains)
         )
     ]
-    old = None if given.change is None else Plan.load(given.change.plan)
+    change = plan_input.change
+    old = None if change is None else Plan.load(change.plan)
     specs = prune(every) if old is None else current_deployment.kept(every, prune(every), old)
     pool = OptimizationProblem(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
-        demands=tuple(_demand(given, c) for c in classes.values()),
+        demands=tuple(_demand(c, rules) for c in classes.values()),
         variants=loosest(_variant(w, chains, equipment) for w in found),
         levels=tuple(level.in_pool for level in levels),
-        limits=_limits(given, found),
-        objective=given.rules.objective,
+        limits=_limits(rules, found),
+        objective=rules.objective,
     )
     cells = {spec.cell.name: spec for spec in specs}
-    if given.change is not None and old is not None:
-        pool, cells = current_deployment.take_over(pool, cells, given.change, old, time.time())
-    by_variant = {w.name: w for w in found}
-    return FormulatedProblem(given, pool, classes, cells, by_variant, levels, samples, nodes, equipment)
+    if change is not None and old is not None:
+        pool, cells = current_deployment.take_over(pool, cells, change, old, time.time())
+    return FormulatedProblem(
+        name=plan_input.name,
+        components=tuple(components),
+        rules=rules,
+        solver=plan_input.solver,
+        pool=pool,
+        classes=classes,
+        cells=cells,
+        ways={w.name: w for w in found},
+        levels=levels,
+        samples=samples,
+        nodes=nodes,
+        equipment=equipment,
+    )
 
 
 def _users(found: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
@@ -167,8 +189,8 @@ def _nodes(nodes: NodeClass, gpu: GpuSpec) -> MachineClass:
     )
 
 
-def _demand(given: PlanInput, of: RequestClass) -> RateDemand:
-    slices = given.rules.slices if given.rules.split == "slices" else None
+def _demand(of: RequestClass, rules: PlanRules) -> RateDemand:
+    slices = rules.slices if rules.split == "slices" else None
     return RateDemand(of.name, of.rate, of.online, of.request.weight, slices)
 
 
@@ -185,8 +207,7 @@ def _variant(way: RequestPath, chains: Mapping[str, Chain], equipment: CellBuild
     return PathVariant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
 
 
-def _limits(given: PlanInput, found: list[RequestPath]) -> PoolLimits:
-    rules = given.rules
+def _limits(rules: PlanRules, found: list[RequestPath]) -> PoolLimits:
     online = {s.name for w in found if w.of.online for s in w.path.stages}
     return PoolLimits(
         rules.max_utilisation,

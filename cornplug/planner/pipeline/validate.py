@@ -60,7 +60,7 @@ def rehearse(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
     found = end_to_end.rehearse(
-        stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.given.rules.seed + 2
+        stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
     )
     outlook = [_with_times(o, found) for o in plan.outlook]
     misses = tuple(m for o in outlook for m in _misses(o))
@@ -97,12 +97,10 @@ def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], 
     table = problem.equipment.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(
-        (cache_sizes.kv_bytes_per_token(c) for c in problem.given.components if c.kind == "llm"), default=0
+        (cache_sizes.kv_bytes_per_token(c) for c in problem.components if c.kind == "llm"), default=0
     )
 
-    hidden = max(
-        (c.shape.hidden for c in problem.given.components if isinstance(c.shape, LLMShape)), default=0
-    )
+    hidden = max((c.shape.hidden for c in problem.components if isinstance(c.shape, LLMShape)), default=0)
 
     def seconds(before: str, after: str, draw: SampledRequest) -> float:
         if before == "E":

@@ -41,7 +41,7 @@ _STALE: Final = 10
 def main(argv: list[str]) -> int:
     """Exit status 0: leave it as it is; 3: change; 1: no plan carries the load. ConfigError: wrong input."""
     args = _parser().parse_args(argv)
-    given, digest = plan_command.read(args.input)
+    plan_input, digest = plan_command.read(args.input)
     old = Plan.load(args.plan)
     known = hashlib.sha256(args.plan.read_bytes()).hexdigest()
     sources = [_source(text, old) for text in args.metrics]
@@ -53,21 +53,22 @@ def main(argv: list[str]) -> int:
         replan_state.save(state_path, known, after, ())
         print("First snapshot kept: run again when the metrics' files are newer.")
         return 0
-    seen, differences = workload_update.updated(
-        _running(given, args.plan), old, _windows(sources, before, after)
+    applications, differences = workload_update.updated(
+        plan_input.applications, old, _windows(sources, before, after)
     )
     planned_for = _digest(digest, differences)
     if planned_for == old.input_digest:
         replan_state.save(state_path, known, after, ())
         return _say(args, old, old, differences, AS_PLANNED, agreed=False)
+    change = _change_rules(plan_input.change, args.plan)
+    seen = plan_input.model_copy(update={"applications": applications, "change": change})
     try:
         decision = _decided(seen, planned_for, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
         replan_state.save(state_path, known, after, ())
         return plan_command.refused("replan", e)
-    assert seen.change is not None
     same_work = all(d.what == "rate" for d in differences)
-    verdict = judge(old, decision, seen.change, same_work=same_work)
+    verdict = judge(old, decision, change, same_work=same_work)
     agreed = verdict.act and verdict.signature == tuple(state.wanted)
     replan_state.save(state_path, known, after, verdict.signature)
     if agreed and args.output is not None:
@@ -146,17 +147,14 @@ def _together(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]
     return MetricsSnapshot(sum(snapshots[a].at_s for a in addresses) / len(addresses), values)
 
 
-def _running(given: PlanInput, plan: Path) -> PlanInput:
-    """The input with `plan` as what runs; the limits of change as the file has them."""
-    change = (
-        ChangeRules(plan=plan) if given.change is None else given.change.model_copy(update={"plan": plan})
-    )
-    return given.model_copy(update={"change": change})
+def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
+    """The file's limits of change, from `plan` as the current deployment."""
+    return ChangeRules(plan=plan) if in_file is None else in_file.model_copy(update={"plan": plan})
 
 
-def _decided(given: PlanInput, digest: str, *, quiet: bool) -> PlanDecision:
+def _decided(plan_input: PlanInput, digest: str, *, quiet: bool) -> PlanDecision:
     with progress.shown(Console(stderr=True), quiet=quiet) as line:
-        return decide(given, digest=digest, progress=line.phase, watch=line.watch)
+        return decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
 
 
 def _say(

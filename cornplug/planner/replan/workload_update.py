@@ -12,7 +12,7 @@ from math import sqrt
 from typing import Final
 
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, PlanInput, RequestSpec
+from cornplug.planner.inputs.schema import Application, Histogram, Length, LogNormal, RequestSpec
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import attribution
 from cornplug.planner.replan.attribution import ClassShare
@@ -35,19 +35,20 @@ class FigureDifference:
 
 
 def updated(
-    given: PlanInput, plan: Plan, windows: Mapping[str, ObservedWindow]
-) -> tuple[PlanInput, tuple[FigureDifference, ...]]:
-    """`windows`: scope -> what its engines reported. What no scope shows stays as it was.
+    applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
+) -> tuple[list[Application], tuple[FigureDifference, ...]]:
+    """The applications with observed figures, and the figures that changed; the others stay.
 
+    `windows`: scope -> the metrics of its engines.
     ConfigError for a scope that the plan does not know, or whose engines count a request twice.
     """
     for scope in windows:
         attribution.check(plan, scope)
     differences: list[FigureDifference] = []
-    known = {f"{a.name}/{r.name}": r for a in given.applications for r in a.requests}
+    known = {f"{a.name}/{r.name}": r for a in applications for r in a.requests}
     rates = {name: r.rate for name, r in known.items()}
     apps = []
-    for app in given.applications:
+    for app in applications:
         requests = []
         for request in app.requests:
             name = f"{app.name}/{request.name}"
@@ -55,7 +56,7 @@ def updated(
             changes = _changes(app.name, name, known, shares, differences) if shares else {}
             requests.append(request.model_copy(update=changes))
         apps.append(app.model_copy(update={"requests": requests}))
-    return given.model_copy(update={"applications": apps}), tuple(differences)
+    return apps, tuple(differences)
 
 
 def _changes(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
-from cornplug.planner.inputs.schema import Engine, PlanInput
+from cornplug.planner.inputs.schema import Component, Engine
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, PoolSolution
 from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
@@ -94,15 +94,15 @@ def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem
     return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))
 
 
-def without_engine(given: PlanInput, engine: Engine) -> PlanInput | None:
-    """The input without it; None where some model has no other engine.
+def without_engine(components: Iterable[Component], engine: Engine) -> list[Component] | None:
+    """The components without this engine; None where a language model has no other.
 
-    Of a pool it cannot be asked: cells of the engine that is no better have been pruned.
+    A pool cannot answer this: it lacks the pruned cells of the slower engine.
     """
-    components = []
-    for c in given.components:
+    others = []
+    for c in components:
         engines = [e for e in c.engines if e != engine]
         if c.kind == "llm" and not engines:
             return None
-        components.append(c.model_copy(update={"engines": engines or c.engines}))
-    return given.model_copy(update={"components": components})
+        others.append(c.model_copy(update={"engines": engines or c.engines}))
+    return others

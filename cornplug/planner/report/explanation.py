@@ -34,8 +34,9 @@ Report = Callable[[str, float], None]
 
 @dataclass
 class _Asked:
-    """The plan's own value, and a solver within the time that is left."""
+    """A decision with its input, and a solver within the time that is left."""
 
+    plan_input: PlanInput
     decision: PlanDecision
     clock: ExplanationClock
     settings: SolverOptions
@@ -71,12 +72,17 @@ class _Asked:
 
 
 def explain(
-    given: PlanInput, decision: PlanDecision, *, budget_s: float = BUDGET_S, progress: Report | None = None
+    plan_input: PlanInput,
+    decision: PlanDecision,
+    *,
+    budget_s: float = BUDGET_S,
+    progress: Report | None = None,
 ) -> PlanExplanation:
     """The plan's reasons. Half of the time goes to the pool's questions, the rest to the SLO's price."""
     report = progress or (lambda _phase, _share: None)
-    settings = given.solver.model_copy(update={"gap": max(given.solver.gap, _GAP)})
-    asked = _Asked(decision, ExplanationClock(budget_s / 2), settings)
+    solver = plan_input.solver
+    settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
+    asked = _Asked(plan_input, decision, ExplanationClock(budget_s / 2), settings)
     report("reasons", 0.0)
     sentence = _monolith(asked)
     report("reasons", 0.2)
@@ -85,9 +91,9 @@ def explain(
     binding = _bindings(asked)
     report("reasons", 0.5)
     again = slo_cost_curve.SloSweep(
-        given, ExplanationClock(budget_s / 2 + asked.clock.left), skipped=asked.skipped
+        plan_input, ExplanationClock(budget_s / 2 + asked.clock.left), skipped=asked.skipped
     )
-    curve = slo_cost_curve.curve(again, asked.value) if _bounds_matter(given, asked) else []
+    curve = slo_cost_curve.curve(again, asked.value) if _bounds_matter(asked) else []
     report("reasons", 0.8)
     if curve:
         binding = _dearest_first([*binding, *slo_cost_curve.prices(again, asked.value, asked.noise)])
@@ -120,8 +126,9 @@ def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
     used = {g.engine for g in asked.decision.plan.groups}
     engines: tuple[Engine, ...] = ("sglang", "vllm")
     for engine in engines if asked.clock.left > 0 else ():
-        if engine in used and (given := alternatives.without_engine(asked.decision.problem.given, engine)):
-            pool = problem(given).pool
+        others = alternatives.without_engine(asked.decision.problem.components, engine)
+        if engine in used and others:
+            pool = problem(asked.plan_input.model_copy(update={"components": others})).pool
             yield CounterfactualQuestion(
                 f"without {engine}", f"no replica of {engine} (closed forms only)", pool
             )
@@ -165,10 +172,11 @@ def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
     return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
 
 
-def _bounds_matter(given: PlanInput, asked: _Asked) -> bool:
+def _bounds_matter(asked: _Asked) -> bool:
     """A throughput's own conditions are its SLO: with nothing else, all bounds cost the same."""
     timed = any(spec.timed for spec in asked.decision.problem.cells.values())
-    return asked.costs and given.change is None and timed and slo_cost_curve.bounded(given)
+    bounded = slo_cost_curve.bounded(asked.plan_input.applications)
+    return asked.costs and asked.plan_input.change is None and timed and bounded
 
 
 def _monolith(asked: _Asked) -> str:

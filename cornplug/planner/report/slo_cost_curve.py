@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -24,23 +24,28 @@ SOLVE_S: Final = 2.0
 class SloSweep:
     """The same input planned again and again, while there is time."""
 
-    given: PlanInput
+    plan_input: PlanInput
     clock: ExplanationClock
     longest: float = 0.0
     """Seconds that one plan took at most: the next is not begun with less."""
     skipped: list[str] = field(default_factory=list)
 
-    def cost(self, name: str, changed: PlanInput) -> SweepCost | None:
-        """None: there was no time for it."""
+    def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
+        """Cost of the plan for these applications, without simulation; None: there was no time for it."""
         before = self.clock.left
         if before <= self.longest:
             self.skipped.append(name)
             return None
-        solver = changed.solver.model_copy(update={"time_limit_s": max(min(SOLVE_S, before), 0.1)})
+        limit_s = max(min(SOLVE_S, before), 0.1)
+        changed = self.plan_input.model_copy(
+            update={
+                "applications": applications,
+                "rules": self.plan_input.rules.model_copy(update={"simulate": False}),
+                "solver": self.plan_input.solver.model_copy(update={"time_limit_s": limit_s}),
+            }
+        )
         try:
-            return SweepCost(
-                decide(changed.model_copy(update={"solver": solver}), digest="").plan.cost_per_hour
-            )
+            return SweepCost(decide(changed, digest="").plan.cost_per_hour)
         except PlanInfeasible:
             return SweepCost(None)
         except PlanUnfinished:
@@ -60,7 +65,7 @@ def curve(again: SloSweep, cost: float) -> list[CurvePoint]:
     """By growing factor. `cost`: of the plan, at factor 1."""
     found = {1.0: SweepCost(cost)}
     for factor in FACTORS:
-        one = again.cost(f"SLO × {factor:g}", scaled(again.given, factor))
+        one = again.cost(f"SLO × {factor:g}", scaled(again.plan_input.applications, factor))
         if one is not None:
             found[factor] = one
     return list(falling(found))
@@ -78,11 +83,11 @@ def falling(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
 
 def prices(again: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
     """Applications whose own bounds hold the cost up, with what looser ones would save."""
-    for app in again.given.applications:
-        if not bounded(again.given, app.name):
+    for app in (applications := again.plan_input.applications):
+        if not bounded(applications, app.name):
             continue
         name = f"slo[{app.name}]"
-        found = again.cost(name, scaled(again.given, LOOSER, app.name))
+        found = again.cost(name, scaled(applications, LOOSER, app.name))
         if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
             yield BindingConstraint(
                 constraint=name,
@@ -92,16 +97,14 @@ def prices(again: SloSweep, cost: float, noise: float) -> Iterator[BindingConstr
             )
 
 
-def scaled(given: PlanInput, factor: float, app: str | None = None) -> PlanInput:
-    """Every bound times `factor`, of one application or of all; planned without simulation."""
-    apps = [_app(a, factor) if app in (None, a.name) else a for a in given.applications]
-    rules = given.rules.model_copy(update={"simulate": False})
-    return given.model_copy(update={"applications": apps, "rules": rules})
+def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
+    """The applications with every bound, of `app` or of all, times `factor`."""
+    return [_app(a, factor) if app in (None, a.name) else a for a in applications]
 
 
-def bounded(given: PlanInput, app: str | None = None) -> bool:
-    """Is there any bound to scale?"""
-    apps = [a for a in given.applications if app in (None, a.name)]
+def bounded(applications: Iterable[Application], app: str | None = None) -> bool:
+    """Is there any bound to scale, of `app` or of all?"""
+    apps = [a for a in applications if app in (None, a.name)]
     slos = [slo for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo))]
     return any(b is not None for slo in slos for b in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cornplug.planner.candidates.services import paths
+from cornplug.planner.inputs.request_classes import request_classes
 from cornplug.planner.inputs.schema import PlanInput
 
 COMPONENTS = [
@@ -26,12 +27,13 @@ def sees(encoder: str) -> dict[str, Any]:
 
 def ways(*apps: dict[str, Any]) -> dict[str, set[str]]:
     """Request class -> "structure: service > service"."""
-    given = PlanInput.model_validate(
+    plan_input = PlanInput.model_validate(
         {"components": COMPONENTS, "applications": apps, "pool": [{"name": "n", "gpu": "L4"}]}
     )
+    classes = request_classes(plan_input.applications)
     return {
         name: {f"{way.structure}: {' > '.join(s.name for s in way.stages)}" for way in found}
-        for name, found in paths(given).items()
+        for name, found in paths(classes, plan_input.components).items()
     }
 
 

@@ -9,35 +9,28 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.gpu_catalog import gpu_table, node_classes, price_table
-from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.inputs.schema import GpuSpec, NodeClass
 
 
-def _given(pool: list[dict[str, Any]] | None = None, **fields: Any) -> PlanInput:
-    return PlanInput.model_validate(
-        {
-            "components": [{"name": "llm", "kind": "llm"}],
-            "applications": [{"name": "a", "llm": "llm", "requests": [{"name": "r", "rate": 1}]}],
-            "pool": pool or [{"name": "h", "gpu": "H100"}],
-            **fields,
-        }
-    )
+def priced(*pool: dict[str, Any], prices: Path | None = None) -> tuple[NodeClass, ...]:
+    nodes = [NodeClass.model_validate({"name": f"n{i}", **row}) for i, row in enumerate(pool)]
+    return node_classes(nodes, gpu_table(), price_table(prices))
 
 
-def _per_gpu(given: PlanInput, shape: str) -> float:
-    row = next(p for p in price_table(given) if p.shape == shape)
+def price_per_gpu(shape: str) -> float:
+    row = next(p for p in price_table() if p.shape == shape)
     return row.price_per_hour / row.gpus
 
 
 def test_every_row_has_a_source_and_a_date() -> None:
-    given = _given()
-    for gpu in gpu_table(given).values():
+    for gpu in gpu_table().values():
         assert gpu.source
         assert "202" in gpu.source
-    for price in price_table(given):
+    for price in price_table():
         assert price.source
         assert price.date >= "2023"
-        assert price.gpu in gpu_table(given)
-    assert len({p.shape for p in price_table(given)}) == len(price_table(given))
+        assert price.gpu in gpu_table()
+    assert len({p.shape for p in price_table()}) == len(price_table())
 
 
 @pytest.mark.parametrize(
@@ -51,12 +44,11 @@ def test_every_row_has_a_source_and_a_date() -> None:
     ],
 )
 def test_ratios_of_prices_that_all_lists_agree_on(dear: str, cheap: str, low: float, high: float) -> None:
-    given = _given()
-    assert low <= round(_per_gpu(given, dear) / _per_gpu(given, cheap), 2) <= high
+    assert low <= round(price_per_gpu(dear) / price_per_gpu(cheap), 2) <= high
 
 
 def test_flops_are_dense() -> None:
-    gpus = gpu_table(_given())
+    gpus = gpu_table()
     assert gpus["H100"].bf16_tflops == 989
     assert gpus["L4"].bf16_tflops == 121
     assert gpus["A100-80"].fp8_tflops == 0, "no FP8 before Ada and Hopper"
@@ -65,24 +57,22 @@ def test_flops_are_dense() -> None:
 
 def test_a_plan_overrides_and_adds_devices() -> None:
     own = {"memory_gib": 45, "bandwidth_gb_s": 696, "bf16_tflops": 150}
-    given = _given(gpus=[{"name": "A40", **own}, {"name": "H100", **own, "source": "ours"}])
-    assert gpu_table(given)["A40"].memory_gib == 45
-    assert gpu_table(given)["H100"].source == "ours"
-    assert gpu_table(_given())["H100"].memory_gib == 80, "of that plan only"
+    rows = [{"name": "A40", **own}, {"name": "H100", **own, "source": "ours"}]
+    gpus = gpu_table([GpuSpec.model_validate(row) for row in rows])
+    assert gpus["A40"].memory_gib == 45
+    assert gpus["H100"].source == "ours"
+    assert gpu_table()["H100"].memory_gib == 80, "of that plan only"
 
 
 def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
-    given = _given(
-        [
-            {"name": "a", "gpu": "H100", "gpus": 8},
-            {"name": "b", "gpu": "H100", "gpus": 8, "shape": "nebius/h100x8"},
-            {"name": "c", "gpu": "H100", "gpus": 8, "shape": "p5.48xlarge", "price_per_hour": 14.64},
-            {"name": "d", "gpu": "L4", "gpus": 1},
-            {"name": "e", "gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.1, "shape": "our-box"},
-            {"name": "f", "gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.2},
-        ]
+    filled = priced(
+        {"gpu": "H100", "gpus": 8},
+        {"gpu": "H100", "gpus": 8, "shape": "nebius/h100x8"},
+        {"gpu": "H100", "gpus": 8, "shape": "p5.48xlarge", "price_per_hour": 14.64},
+        {"gpu": "L4", "gpus": 1},
+        {"gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.1, "shape": "our-box"},
+        {"gpu": "cpu-core", "gpus": 2, "price_per_hour": 0.2},
     )
-    filled = node_classes(given)
     assert [n.price_per_hour for n in filled] == [55.04, 23.60, 14.64, 0.8048, 0.1, 0.2]
     assert filled[0].shape == "p5.48xlarge"
 
@@ -104,7 +94,7 @@ def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
 )
 def test_what_has_no_price_is_refused_with_the_remedy(nodes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        node_classes(_given([{"name": "n", **nodes}]))
+        priced(nodes)
     assert str(raised.value).startswith(message)
 
 
@@ -112,15 +102,15 @@ def test_a_price_table_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "prices.toml"
     row = {"shape": "rack", "gpu": "H100", "gpus": 8, "price_per_hour": 20, "source": "us", "date": "now"}
     own.write_text("[[prices]]\n" + "".join(f"{k} = {v!r}\n" for k, v in row.items()))
-    assert node_classes(_given(prices=own))[0].price_per_hour == 20
+    assert priced({"gpu": "H100"}, prices=own)[0].price_per_hour == 20
     own.write_text('[[prices]]\nshape = "rack"\n')
     with pytest.raises(
         ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Its"
     ):
-        node_classes(_given(prices=own))
+        priced({"gpu": "H100"}, prices=own)
     for content, problem in (("prices = 3", r"no \[\[prices\]\] in it"), ("[[", "no TOML")):
         own.write_text(content)
         with pytest.raises(ConfigError, match=problem):
-            node_classes(_given(prices=own))
+            priced({"gpu": "H100"}, prices=own)
     with pytest.raises(ConfigError, match="cannot be read"):
-        node_classes(_given(prices=tmp_path / "absent.toml"))
+        priced({"gpu": "H100"}, prices=tmp_path / "absent.toml")

@@ -6,7 +6,7 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.schema import PlanInput, RequestMedia, RequestSpec, SharedPrefix
+from cornplug.planner.inputs.schema import Application, RequestMedia, RequestSpec, SharedPrefix
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 from cornplug.planner.replan import observed_load, workload_update
 from cornplug.planner.replan.observed_load import ObservedWindow
@@ -40,35 +40,36 @@ def window(
     return observed_load.between(before, observed_load.parse(engine.text, seconds, ""))
 
 
-def with_requests(*requests: RequestSpec) -> PlanInput:
-    base = given()
-    app = base.applications[0].model_copy(update={"requests": list(requests)})
-    return base.model_copy(update={"applications": [app]})
+def with_requests(*requests: RequestSpec) -> list[Application]:
+    (app,) = given().applications
+    return [app.model_copy(update={"requests": list(requests)})]
 
 
 def test_what_is_as_planned_changes_nothing() -> None:
-    base = given(rate=5)
+    base = given(rate=5).applications
     assert workload_update.updated(base, one_group(short=5), {"": window(300, 60)}) == (base, ())
 
 
 def test_a_doubled_rate_is_taken_over() -> None:
-    changed, (difference,) = workload_update.updated(given(rate=5), one_group(short=5), {"": window(600, 60)})
+    changed, (difference,) = workload_update.updated(
+        given(rate=5).applications, one_group(short=5), {"": window(600, 60)}
+    )
     assert (difference.demand, difference.what, difference.planned) == ("chat/short", "rate", 5)
-    assert changed.applications[0].requests[0].rate == difference.observed == pytest.approx(10)
+    assert changed[0].requests[0].rate == difference.observed == pytest.approx(10)
 
 
 def test_a_difference_within_chance_is_none() -> None:
     """18 requests where 15 were planned for: one standard deviation of 15 is 4."""
-    base = given(rate=1)
+    base = given(rate=1).applications
     assert workload_update.updated(base, one_group(short=1), {"": window(18, 15)})[1] == ()
 
 
 def test_a_lone_class_gets_the_observed_lengths() -> None:
     changed, (difference,) = workload_update.updated(
-        given(rate=5), one_group(short=5), {"chat/short": window(300, 60, prompt=900)}
+        given(rate=5).applications, one_group(short=5), {"chat/short": window(300, 60, prompt=900)}
     )
     assert difference.what == "prompt"
-    prompt = changed.applications[0].requests[0].prompt
+    prompt = changed[0].requests[0].prompt
     assert length_distributions.mean(prompt) == pytest.approx(900, rel=0.02)
     assert length_distributions.quantile(prompt, 0.99) > 1000
 
@@ -83,7 +84,7 @@ def test_two_classes_of_one_engine_grow_alike() -> None:
         base, one_group(short=4, long=1), {"chat": window(600, 60)}
     )
     assert [d.what for d in differences] == ["rate", "rate"]
-    assert [r.rate for r in changed.applications[0].requests] == [pytest.approx(8), pytest.approx(2)]
+    assert [r.rate for r in changed[0].requests] == [pytest.approx(8), pytest.approx(2)]
     _, differences = workload_update.updated(
         base, one_group(short=4, long=1), {"chat": window(300, 60, prompt=800)}
     )
@@ -97,10 +98,12 @@ def test_groups_count_by_their_part_of_the_route() -> None:
     halves = RouteStage(tasks="PD", groups={"a": 0.75, "b": 0.25})
     route = PlanRoute(app="chat", request="short", structure="monolith", rate=8, stages=[halves])
     running = plan(groups=[group("a", "PD"), group("b", "PD")], routes=[route])
-    changed, _ = workload_update.updated(given(rate=8), running, {"a": window(720, 60), "b": window(240, 60)})
-    assert changed.applications[0].requests[0].rate == pytest.approx(16)
-    only_one, _ = workload_update.updated(given(rate=8), running, {"b": window(240, 60)})
-    assert only_one.applications[0].requests[0].rate == pytest.approx(16)
+    changed, _ = workload_update.updated(
+        given(rate=8).applications, running, {"a": window(720, 60), "b": window(240, 60)}
+    )
+    assert changed[0].requests[0].rate == pytest.approx(16)
+    only_one, _ = workload_update.updated(given(rate=8).applications, running, {"b": window(240, 60)})
+    assert only_one[0].requests[0].rate == pytest.approx(16)
 
 
 def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits() -> None:
@@ -115,7 +118,7 @@ def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits
     seen = {"p": window(600, 60, cached=0.45), "d": window(300, 60, cached=1.0)}
     changed, (difference,) = workload_update.updated(base, running, seen)
     assert (difference.what, difference.observed) == ("prefix", pytest.approx(0.9))
-    prefix = changed.applications[0].requests[0].prefix
+    prefix = changed[0].requests[0].prefix
     assert prefix is not None
     assert prefix.hit_rate == pytest.approx(0.9)
     with pytest.raises(ConfigError, match=r"both count it.*GROUP=URL, of p, d"):
@@ -131,9 +134,9 @@ def test_media_keep_their_tokens_and_take_the_observed_hits() -> None:
         "prompt": pytest.approx(200, rel=0.03),
         "embedding": 0.7,
     }
-    assert changed.applications[0].requests[0].media[0].tokens == 300
+    assert changed[0].requests[0].media[0].tokens == 300
 
 
 def test_an_unknown_scope_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no such group or class.*chat, chat/short, llm7/PD"):
-        workload_update.updated(given(), one_group(short=5), {"chta": window(1, 1)})
+        workload_update.updated(given().applications, one_group(short=5), {"chta": window(1, 1)})
