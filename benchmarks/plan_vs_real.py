@@ -28,7 +28,7 @@ from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
 from cornplug.planner.launch import launcher
-from cornplug.planner.launch.process_runner import RunningCommand
+from cornplug.planner.launch.command_process import CommandProcess
 from cornplug.planner.plan import Plan, ReplicaGroup
 from devkit.checkpoints import CLIP_L_336
 
@@ -129,7 +129,8 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
     os.environ.update(_SLOW)
     groups = {group.name: group for group in plan.groups}
     with ExitStack() as stack:
-        processes = stack.enter_context(launcher.running(plan, run_dir=folder / "run", event=_say))
+        to_start = launcher.local_commands(plan, run_dir=folder / "run")
+        processes = stack.enter_context(launcher.running(plan, to_start, run_dir=folder / "run", event=_say))
         for process in processes:
             group = groups.get(process.command.group)
             if group is None:
@@ -143,7 +144,7 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
         yield {app.name: urls[_group(plan, app).name] for app in APPS}
 
 
-def _say(process: RunningCommand, what: str) -> None:
+def _say(process: CommandProcess, what: str) -> None:
     print(f"{process.name}: {what}", file=sys.stderr)
 
 

@@ -2,7 +2,7 @@
 
 Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
 processes hand one to their children (`sglang_hooks/activation.py`), and one names the programs of another
-environment (`planner/launch/process_runner.py`). Precedence: explicit arguments (engine flags), environment,
+environment (`planner/launch/command_process.py`). Precedence: explicit arguments (engine flags), environment,
 the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a setting is its entry in
 `docs/configuration.md`, which `script/docs` writes.
 """

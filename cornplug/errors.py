@@ -10,6 +10,7 @@
     ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking
     ├── ProtocolError          another process sent bytes that are no frame or message of the protocol
     ├── PlanUnfinished         the solver's time was up before it had found any plan
+    ├── ProcessFailed          a process that cornplug started has ended, or was not ready in time
     ├── StoreError
     │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
     └── EncoderError
@@ -85,6 +86,10 @@ class ProtocolError(CornplugError):
 
 class PlanUnfinished(CornplugError):
     """The time limit came before the first plan, and before a proof that there is none."""
+
+
+class ProcessFailed(CornplugError):
+    """A started process has ended, or was not ready in time. The message holds the end of its log."""
 
 
 class StoreError(CornplugError):

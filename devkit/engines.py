@@ -19,24 +19,17 @@ from typing import Any, ClassVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu
+from cornplug.processes import ManagedProcess, answers
 from devkit.photos import Photo, photos
-from devkit.processes import (
-    EncoderProcess,
-    ManagedProcess,
-    ProcessFailed,
-    StoreProcess,
-    answers,
-    wait_until,
-)
+from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
 
 __all__ = [
     "Answer",
     "EncoderProcess",
     "EngineServer",
-    "ManagedProcess",
     "Photo",
-    "ProcessFailed",
     "RequestFailed",
     "StoreProcess",
     "VllmServer",
@@ -90,7 +83,7 @@ class EngineServer(ManagedProcess):
     ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__(command, log=log, env=env, ready_s=ready_s)
+        super().__init__(command, log=log, env=environment(env), ready_s=ready_s)
 
     def ready(self) -> bool:
         return answers(f"{self.url}/health")

@@ -1,35 +1,26 @@
-"""Real processes for tests, benchmarks and the demo: started, waited for, and never left behind.
-
-Each process leads a session of its own, so that all its descendants can be found and ended
-whatever they do, and a Ctrl-C in the terminal reaches only us, who then end them in order.
-"""
+"""cornplug's own processes for tests, benchmarks and the demo."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import httpx
 
 from cornplug.config import load
 from cornplug.host import free_port
+from cornplug.processes import ManagedProcess, answers
 from cornplug.store.base import StoreStat
 from cornplug.store.client import PoolStore
 
 T = TypeVar("T")
-
-_running: set[ManagedProcess] = set()
 
 # An engine's package writes into os.environ as it is imported (vLLM sets AITER's and KMP's variables, OpenCV
 # its library path). Keys count such variables: another engine must not be started with them.
@@ -37,9 +28,11 @@ _STARTED_WITH: Final = dict(os.environ)
 _OURS: Final = ("CORNPLUG_", "HF_", "XDG_")
 
 
-def _inherited() -> dict[str, str]:
-    began = {name: value for name, value in _STARTED_WITH.items() if not name.startswith(_OURS)}
-    return began | {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's first environment, with today's `CORNPLUG_*`, `HF_*` and `XDG_*`, and `added`."""
+    first = {name: value for name, value in _STARTED_WITH.items() if not name.startswith(_OURS)}
+    now = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+    return {**first, **now, **(added or {})}
 
 
 def at_once(*calls: Callable[[], T]) -> list[T]:
@@ -61,145 +54,6 @@ def together(*processes: ManagedProcess) -> Iterator[None]:
         yield
 
 
-class ProcessFailed(RuntimeError):
-    """A process ended, or was not ready in time. The message holds the tail of its log."""
-
-
-class ManagedProcess:
-    """One process and its descendants. A context manager: enter starts and waits, exit ends all.
-
-    Args:
-        command: What to run.
-        log: File for stdout and stderr, appended to.
-        env: Added to the environment that this process was started with, and to `CORNPLUG_*`, `HF_*`
-            and `XDG_*` as they are now.
-        ready_s: Longest wait in seconds for `ready` to be true.
-    """
-
-    def __init__(
-        self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, ready_s: float = 30
-    ) -> None:
-        self.command = list(command)
-        self.log = log
-        self.env = {**_inherited(), **(env or {})}
-        self.ready_s = ready_s
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ready(self) -> bool:
-        """Whether it serves. Asked about ten times a second while starting."""
-        return True
-
-    def start(self) -> Self:
-        """Start and wait until ready. Raises ProcessFailed, with nothing left running that was not before."""
-        if self.alive():
-            raise ProcessFailed(f"runs already, as process {self.pid}: {self.command[:3]}")
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as out:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
-            )
-        _running.add(self)
-        try:
-            self._wait_ready(self._process)
-        except BaseException:
-            self.stop(grace_s=2)
-            raise
-        return self
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    @property
-    def pid(self) -> int:
-        """The leader's process id. Raises ProcessFailed before `start`."""
-        if self._process is None:
-            raise ProcessFailed(f"not started: {self.command[:3]}")
-        return self._process.pid
-
-    def alive(self) -> bool:
-        """Whether the leader runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def pids(self) -> list[int]:
-        """Every process of the session that is no zombie, leader first."""
-        return _session_members(self.pid)
-
-    def stop(self, *, grace_s: float = 20) -> int | None:
-        """End it: SIGTERM to the leader, after `grace_s` SIGKILL to all; the leader's exit status.
-
-        Raises ProcessFailed when a process of the session survives even that.
-        """
-        if self._process is None:
-            return None
-        self._signal_all(signal.SIGCONT)
-        if self.alive():
-            self._process.terminate()
-            try:
-                self._process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
-        return self.kill()
-
-    def kill(self) -> int | None:
-        """SIGKILL to every process of the session, as an OOM killer or a crash would."""
-        if self._process is None:
-            return None
-        # The leader's id may belong to another once it is reaped, but a session lives on while
-        # members do, and only members are signalled.
-        deadline = time.monotonic() + 30
-        while members := self.pids():
-            if time.monotonic() > deadline:
-                raise ProcessFailed(f"processes {members} survive SIGKILL")
-            self._signal_all(signal.SIGKILL)
-            self._process.poll()
-            time.sleep(0.01)
-        _running.discard(self)
-        return self._process.wait(10)
-
-    def freeze(self) -> None:
-        """SIGSTOP to every process: alive, but silent."""
-        self._signal_all(signal.SIGSTOP)
-
-    def cont(self) -> None:
-        """SIGCONT to every process."""
-        self._signal_all(signal.SIGCONT)
-
-    def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for pid in self.pids():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-
-    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + self.ready_s
-        while not self.ready():
-            if process.poll() is not None:
-                problem = f"ended with status {process.returncode} before it was ready"
-            elif time.monotonic() > deadline:
-                problem = f"not ready after {self.ready_s:g} s"
-            else:
-                time.sleep(0.1)
-                continue
-            raise ProcessFailed(
-                f"{' '.join(self.command)}\n{problem}; its log {self.log}:\n{self.log_tail()}"
-            )
-
-
 class StoreProcess(ManagedProcess):
     """`cornplug serve-store` at `socket`, ready when it accepts connections."""
 
@@ -213,7 +67,7 @@ class StoreProcess(ManagedProcess):
     ) -> None:
         self.socket = socket
         command = [*_cornplug("serve-store"), "--socket", str(socket), "--size", size, *args]
-        super().__init__(command, log=log or socket.with_suffix(".log"), env=env)
+        super().__init__(command, log=log or socket.with_suffix(".log"), env=environment(env))
 
     def ready(self) -> bool:
         with socket.socket(socket.AF_UNIX) as s:
@@ -268,7 +122,7 @@ class EncoderProcess(ManagedProcess):
             [*command, *args],
             log=log or socket.with_suffix(".log"),
             # Tests name tenants as a gateway would.
-            env={"HF_HUB_OFFLINE": "1", "CORNPLUG_ENCODER_TRUST_SALTS": "true", **(env or {})},
+            env=environment({"HF_HUB_OFFLINE": "1", "CORNPLUG_ENCODER_TRUST_SALTS": "true", **(env or {})}),
             ready_s=ready_s,
         )
 
@@ -283,14 +137,6 @@ class EncoderProcess(ManagedProcess):
         return int(float(line.split()[-1]))
 
 
-def answers(url: str) -> bool:
-    """Whether a GET of `url` gives 200 within two seconds."""
-    try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -> None:
     """Poll until `condition()` holds. Raises TimeoutError naming `what`."""
     end = time.monotonic() + deadline_s
@@ -303,25 +149,3 @@ def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -
 def _cornplug(command: str) -> list[str]:
     # -P: the cornplug that is installed, or that PYTHONPATH names, whatever lies in the working directory.
     return [sys.executable, "-P", "-m", "cornplug.cli", command]
-
-
-def _session_members(session: int) -> list[int]:
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets.
-        state, _, _, sid = stat[stat.rindex(")") + 2 :].split()[:4]
-        if int(sid) == session and state not in "ZX":
-            members.append(int(entry.name))
-    return sorted(members, key=lambda pid: (pid != session, pid))
-
-
-@atexit.register
-def _end_all() -> None:
-    for process in list(_running):
-        process.kill()

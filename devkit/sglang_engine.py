@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Final
 
 import httpx
 
+from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu
 from devkit.engines import EngineServer, RequestFailed, data_url
-from devkit.processes import ProcessFailed
 
 # Small and exact, unless the caller says otherwise.
 _DEFAULTS: Final[Mapping[str, str | None]] = {

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cornplug.errors import ProcessFailed
+from cornplug.processes import ManagedProcess
 from devkit import engines
-from devkit.engines import ManagedProcess, ProcessFailed, RequestFailed, photos, wait_until
-from devkit.processes import together
+from devkit.engines import RequestFailed, photos, wait_until
+from devkit.processes import environment, together
 
 # Starts a child that ignores SIGTERM, as a wedged engine core would, then waits.
 STUBBORN = """
@@ -36,7 +38,7 @@ def running(pid: int) -> bool:
 
 
 def python(code: str, log: Path) -> ManagedProcess:
-    return ManagedProcess([sys.executable, "-c", code], log=log, env={"PYTHONUNBUFFERED": "1"})
+    return ManagedProcess([sys.executable, "-c", code], log=log, env=environment({"PYTHONUNBUFFERED": "1"}))
 
 
 def test_no_process_starts_with_what_an_imported_engine_set(
@@ -142,7 +144,7 @@ def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
 
 def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from devkit.engines import ManagedProcess\n"
+        "import sys; from pathlib import Path; from cornplug.processes import ManagedProcess\n"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         f"p = ManagedProcess(sleeper, log=Path({str(tmp_path / 'l')!r}))\n"
         "print(p.start().pid)"

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.errors import ProcessFailed
 from devkit import engines, sglang_engine
-from devkit.engines import ProcessFailed, RequestFailed
+from devkit.engines import RequestFailed
 from devkit.sglang_engine import SglangServer, sglang_python
 
 
 def command(*args: str, python: Path = Path("/env/bin/python")) -> list[str]:
-    return SglangServer("/models/a", *args, log=Path("log"), port=8001, python=python).command
+    return SglangServer("/models/a", *args, log=Path("log"), port=8001, python=python).argv
 
 
 def test_what_the_caller_says_wins_over_the_defaults() -> None:
@@ -29,13 +30,13 @@ def test_what_the_caller_says_wins_over_the_defaults() -> None:
 def test_without_a_gpu_it_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: False)
     server = SglangServer("/models/a", log=Path("log"), python=Path("/env/bin/python"), env={"X": "1"})
-    assert server.command[server.command.index("--device") + 1] == "cpu"
+    assert server.argv[server.argv.index("--device") + 1] == "cpu"
     assert server.env["SGLANG_USE_CPU_ENGINE"] == server.env["X"] == "1"
     assert server.env["PATH"].split(":")[0] == "/env/bin"
 
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: True)
     server = SglangServer("/models/a", log=Path("log"), python=Path("/env/bin/python"))
-    assert "--device" not in server.command
+    assert "--device" not in server.argv
     assert "SGLANG_USE_CPU_ENGINE" not in server.env
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.host import free_port
-from devkit.engines import ManagedProcess, VllmServer
-from devkit.processes import answers
+from cornplug.processes import ManagedProcess, answers
+from devkit.engines import VllmServer
+from devkit.processes import environment
 from devkit.sglang_engine import SglangServer, sglang_python
 
 SITE: Final = Path(__file__).parents[2] / ".lmcache-site"
@@ -39,7 +40,7 @@ class Lmcache(ManagedProcess):
             "--http-port", str(self._http), "--l1-size-gb", str(size_gb), "--chunk-size", PAGE,
             "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
         ]  # fmt: skip
-        super().__init__(command, log=folder / "lmcache.log", env=self._env)
+        super().__init__(command, log=folder / "lmcache.log", env=environment(self._env))
 
     def ready(self) -> bool:
         return answers(f"http://127.0.0.1:{self._http}/healthcheck")

@@ -1,4 +1,4 @@
-"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and launch scripts."""
+"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and its processes' command lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         summary.show(plan, console)
         console.print(Text(f"\nWritten: {', '.join(str(p) for p in paths)}", style="dim"))
     if without:
-        errors.print(Text(f"No launch scripts: {without}", style="yellow"))
+        errors.print(Text(f"No commands.txt: {without}", style="yellow"))
     return 0
 
 

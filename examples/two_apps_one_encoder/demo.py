@@ -31,9 +31,9 @@ from rich.progress import (
 from tables import models, requests, totals
 
 from cornplug.errors import CornplugError
-from devkit.engines import Answer, ProcessFailed, RequestFailed
+from devkit.engines import Answer, RequestFailed
 
-_FAILURES = (ProcessFailed, RequestFailed, CornplugError, httpx.HTTPError, RuntimeError, OSError)
+_FAILURES = (RequestFailed, CornplugError, httpx.HTTPError, RuntimeError, OSError)
 
 
 class Demo:

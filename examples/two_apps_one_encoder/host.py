@@ -25,7 +25,7 @@ from checkpoints import DTYPE, App
 from cornplug.config import STORE_PROTOCOL, StoreConfig
 from cornplug.store.base import StoreStat
 from cornplug.store.client import PoolStore
-from devkit.engines import EncoderProcess, ProcessFailed, VllmServer
+from devkit.engines import EncoderProcess, VllmServer
 
 _ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
 # On a busy machine an answer may come late. Engines and service would then do without: the same
@@ -39,21 +39,11 @@ _STARTING_S: Final = 300.0
 
 
 class Engine(VllmServer):
-    """`vllm serve` of one app. `start` returns at once, so that two can start side by side:
-    `Host.engines` waits for both."""
+    """`vllm serve` of one app."""
 
     def __init__(self, app: App, *args: str, log: Path) -> None:
-        super().__init__(app.model, *_ENGINE_FLAGS, *args, log=log)
+        super().__init__(app.model, *_ENGINE_FLAGS, *args, log=log, ready_s=_STARTING_S)
         self.app = app
-
-    def ready(self) -> bool:
-        return True
-
-    def serves(self) -> bool:
-        """Whether it answers. Raises ProcessFailed with the end of its log when it has died."""
-        if not self.alive():
-            raise ProcessFailed(f"the engine of {self.app.name} ended; its log:\n{self.log_tail()}")
-        return super().ready()
 
 
 class Host:
@@ -100,12 +90,11 @@ class Host:
         for app in apps:
             flags = [*_SHARING_FLAGS, "--cornplug-app", app.name] if shared else []
             log = self.folder / "logs" / f"{app.name}-{side}-{time.time_ns()}.log"
-            engines.append(stack.enter_context(Engine(app, *flags, log=log)))
-        deadline = time.monotonic() + _STARTING_S
+            engine = Engine(app, *flags, log=log)
+            stack.callback(engine.stop)
+            engine.spawn()
+            engines.append(engine)
         while not all(engine.serves() for engine in engines):
-            if time.monotonic() > deadline:
-                tails = "\n".join(engine.log_tail(15) for engine in engines)
-                raise ProcessFailed(f"engines not ready after {_STARTING_S:g} s:\n{tails}")
             time.sleep(0.2)
         return engines
 

@@ -196,7 +196,7 @@ def test_nothing_is_left_reserved_or_leased(asked: Stack) -> None:
     ],
 )
 def test_a_wrong_flag_stops_before_anything_starts(asked: Stack, args: tuple[str, ...], message: str) -> None:
-    command = [asked.servers["a"].command[0], "serve", str(asked.models["a"]), *args]
+    command = [asked.servers["a"].argv[0], "serve", str(asked.models["a"]), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert message in done.stderr + done.stdout

@@ -101,7 +101,7 @@ def test_a_plan_from_throughputs_has_no_scripts_and_says_what_they_need(
     case = Path(__file__).parent / "cases" / "a03_staircase.toml"
     assert cli.main(["plan", str(case), "-o", str(tmp_path / "out"), "--quiet", "--why", "0"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "No launch scripts: groups['llama2-7b-PD-A10G" in said
+    assert "No commands.txt: groups['llama2-7b-PD-A10G" in said
     assert "llama2-7b was planned from a throughput" in said
     assert 'a profile of kind "table"' in said
     assert sorted(p.name for p in (tmp_path / "out").glob("*.*")) == [
@@ -134,11 +134,11 @@ def test_options_have_limits(given: Path, wrong: list[str]) -> None:
 def test_a_second_plan_replaces_what_the_first_wrote_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     first, _ = plan_folder.write(plan(), tmp_path)
-    (tmp_path / "launch-gone.sh").write_text("of the first plan")
+    (tmp_path / "gone.txt").write_text("of the first plan")
     record = tmp_path / plan_folder.WRITTEN
-    record.write_text(json.dumps([*json.loads(record.read_text()), "launch-gone.sh"]))
+    record.write_text(json.dumps([*json.loads(record.read_text()), "gone.txt"]))
     second, _ = plan_folder.write(plan(name="again"), tmp_path)
-    assert not (tmp_path / "launch-gone.sh").exists()
+    assert not (tmp_path / "gone.txt").exists()
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert Plan.load(tmp_path / "plan.json").name == "again"
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in second} | {

@@ -200,7 +200,7 @@ class NodeClass(InputTable):
     dram_gib: NonNegative = 512.0
     nic_gb_s: Positive | None = None
     host: str | None = None
-    """For launch scripts: where it is. None: HOST_n, to be filled in."""
+    """Its address, for command lines; None: `cornplug launch --address HOST_n=...` sets it."""
 
 
 # The rest -----------------------------------------------------------------------------------

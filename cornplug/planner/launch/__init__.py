@@ -1,1 +1,1 @@
-"""From a plan to processes: command lines, scripts, and a one-host launcher."""
+"""From a plan to processes: command lines, and a launcher of one host's."""

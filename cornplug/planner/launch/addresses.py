@@ -1,6 +1,6 @@
 """Where each process of a plan runs: host, GPUs and ports, the same every time a plan is read.
 
-Hosts that the plan does not name are `${HOST_1}`, `${HOST_2}`, ...: variables of the launch scripts.
+Hosts that the plan does not name are the variables `${HOST_1}`, `${HOST_2}`, ...: see `command_lines.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
@@ -78,6 +79,14 @@ class LaunchCommand:
             health=None if self.health is None else fill(self.health),
             socket=None if self.socket is None else fill(self.socket),
         )
+
+
+def name_of(command: LaunchCommand) -> str:
+    """Name for its log and messages: group and replica, in characters that a file's name may have."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", command.group).strip("-")
+    if command.kind in ("store", "router"):
+        return plain
+    return f"{plain}-{command.replica}" + (f"-rank{command.rank}" if command.rank else "")
 
 
 def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:

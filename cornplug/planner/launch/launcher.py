@@ -1,8 +1,10 @@
-"""`cornplug launch plan.json`: starts a one-host plan, waits until it serves, ends it in order.
+"""`cornplug launch plan.json`: starts a plan's part on this host, waits until it serves, ends it in order.
 
-Who wants it from Python:
+From Python:
 
-    with running(Plan.load(Path("plan.json")), run_dir=Path("/tmp/x")) as processes:
+    plan = Plan.load(Path("plan.json"))
+    run_dir = Path("/tmp/x")
+    with running(plan, local_commands(plan, run_dir=run_dir), run_dir=run_dir) as processes:
         ...
 """
 
@@ -10,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -24,15 +25,16 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
+from cornplug.errors import ConfigError, ProcessFailed
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
+from cornplug.planner.launch.command_list import hosts_in, line
+from cornplug.planner.launch.command_process import READY_S, CommandProcess
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
-from cornplug.planner.launch.scripts import READY_S
 from cornplug.planner.plan import Plan
 from cornplug.private_paths import runtime_dir
+from cornplug.processes import GRACE_S
 
-Event = Callable[[RunningCommand, str], None]
+Event = Callable[[CommandProcess, str], None]
 """Told of each process: "starting", "ready"."""
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
@@ -43,29 +45,29 @@ _POLL_S: Final = 0.2
 @contextmanager
 def running(
     plan: Plan,
+    to_start: Sequence[LaunchCommand],
     *,
     run_dir: Path,
-    only: Sequence[str] = (),
     transfer: Transfer = "nixl",
     ready_s: float = READY_S,
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
-) -> Iterator[list[RunningCommand]]:
-    """All processes of a one-host plan, serving; ended in order on leaving, whatever happens.
+) -> Iterator[list[CommandProcess]]:
+    """The processes of some commands of a plan, serving; ended in order on leaving, whatever happens.
 
     Args:
-        run_dir: For sockets and logs; made, and closed to others.
-        only: Groups to start, with the store; none: all.
+        to_start: Of `local_commands`.
+        run_dir: For sockets, logs and the plan's files; made, and closed to other users.
         ready_s: Longest wait for one process.
-        stopping: Set by whoever wants the start to be given up.
+        stopping: Set by a caller that wants the start to be given up.
 
-    Raises ConfigError for a plan of several hosts, ProcessEnded with a log's end for what fails.
+    Raises ProcessFailed with the end of the log of a process that fails, ConfigError for a program that is
+    not installed.
     """
-    to_start = here(plan, run_dir=run_dir, only=only, transfer=transfer)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
-    started: list[RunningCommand] = []
+    started: list[CommandProcess] = []
     try:
         _start(to_start, started, run_dir, ready_s, event, stopping or threading.Event())
         yield started
@@ -73,37 +75,75 @@ def running(
         end(started)
 
 
-def here(
-    plan: Plan, *, run_dir: Path, only: Sequence[str] = (), transfer: Transfer = "nixl"
+def local_commands(
+    plan: Plan,
+    *,
+    run_dir: Path,
+    host: str | None = None,
+    routers: bool = False,
+    only: Sequence[str] = (),
+    addresses: Mapping[str, str] | None = None,
+    transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
-    """The commands of a one-host plan, with nothing left open. Raises ConfigError as `running`."""
-    found = commands(plan, transfer=transfer)
-    hosts = list(dict.fromkeys(command.host for command in found))
-    if len(hosts) > 1:
-        raise ConfigError(
-            "nodes",
-            f"the plan {plan.name!r} needs {len(hosts)} hosts, and this starts what runs on one",
-            "Run its scripts, which `cornplug plan INPUT -o DIR` writes: DIR/launch-HOST.sh on each host, "
-            "then DIR/routers.sh.",
-        )
-    names = {command.group for command in found}
+    """The commands of one host of a plan, with every variable filled in.
+
+    Args:
+        host: One of the plan's, or HOST_n where the plan names none; None: the plan has only one.
+        routers: The plan's routers in place of a host's servers.
+        only: Groups to start, with the store; none: all.
+        addresses: HOST_n -> its address.
+
+    Raises ConfigError for a host, group or address that is missing or unknown.
+    """
+    chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
+    names = {command.group for command in chosen}
     if unknown := set(only) - names:
         raise ConfigError(
             "--only", f"no group {', '.join(sorted(unknown))}", f"There are: {', '.join(sorted(names))}."
         )
-    chosen = [c for c in found if not only or c.group in only or c.kind == "store"]
-    values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute()), "HOST_1": "127.0.0.1"}
-    return [command.resolved(values) for command in chosen]
+    values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
+    values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
+    values |= addresses or {}
+    found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
+    if missing := sorted({name for command in found for name in hosts_in(command)}):
+        remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
+        raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
+    return found
 
 
-def end(processes: Sequence[RunningCommand]) -> None:
+def _one_host(plan: Plan) -> bool:
+    return sum(nodes.count for nodes in plan.nodes) == 1
+
+
+def _chosen(
+    plan: Plan, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
+) -> list[LaunchCommand]:
+    hosts = list(dict.fromkeys(command.host.strip("${}") for command in found))
+    if routers:
+        return [c for c in found if c.kind == "router"]
+    if host is None and len(hosts) <= 1:
+        return list(found)
+    if host not in hosts:
+        problem = f"{host!r} is none of them" if host else f"the plan {plan.name!r} needs {len(hosts)} hosts"
+        raise ConfigError(
+            "--host",
+            problem,
+            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}; once all serve, "
+            "`cornplug launch plan.json --routers`.",
+        )
+    apart = len(hosts) > 1
+    return [c for c in found if c.host.strip("${}") == host and not (apart and c.kind == "router")]
+
+
+def end(processes: Sequence[CommandProcess]) -> None:
     """End them, those of one kind together, routers first and stores last."""
     for kind in _ORDER:
         these = [p for p in processes if p.command.kind == kind]
+        began_s = time.monotonic()
         for process in these:
             process.terminate()
         for process in these:
-            process.end(time.monotonic() + _drain_s(process.command) + GRACE_S)
+            process.wait_end(began_s + _drain_s(process.command) + GRACE_S - time.monotonic())
 
 
 def main(argv: list[str]) -> int:
@@ -112,9 +152,21 @@ def main(argv: list[str]) -> int:
     plan = Plan.load(args.plan)
     run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', plan.name)[:24]}"
     console = Console()
+    to_start = local_commands(
+        plan,
+        run_dir=run_dir,
+        host=args.host,
+        routers=args.routers,
+        only=args.only,
+        addresses=dict(args.address),
+        transfer=args.transfer,
+    )
     if args.dry_run:
-        for command in here(plan, run_dir=run_dir, only=args.only, transfer=args.transfer):
-            print(_dry(command))
+        print("\n\n".join(_dry(command) for command in to_start))
+        return 0
+    for remark in [remark for command in to_start if not command.argv for remark in command.remarks]:
+        console.print(remark, markup=False)
+    if not any(command.argv for command in to_start):
         return 0
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -125,8 +177,8 @@ def main(argv: list[str]) -> int:
         try:
             with running(
                 plan,
+                to_start,
                 run_dir=run_dir,
-                only=args.only,
                 transfer=args.transfer,
                 ready_s=args.ready_s,
                 event=_shown(progress),
@@ -141,7 +193,7 @@ def main(argv: list[str]) -> int:
                     )
                     _watch(processes, stop)
                 console.print("ending: requests under way are finished")
-        except ProcessEnded as e:
+        except ProcessFailed as e:
             print(f"cornplug launch: {e}", file=sys.stderr)
             return 1
     return 0
@@ -149,43 +201,39 @@ def main(argv: list[str]) -> int:
 
 def _start(
     to_start: Sequence[LaunchCommand],
-    started: list[RunningCommand],
+    started: list[CommandProcess],
     run_dir: Path,
     ready_s: float,
     event: Event,
     stopping: threading.Event,
 ) -> None:
     """Stores, encoders, and what shares a GPU one after the other, engines together, routers last."""
-    loading: list[RunningCommand] = []
+    loading: list[CommandProcess] = []
     for command in to_start:
         if not command.argv or stopping.is_set():
             continue
         if command.kind == "router":
-            _await(loading, ready_s, event, stopping)
-        process = RunningCommand(command, run_dir / "starting.log")
-        process.log = run_dir / f"{process.name}.log"
+            _await(loading, event, stopping)
+        process = CommandProcess(command, run_dir / f"{name_of(command)}.log", ready_s=ready_s)
         started.append(process)
-        process.start()
+        process.spawn()
         event(process, "starting")
         loading.append(process)
         if command.beside_others or command.kind in ("store", "encoder"):
-            _await(loading, ready_s, event, stopping)
-    _await(loading, ready_s, event, stopping)
+            _await(loading, event, stopping)
+    _await(loading, event, stopping)
 
 
-def _await(loading: list[RunningCommand], ready_s: float, event: Event, stopping: threading.Event) -> None:
+def _await(loading: list[CommandProcess], event: Event, stopping: threading.Event) -> None:
     """Until each of them serves; takes them out of the list."""
     while loading and not stopping.is_set():
-        for process in [p for p in loading if p.ready()]:
+        for process in [p for p in loading if p.serves()]:
             loading.remove(process)
             event(process, "ready")
-        for process in loading:
-            if time.monotonic() - process.began_s > ready_s:
-                raise ProcessEnded(f"{process.name} is not ready after {ready_s:g} s; {process.tail()}")
         stopping.wait(_POLL_S if loading else 0)
 
 
-def _watch(processes: Sequence[RunningCommand], stop: threading.Event) -> None:
+def _watch(processes: Sequence[CommandProcess], stop: threading.Event) -> None:
     while not stop.wait(_POLL_S):
         for process in processes:
             process.check()
@@ -199,7 +247,7 @@ def _drain_s(command: LaunchCommand) -> float:
 def _shown(progress: Progress) -> Event:
     tasks = {}
 
-    def event(process: RunningCommand, what: str) -> None:
+    def event(process: CommandProcess, what: str) -> None:
         if process.name not in tasks:
             tasks[process.name] = progress.add_task("", total=1)
         progress.update(
@@ -211,7 +259,7 @@ def _shown(progress: Progress) -> Event:
     return event
 
 
-def _addresses(processes: Sequence[RunningCommand]) -> Table:
+def _addresses(processes: Sequence[CommandProcess]) -> Table:
     table = Table("what", "address", "process", box=None)
     for process in processes:
         command = process.command
@@ -221,16 +269,31 @@ def _addresses(processes: Sequence[RunningCommand]) -> Table:
 
 def _dry(command: LaunchCommand) -> str:
     lines = [f"# {command.kind} {command.group}", *(f"# {remark}" for remark in command.remarks)]
-    words = [f"{name}={value}" for name, value in sorted(command.env.items())]
-    words = ["env", *words] if words else []
-    if command.cores:
-        words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
-    return "\n".join([*lines, *([shlex.join([*words, *command.argv])] if command.argv else []), ""])
+    return "\n".join([*lines, *([line(command)] if command.argv else [])])
+
+
+def _address(text: str) -> tuple[str, str]:
+    """ "HOST_2=10.0.0.2", for argparse."""
+    name, equals, address = text.partition("=")
+    if not (name and equals and address):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS")
+    return name, address
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cornplug launch", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("plan", type=Path, help="plan.json of `cornplug plan`, of one host")
+    parser.add_argument("plan", type=Path, help="plan.json of `cornplug plan`")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--host", help="host of the plan to start, by its name or as HOST_1, HOST_2, ...")
+    part.add_argument("--routers", action="store_true", help="start the plan's routers, once all hosts serve")
+    parser.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        type=_address,
+        metavar="HOST_n=ADDRESS",
+        help="address of a host that the plan does not name; repeat",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.add_argument(
         "--only",

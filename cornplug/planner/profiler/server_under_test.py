@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Final, Literal
 from cornplug.host import free_port
 from cornplug.planner.inputs.schema import Engine
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.launch.process_runner import GRACE_S, ProcessEnded, RunningCommand
+from cornplug.planner.launch.command_process import CommandProcess
 from cornplug.planner.profiler.sample_grid import SampleGrid
 
-_POLL_S: Final = 0.5
 _QUIET: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -70,19 +68,10 @@ def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
 def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
     """Run a server for the block; its address.
 
-    Raises ProcessEnded with the end of `log` when it ends early or is not ready in time.
+    Raises ProcessFailed with the end of `log` when it ends early or is not ready in time.
     """
-    process = RunningCommand(command, log)
-    try:
-        process.start()
-        while not process.ready():
-            if time.monotonic() - process.began_s > ready_s:
-                raise ProcessEnded(f"{process.name} is not ready after {ready_s:g} s; {process.tail()}")
-            time.sleep(_POLL_S)
+    with CommandProcess(command, log, ready_s=ready_s):
         yield f"http://127.0.0.1:{command.port}"
-    finally:
-        process.terminate()
-        process.end(time.monotonic() + GRACE_S)
 
 
 def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.launch import scripts
+from cornplug.planner.launch import command_list
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import html_report
@@ -19,9 +19,9 @@ WRITTEN: Final = ".cornplug-plan.json"
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
-    """plan.json, report.html and the launch scripts; and why there are no scripts, if there are none.
+    """Write plan.json, report.html, commands.txt and its files; returns paths, and why commands are missing.
 
-    ConfigError: a file of that name is there that no earlier run wrote.
+    Raises ConfigError where a file of that name exists that no earlier run wrote.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Beside their place, so that moving them is one step each and a failure leaves the old plan whole.
@@ -31,7 +31,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
         (new / "report.html").write_text(html_report.html(plan), encoding="utf-8")
         without = ""
         try:
-            scripts.write(plan, new, transfer=transfer)
+            command_list.write(plan, new, transfer=transfer)
         except ConfigError as e:
             without = str(e)
         return _replace(folder, new), without

@@ -13,7 +13,7 @@ from cornplug.config import load
 from cornplug.encoder_service.server_flags import parser as encoder_parser
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import LaunchCommand, commands
-from cornplug.planner.launch.scripts import write
+from cornplug.planner.launch.command_list import write
 from cornplug.planner.plan import Plan, QosReservation, RouteStage
 from cornplug.store.daemon.main import _parser as store_parser
 

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from cornplug.errors import ConfigError
+from cornplug.errors import ConfigError, ProcessFailed
 from cornplug.planner.launch import addresses
-from cornplug.planner.launch.launcher import main, running
-from cornplug.planner.launch.process_runner import ProcessEnded
+from cornplug.planner.launch.command_process import CommandProcess
+from cornplug.planner.launch.launcher import local_commands, main, running
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -49,13 +52,20 @@ def small(case: Case) -> Plan:
     return made.model_copy(update={"caches": [c.model_copy(update={"gib": 0.01}) for c in made.caches]})
 
 
+@contextmanager
+def launched(made: Plan, run_dir: Path, *only: str, event: Any = None) -> Iterator[list[CommandProcess]]:
+    to_start = local_commands(made, run_dir=run_dir, only=only)
+    told = {} if event is None else {"event": event}
+    with running(made, to_start, run_dir=run_dir, ready_s=30, **told) as processes:
+        yield processes
+
+
 def test_a_plan_is_started_served_and_ended_in_order(tmp_path: Path, fakes: Path) -> None:
     seen = []
     run_dir = tmp_path / "run"
-    with running(
+    with launched(
         small(Case(caches=True, replicas=2)),
-        run_dir=run_dir,
-        ready_s=30,
+        run_dir,
         event=lambda process, what: seen.append((process.command.kind, what)),
     ) as processes:
         assert [p.command.kind for p in processes] == ["store", "engine", "engine", "router"]
@@ -79,8 +89,8 @@ def test_what_fails_says_so_with_its_log_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", "1")
     with (
-        pytest.raises(ProcessEnded, match=r"status 3(.|\n)*no memory for the weights"),
-        running(small(Case(caches=True)), run_dir=tmp_path / "run", ready_s=30),
+        pytest.raises(ProcessFailed, match=r"status 3(.|\n)*no memory for the weights"),
+        launched(small(Case(caches=True)), tmp_path / "run"),
     ):
         pytest.fail("it never served")
     assert not (tmp_path / "run" / "store.sock").exists()
@@ -89,34 +99,74 @@ def test_what_fails_says_so_with_its_log_and_leaves_nothing(
 def test_a_group_alone(tmp_path: Path) -> None:
     made = plan(Case("P+D"))
     name = made.groups[0].name
-    with running(made, run_dir=tmp_path / "run", only=[name], ready_s=30) as processes:
+    with launched(made, tmp_path / "run", name) as processes:
         assert [p.command.group for p in processes] == [name]
-    with (
-        pytest.raises(ConfigError, match="--only"),
-        running(made, run_dir=tmp_path / "run", only=["nothing"]),
-    ):
-        pytest.fail("there is no such group")
+    with pytest.raises(ConfigError, match="--only"):
+        local_commands(made, run_dir=tmp_path / "run", only=["nothing"])
 
 
 def test_a_core_is_kept_to(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     made = plan(Case(gpu="cpu-core"))
     group = made.groups[0].model_copy(update={"placement": [[0, core]]})
-    with running(made.model_copy(update={"groups": [group]}), run_dir=tmp_path / "run", ready_s=30) as (p,):
+    with launched(made.model_copy(update={"groups": [group]}), tmp_path / "run") as (p,):
         assert os.sched_getaffinity(p.pid) == {core}
     absent = group.model_copy(update={"placement": [[0, 4000]]})
     with (
         pytest.raises(ConfigError, match="cores"),
-        running(made.model_copy(update={"groups": [absent]}), run_dir=tmp_path / "run"),
+        launched(made.model_copy(update={"groups": [absent]}), tmp_path / "run"),
     ):
         pytest.fail("there is no such core")
 
 
-def test_several_hosts_are_for_the_scripts(tmp_path: Path) -> None:
+def test_launch_of_several_hosts_needs_one_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan(Case("E+PD", hosts=2)).save(path)
-    with pytest.raises(ConfigError, match=r"needs 2 hosts(.|\n)*launch-HOST\.sh"):
+    with pytest.raises(ConfigError, match=r"needs 2 hosts(.|\n)*--host HOST` on each of HOST_1, HOST_2"):
         main([str(path)])
+    with pytest.raises(ConfigError, match="'HOST_3' is none of them"):
+        main([str(path), "--host", "HOST_3"])
+
+
+def test_local_commands_of_one_host_leave_out_the_others_and_the_routers(tmp_path: Path) -> None:
+    made = plan(Case("P+D", "sglang", hosts=2))
+    here = {"HOST_1": "10.0.0.1", "HOST_2": "10.0.0.2"}
+    first = local_commands(made, run_dir=tmp_path, host="HOST_1", addresses=here)
+    second = local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here)
+    routers = local_commands(made, run_dir=tmp_path, routers=True, addresses=here)
+    assert ["prefill" in c.argv for c in first] == [True]
+    assert ["decode" in c.argv for c in second] == [True]
+    assert [c.kind for c in routers] == ["router"]
+    assert any("10.0.0.2" in word for word in routers[0].argv)
+
+
+def test_local_commands_without_an_address_name_the_missing_one(tmp_path: Path) -> None:
+    made = plan(Case("E+PD", "sglang", hosts=2))
+    with pytest.raises(ConfigError, match=r"HOST_1 of the plan has no address(.|\n)*HOST_1=ADDRESS"):
+        local_commands(made, run_dir=tmp_path, host="HOST_2", addresses={"HOST_2": "10.0.0.2"})
+
+
+def test_launch_of_an_external_server_only_says_what_to_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(Case())
+    group = made.groups[0].model_copy(
+        update={"name": "tts-G", "tasks": "G", "engine": "external", "model": "org/speech"}
+    )
+    made.model_copy(update={"groups": [group], "routes": []}).save(tmp_path / "plan.json")
+    assert main([str(tmp_path / "plan.json"), "--run-dir", str(tmp_path / "run")]) == 0
+    assert "Start your own server of org/speech here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_two_replicas_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> None:
+    """Each takes its share of the memory that it finds."""
+    seen: list[tuple[str, str]] = []
+    with launched(
+        plan(Case(replicas=2, share=0.5)), tmp_path / "run", event=lambda p, what: seen.append((p.name, what))
+    ):
+        pass
+    engines = [what for name, what in seen if "router" not in name]
+    assert engines == ["starting", "ready", "starting", "ready"]
 
 
 def test_a_dry_run_prints_what_would_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +184,7 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("CORNPLUG_SGLANG_PYTHON", raising=False)
     with (
         pytest.raises(ConfigError, match="CORNPLUG_SGLANG_PYTHON"),
-        running(plan(Case(engine="sglang")), run_dir=tmp_path / "run"),
+        launched(plan(Case(engine="sglang")), tmp_path / "run"),
     ):
         pytest.fail("SGLang is in another environment")
 

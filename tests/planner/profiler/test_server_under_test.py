@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
+from cornplug.errors import ProcessFailed
 from cornplug.host import free_port
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.launch.process_runner import ProcessEnded
 from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.profiler.server_under_test import engine, running
 
@@ -23,7 +23,7 @@ def test_a_server_that_ends_at_once_is_explained_by_its_log(tmp_path):
     command = served(9, "python3", "-c", "import sys; print('no such model'); sys.exit(3)")
 
     with (
-        pytest.raises(ProcessEnded, match=r"(?s)ended with status 3.*no such model"),
+        pytest.raises(ProcessFailed, match=r"(?s)ended with status 3.*no such model"),
         running(command, log=tmp_path / "log", ready_s=20),
     ):
         pass
@@ -33,7 +33,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path):
     command = served(9, "python3", "-c", "import time; time.sleep(60)")
 
     with (
-        pytest.raises(ProcessEnded, match=r"not ready after 0\.2 s"),
+        pytest.raises(ProcessFailed, match=r"not ready after 0\.2 s"),
         running(command, log=tmp_path / "log", ready_s=0.2),
     ):
         pass

@@ -1,0 +1,92 @@
+"""`commands.txt`: the command line of every process of a plan, one line each, for reading and copying."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.plan import Plan
+
+FILE: Final = "commands.txt"
+_VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
+
+
+def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+    """Write commands.txt and the files that its commands refer to; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {FILE: text(plan, transfer=transfer), **files(plan, transfer=transfer)}
+    for name, content in found.items():
+        (folder / name).write_text(content)
+    return [folder / name for name in found]
+
+
+def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
+    """The commands by host, in the order in which they are started, the routers last."""
+    every = commands(plan, transfer=transfer)
+    lines = [
+        f"# The processes of the plan {_one_line(plan.name)!r}, in the order in which they are started.",
+        "# `cornplug launch plan.json` runs them, waits until they serve, and ends them in order.",
+        *_variables(every),
+    ]
+    for host in dict.fromkeys(command.host for command in every):
+        local = [c for c in every if c.host == host and c.kind != "router"]
+        lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
+    routers = [c for c in every if c.kind == "router"]
+    lines += ["", "# Routers, once all hosts serve", *_lines(routers)] if routers else []
+    return "\n".join(lines) + "\n"
+
+
+def line(command: LaunchCommand) -> str:
+    """One command for a shell: its environment, its cores, its arguments."""
+    words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
+    words = words if command.env else []
+    if command.cores:
+        words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
+    return " ".join([*words, *map(quoted, command.argv)])
+
+
+def quoted(word: str) -> str:
+    """A word for a shell that expands the plan's own variables in it and nothing else."""
+    if not _VARIABLE.search(word):
+        return shlex.quote(word)
+    parts = _VARIABLE.split(word)
+    escaped = [re.sub(r'([\\\\"`$])', r"\\\1", part) for part in parts]
+    filled = "".join(a + b for a, b in zip(escaped, [*_VARIABLE.findall(word), ""], strict=True))
+    return f'"{filled}"'
+
+
+def hosts_in(command: LaunchCommand) -> list[str]:
+    """Names of the hosts ("HOST_1") whose addresses the command lacks."""
+    texts = (*command.argv, *command.env.values(), command.health or "")
+    found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
+    return sorted(name for name in found if name.startswith("HOST_"))
+
+
+def _variables(every: Sequence[LaunchCommand]) -> Iterator[str]:
+    texts = [text for c in every for text in (*c.argv, *c.env.values())]
+    known = {
+        "RUN_DIR": "a folder for sockets, the same for all processes of a host",
+        "PLAN_DIR": "the folder of this file",
+        **dict.fromkeys(sorted({n for c in every for n in hosts_in(c)}), "a host's address"),
+    }
+    used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
+    if used:
+        yield "# To run one by hand, set the variables first:"
+        yield from (f"#   {name}: {known[name]}" for name in used)
+
+
+def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
+    for command in some:
+        yield "\n".join(["", f"# {name_of(command)}", *(f"# {_one_line(r)}" for r in command.remarks)])
+        if command.argv:
+            yield line(command)
+
+
+def _one_line(text: str) -> str:
+    """A plan's text for a comment, which must not go on in the next line."""
+    return " ".join(text.split())

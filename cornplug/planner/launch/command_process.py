@@ -1,0 +1,90 @@
+"""A plan's command as a process of this host, with the program that this environment has for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.launch.command_lines import LaunchCommand, name_of
+from cornplug.processes import ManagedProcess, answers
+
+READY_S: Final = 1800.0
+"""Longest time that a server may take to load: hundreds of gigabytes from a slow disk."""
+
+
+class CommandProcess(ManagedProcess):
+    """The process of one command.
+
+    Raises ConfigError where its program is not installed.
+    """
+
+    def __init__(self, command: LaunchCommand, log: Path, *, ready_s: float = READY_S) -> None:
+        self.command = command
+        words = [*program(command.argv), *command.argv[1:]]
+        environment = _environment(words[0], command.env)
+        super().__init__(words, log=log, env=environment, name=name_of(command), ready_s=ready_s)
+
+    def ready(self) -> bool:
+        """Whether it serves; at once where it has neither a URL nor a socket to ask."""
+        self.check("before it was ready")
+        if self.command.health is not None:
+            return answers(self.command.health)
+        return self.command.socket is None or Path(self.command.socket).is_socket()
+
+    def spawn(self) -> None:
+        """Start it on its cores. Raises ConfigError where this process may not use them."""
+        self.log.unlink(missing_ok=True)
+        super().spawn()
+        if self.command.cores:
+            self._pin(self.command.cores)
+
+    def _pin(self, cores: Sequence[int]) -> None:
+        try:
+            os.sched_setaffinity(self.pid, cores)
+        except OSError as e:
+            self.kill()
+            allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+            raise ConfigError(
+                f"groups[{self.command.group!r}].placement",
+                f"cores {list(cores)} are not available to this process ({e.strerror}); these are: {allowed}",
+                "Plan for as many cores as there are.",
+            ) from e
+
+
+def program(argv: Sequence[str]) -> list[str]:
+    """The first words to execute for a command's. Raises ConfigError for a program that is not installed."""
+    word = argv[0]
+    if word == "cornplug":
+        return [sys.executable, "-m", "cornplug.cli"]
+    if word == "python":
+        return [_python_with(argv[2].partition(".")[0])]
+    variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
+    beside = Path(sys.executable).with_name(word)
+    found = os.environ.get(variable) or shutil.which(word) or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise ConfigError(word, "not installed here", f"Run: pip install {word}, or name it in {variable}.")
+    return [found]
+
+
+def _python_with(module: str) -> str:
+    """The interpreter that has SGLang or its router: CORNPLUG_SGLANG_PYTHON, else this one."""
+    named = os.environ.get("CORNPLUG_SGLANG_PYTHON")
+    if named is None and importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            module,
+            "not installed beside cornplug",
+            "Name the interpreter of its environment in CORNPLUG_SGLANG_PYTHON.",
+        )
+    return named or sys.executable
+
+
+def _environment(program: str, added: Mapping[str, str]) -> dict[str, str]:
+    """This process's and the command's; PATH begins with the program's folder, which has build tools."""
+    path = f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", **added}

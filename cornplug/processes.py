@@ -1,0 +1,230 @@
+"""Processes that this one starts, waits for, and ends with all their descendants.
+
+Each process leads a session of its own. All its descendants can therefore be found and ended, whatever
+process groups they form, and a Ctrl-C in the terminal reaches only the parent, which ends them in order.
+Used by `cornplug launch`, `cornplug profile`, tests, benchmarks and the demo.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+
+from cornplug.errors import ProcessFailed
+
+GRACE_S: Final = 20.0
+"""Seconds from SIGTERM to SIGKILL."""
+_POLL_S: Final = 0.1
+_KILL_S: Final = 30.0
+
+_running: set[ManagedProcess] = set()
+
+
+class ManagedProcess:
+    """One process and its descendants. A context manager: enter starts and waits, exit ends all.
+
+    Args:
+        argv: Program and arguments.
+        log: File to which stdout and stderr are appended.
+        env: The whole environment; None: this process's.
+        name: For messages; None: the program with its first two arguments.
+        health: True once the process serves; None: it serves at once. Subclasses may override `ready`.
+        ready_s: Longest wait of `start`, in seconds.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        name: str | None = None,
+        health: Callable[[], bool] | None = None,
+        ready_s: float = 30,
+    ) -> None:
+        self.argv = list(argv)
+        self.log = log
+        self.env = dict(os.environ if env is None else env)
+        self.name = name or " ".join(self.argv[:3])
+        self.ready_s = ready_s
+        self.began_s = time.monotonic()
+        self._health = health
+        self._process: subprocess.Popen[bytes] | None = None
+        self._parent = os.getpid()
+
+    def ready(self) -> bool:
+        """Whether it serves."""
+        return self._health is None or self._health()
+
+    def start(self) -> Self:
+        """Spawn it and wait until it serves. Raises ProcessFailed, after which no descendant is left."""
+        self.spawn()
+        try:
+            while not self.serves():
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.stop(grace_s=2)
+            raise
+        return self
+
+    def spawn(self) -> None:
+        """Start it, without waiting. Raises ProcessFailed where it runs already, OSError as Popen."""
+        if self.alive():
+            raise ProcessFailed(f"{self.name} runs already, as process {self.pid}")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+            )
+        self.began_s, self._parent = time.monotonic(), os.getpid()
+        _running.add(self)
+
+    def serves(self) -> bool:
+        """Whether it is ready; raises ProcessFailed when it has ended, or `ready_s` is over."""
+        ready = self.ready()
+        if not ready or self._health is not None:  # another process may answer at its address
+            self.check("before it was ready")
+        if not ready and time.monotonic() - self.began_s > self.ready_s:
+            raise ProcessFailed(f"{self.name}: not ready after {self.ready_s:g} s; {self.log_end()}")
+        return ready
+
+    def check(self, when: str = "") -> None:
+        """Raises ProcessFailed, with the end of the log, when the leader has ended."""
+        status = None if self._process is None else self._process.poll()
+        if status is not None:
+            moment = f" {when}" if when else ""
+            raise ProcessFailed(f"{self.name} ended with status {status}{moment}; {self.log_end()}")
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The leader's process id. Raises ProcessFailed before `spawn`."""
+        if self._process is None:
+            raise ProcessFailed(f"{self.name} is not started")
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether the leader runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def pids(self) -> list[int]:
+        """Every process of the session that is no zombie, the leader first."""
+        return _session_members(self.pid)
+
+    def stop(self, *, grace_s: float = GRACE_S) -> int | None:
+        """Terminate, wait, kill; returns the leader's exit status, None where it was never started.
+
+        Raises ProcessFailed when a process of the session survives even SIGKILL.
+        """
+        self.terminate()
+        return self.wait_end(grace_s)
+
+    def terminate(self) -> None:
+        """SIGTERM to the leader: it finishes its work and ends."""
+        if self._process is None:
+            return
+        self.cont()
+        if self.alive():
+            self._process.terminate()
+
+    def wait_end(self, grace_s: float) -> int | None:
+        """Wait for the leader's end, then kill every process left of the session; returns as `stop`."""
+        if self._process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(grace_s, 0.0))
+        return self.kill()
+
+    def kill(self) -> int | None:
+        """SIGKILL to every process of the session, as an OOM killer or a crash would."""
+        if self._process is None:
+            return None
+        # The leader's id may belong to another process once it is reaped, but a session lives on while
+        # members do, and only members are signalled.
+        deadline = time.monotonic() + _KILL_S
+        while members := self.pids():
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self.name}: processes {members} survive SIGKILL")
+            self._signal_all(signal.SIGKILL)
+            self._process.poll()
+            time.sleep(0.01)
+        _running.discard(self)
+        return self._process.wait(10)
+
+    def freeze(self) -> None:
+        """SIGSTOP to every process: alive, but silent."""
+        self._signal_all(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """SIGCONT to every process."""
+        self._signal_all(signal.SIGCONT)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def log_end(self) -> str:
+        """The log's name and its last lines, for a message."""
+        return f"its log {self.log} ends with:\n{self.log_tail()}"
+
+    def end_with_parent(self) -> None:
+        """Kill it, in the process that started it: a fork of that process has the object, not the child."""
+        if self._parent == os.getpid():
+            self.kill()
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` returns 200 within two seconds."""
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _session_members(session: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets.
+        state, _, _, sid = stat[stat.rindex(")") + 2 :].split()[:4]
+        if int(sid) == session and state not in "ZX":
+            members.append(int(entry.name))
+    return sorted(members, key=lambda pid: (pid != session, pid))
+
+
+@atexit.register
+def _end_all() -> None:
+    for process in list(_running):
+        process.end_with_parent()
