@@ -22,15 +22,18 @@ from cornplug.store.client import PoolStore
 
 T = TypeVar("T")
 
-# An engine's package writes into os.environ as it is imported (vLLM sets AITER's and KMP's variables, OpenCV
-# its library path). Keys count such variables: another engine must not be started with them.
-_STARTED_WITH: Final = dict(os.environ)
 _OURS: Final = ("CORNPLUG_", "HF_", "XDG_")
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's first environment, with today's `CORNPLUG_*`, `HF_*` and `XDG_*`, and `added`."""
-    first = {name: value for name, value in _STARTED_WITH.items() if not name.startswith(_OURS)}
+    """The environment that this process was started with, today's `CORNPLUG_*`, `HF_*`, `XDG_*`, and `added`.
+
+    An engine's package writes into os.environ as it is imported: vLLM sets variables of AITER and KMP, OpenCV
+    its library path. Keys count such variables, so another engine must not inherit them.
+    """
+    rows = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
+    first = dict(row.split("=", 1) for row in rows if "=" in row)
+    first = {name: value for name, value in first.items() if not name.startswith(_OURS)}
     now = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
     return {**first, **now, **(added or {})}
 
