@@ -54,13 +54,13 @@ LABELS: Mapping[str, str] = {
     "app": "The app: `engine.app` of an engine, `x-cornplug-app` of an HTTP request. The service counts apps "
     'beyond the 64th as "other".',
     "what": '"kv_page" or "embedding".',
-    "source": '"store", or the service that computed it: "service_ran", "service_joined", "service_reused", '
-    '"service_epd" (SGLang\'s protocol).',
+    "source": '"store", or the service, with the origin: "service_computed", "service_coalesced", '
+    '"service_cached", "service_epd" (SGLang\'s protocol).',
     "reason": "Why; docs/troubleshooting.md has every value.",
     "direction": '"load" or "save".',
     "outcome": "The result; docs/troubleshooting.md has every value.",
     "qos": "The class of service.",
-    "tower": '"ran" (computed for it), "joined" (computed for another request) or "reused" (stored).',
+    "origin": '"computed" for this request, "coalesced" with another request in flight, or "cached".',
     "stage": '"preprocess", "prepare", "queue", "compute" or "publish".',
     "state": '"alive" or "dead".',
     "replica": "The number of the replica, from 0.",

@@ -87,7 +87,7 @@ def _answer(message: dict[str, Any], body: bytes, answering: ServiceHandshake) -
                 EncodeReply(
                     id=message["id"],
                     key=message["key"],
-                    tower="ran",
+                    origin="computed",
                     stored=False,
                     tensor=WireTensor(dtype="float32", shape=(4, 6), data=BODY),
                     seconds=0.1,

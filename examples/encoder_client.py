@@ -24,7 +24,7 @@ def three_lines(model: str, picture: str) -> None:
     ref = client.encode(picture, model=model)
     array = ref.numpy()  # (rows, hidden_size), read-only; ref.tensor() for torch
 
-    print(f"{picture}: {ref.dtype} {array.shape}, tower {ref.tower}, {1000 * ref.seconds:.1f} ms")
+    print(f"{picture}: {ref.dtype} {array.shape}, {ref.origin}, {1000 * ref.seconds:.1f} ms")
     client.close()
 
 
@@ -37,7 +37,7 @@ def many(model: str, pictures: Sequence[str]) -> int:
                 failures += 1
                 print(f"{pictures[index]}: {result.reason}: {result}", file=sys.stderr)
             else:
-                print(f"{pictures[index]}: key {result.key.hex()[:16]}, tower {result.tower}")
+                print(f"{pictures[index]}: key {result.key.hex()[:16]}, {result.origin}")
     return failures
 
 

@@ -28,7 +28,7 @@ SGLANG: Final = "SGLang"
 # two engines to the same one: equal conditions need it switched off, on both sides.
 _ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _READY_S = 600
-_SOURCES = ("store", "service_ran", "service_joined", "service_reused")
+_SOURCES = ("store", "service_computed", "service_coalesced", "service_cached")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ _TOP: Final = 5
 LOGPROB_TOLERANCE: Final = 1e-4
 _ORIGINS: Final = {
     "store": "store",
-    "service_ran": "service, new",
-    "service_joined": "service, in flight",
-    "service_reused": "service, kept features",
+    "service_computed": "service, new",
+    "service_coalesced": "service, in flight",
+    "service_cached": "service, kept features",
 }
 
 

@@ -20,7 +20,7 @@ _INTRO: Final = """# Troubleshooting: why did it not share?
 3. Read the counters at the engine's `/metrics` ([all of them](metrics.md)):
 
 ```
-cornplug_hits_total{{app="chat",what="embedding",source="service_reused"}} 20
+cornplug_hits_total{{app="chat",what="embedding",source="service_cached"}} 20
 cornplug_misses_total{{app="chat",what="kv_page",reason="absent"}} 3
 cornplug_saves_total{{app="chat",what="kv_page",outcome="stored"}} 12
 ```

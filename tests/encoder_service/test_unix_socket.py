@@ -146,7 +146,7 @@ def test_garbage_closes_that_connection_only(
         stranger.sendall(data)
         stranger.settimeout(5)
         assert stranger.recv(100) == b""
-        assert client.submit(request_for(qwen, 1)).result(10).tower == "ran"
+        assert client.submit(request_for(qwen, 1)).result(10).origin == "computed"
 
 
 def test_nobody_there_fails_at_once_and_recovers(
@@ -202,7 +202,7 @@ def frame(reply: Reply) -> bytes:
         (struct.pack("<I", 0), "encoder_garbage"),
         (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_garbage"),
         (
-            frame(EncodeReply(id=999, key=b"k", tower="ran", stored=True, tensor=None, seconds=0)),
+            frame(EncodeReply(id=999, key=b"k", origin="computed", stored=True, tensor=None, seconds=0)),
             "encoder_garbage",
         ),
         (struct.pack("<I", 100) + b"only the beginning", "encoder_timeout"),
@@ -293,7 +293,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
         with EncoderClient(f"http://127.0.0.1:{real.port}") as http:
             ref = http.encode(picture(1), model=str(llava_pair[1]))
             # Another model, the same tower, the same pixels: its features were kept.
-            assert (ref.shape, ref.tower) == ((16, 96), "reused")
+            assert (ref.shape, ref.origin) == ((16, 96), "cached")
         assert "2 models, 1 tower, 2 projectors" in real.log.read_text()
 
         real.process.send_signal(signal.SIGSTOP)

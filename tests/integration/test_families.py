@@ -125,7 +125,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     # SGLang warms up with an image of its own.
     before = count(server, "hits_total", what="embedding")
     taken = ask(server, TAKES + server.log.stem)
-    ran = count(server, "hits_total", what="embedding", source="service_ran")
+    ran = count(server, "hits_total", what="embedding", source="service_computed")
     assert ran == before + len(PICTURES), counters(server)
     # Somebody else's, by the content of model and image alone.
     with EncoderClient(encoder.url) as client:

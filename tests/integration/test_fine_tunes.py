@@ -133,12 +133,12 @@ def test_an_llm_of_another_width_shares_the_frozen_tower(scene: Scene) -> None:
     # own way: so both are asked of engines.
     with scene.engine("base", scene.base) as server:
         SHARED.put(server, salt="widths")
-        assert count(server, "hits_total", what="embedding", source="service_ran") == 1
+        assert count(server, "hits_total", what="embedding", source="service_computed") == 1
     passes = scene.encoder.tower_passes()
     with scene.engine("wider", scene.wider) as server:
         answer = SHARED.put(server, salt="widths")
         assert scene.encoder.tower_passes() == passes
-        assert count(server, "hits_total", what="embedding", source="service_reused") == 1
+        assert count(server, "hits_total", what="embedding", source="service_cached") == 1
         same(answer, scene.own(server))
 
 

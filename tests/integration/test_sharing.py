@@ -29,8 +29,8 @@ def asked(stack: Stack) -> Stack:
 def test_one_tower_pass_a_picture_for_both_apps(asked: Stack) -> None:
     a, b = asked.servers["a"], asked.servers["b"]
     assert count(a, "saved_tower_passes_total", app="a") == len(PICTURES)
-    assert count(a, "hits_total", app="a", what="embedding", source="service_ran") == len(PICTURES)
-    assert count(b, "hits_total", app="b", what="embedding", source="service_reused") == len(PICTURES)
+    assert count(a, "hits_total", app="a", what="embedding", source="service_computed") == len(PICTURES)
+    assert count(b, "hits_total", app="b", what="embedding", source="service_cached") == len(PICTURES)
     assert count(b, "misses_total", app="b", what="embedding") == 0
 
 

@@ -160,7 +160,7 @@ def test_encoder_killed(stack: Stack, engine: EngineServer, subject: Subject) ->
         answered(seen, 10)
         Ask("What did the engine see itself?", (UNSEEN,)).put(engine)
         stack.encoder.start()
-        sharing_resumes(engine, "embedding", "service_ran")
+        sharing_resumes(engine, "embedding", "service_computed")
     check(stack, seen, subject)
 
 
@@ -180,7 +180,7 @@ def test_the_engine_publishes_what_the_service_would_have_given(
         theirs = np.frombuffer(payload, np.float32).reshape(header.shape)
         # Under another salt nothing is known yet: the service has to compute it.
         ours = client.encode(photo, model=str(stack.models[subject.model]), salt="computed-by-the-service")
-        assert ours.tower == "ran"
+        assert ours.origin == "computed"
         assert ours.key != ref.key
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)
 
@@ -195,7 +195,7 @@ def test_encoder_slow(stack: Stack, engine: EngineServer, subject: Subject) -> N
             answered(seen, 10)
         finally:
             stack.encoder.cont()
-        sharing_resumes(engine, "embedding", "service_ran")
+        sharing_resumes(engine, "embedding", "service_computed")
     check(stack, seen, subject)
 
 
@@ -207,7 +207,7 @@ def test_encoder_answers_garbage(stack: Stack, engine: EngineServer, subject: Su
             wait_for_more(engine, "misses_total", above=bad, what="embedding", reason="encoder_garbage")
             answered(seen, 10)
         stack.encoder.start()
-        sharing_resumes(engine, "embedding", "service_ran")
+        sharing_resumes(engine, "embedding", "service_computed")
     check(stack, seen, subject)
 
 

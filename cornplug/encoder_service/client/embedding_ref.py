@@ -33,8 +33,8 @@ class EmbeddingRef:
     shape: tuple[int, ...]
     dtype: str
     """torch's name without "torch."."""
-    tower: str
-    """Who ran the tower: "ran" (this request), "joined" (another's) or "reused" (nobody)."""
+    origin: str
+    """"computed" for this request, "coalesced" with another one, or "cached"."""
     seconds: float
     """The service's time from receipt to answer."""
     voucher: str | None = None
@@ -51,7 +51,7 @@ class EmbeddingRef:
         key: bytes,
         shape: tuple[int, ...],
         dtype: str,
-        tower: str,
+        origin: str,
         seconds: float,
         data: bytes,
         voucher: str | None = None,
@@ -62,7 +62,7 @@ class EmbeddingRef:
             key=key,
             shape=shape,
             dtype=dtype,
-            tower=tower,
+            origin=origin,
             seconds=seconds,
             voucher=voucher,
             data=memoryview(data),
@@ -92,7 +92,7 @@ def from_store(
     store: Store,
     key: bytes,
     *,
-    tower: str,
+    origin: str,
     seconds: float,
     voucher: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
@@ -118,7 +118,7 @@ def from_store(
         key=key,
         shape=header.shape,
         dtype=header.dtype,
-        tower=tower,
+        origin=origin,
         seconds=seconds,
         voucher=voucher,
         data=memoryview(data).toreadonly(),

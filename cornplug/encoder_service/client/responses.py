@@ -59,7 +59,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
                 key=bytes.fromhex(answer.headers["x-cornplug-key"]),
                 shape=tuple(int(n) for n in answer.headers["x-cornplug-shape"].split(",")),
                 dtype=answer.headers["x-cornplug-dtype"],
-                tower=answer.headers["x-cornplug-tower"],
+                origin=answer.headers["x-cornplug-origin"],
                 seconds=float(answer.headers["x-cornplug-seconds"]),
                 data=answer.body,
                 voucher=answer.headers.get("x-cornplug-voucher"),
@@ -70,7 +70,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
         return from_store(
             store,
             bytes.fromhex(meta["key"]),
-            tower=str(meta["tower"]),
+            origin=str(meta["origin"]),
             seconds=float(meta["seconds"]),
             voucher=meta.get("voucher"),
         )

@@ -32,7 +32,7 @@ from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
-Origin = Literal["ran", "joined", "reused"]
+Origin = Literal["computed", "coalesced", "cached"]
 
 _LOOK_S: Final = 0.05
 """How often a lane without its executor looks whether there is another."""
@@ -53,7 +53,7 @@ class ReplySink(Protocol):
     """Who tells those that wait. Thread-safe."""
 
     def answer(
-        self, wait: PendingRequest, tower: Origin, *, stored: bool, tensor: WireTensor | None
+        self, wait: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> None: ...
 
     def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
@@ -191,13 +191,13 @@ class BatchDispatcher:
         ran = [flight.tokens for flight, known in zip(first, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
             made = executor.run(task)
-        origins: list[Origin] = ["ran" if features is None else "reused" for features in kept]
+        origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
         for flight, embedding in zip(batch, made.embeddings, strict=True):
             place = index[flight.feature_key]
             published = self._publishing.submit(self._publish, flight, embedding, origins[place])
             published.add_done_callback(partial(self._published, flight))
-            if origins[place] == "ran":
-                origins[place] = "joined"
+            if origins[place] == "computed":
+                origins[place] = "coalesced"
         self._keep(first, made)
 
     def _kept(self, flight: EncodeJob[JobPayload]) -> torch.Tensor | None:
@@ -235,7 +235,7 @@ class BatchDispatcher:
             self._replies.answer(
                 wait, origin, stored=stored, tensor=tensor if wait.inline or not stored else None
             )
-            origin = "joined" if origin == "ran" else origin
+            origin = "coalesced" if origin == "computed" else origin
 
     def _published(self, flight: EncodeJob[JobPayload], done: Future[None]) -> None:
         error = done.exception()

@@ -295,23 +295,25 @@ class EncoderCore:
         if not wait.inline:
             present = self._shelf.present(key)
             if present:
-                self.answer(wait, "reused", stored=True, tensor=None)
+                self.answer(wait, "cached", stored=True, tensor=None)
             return present
         tensor = self._shelf.fetch(PayloadKind.EMBEDDING, key, model.dtype)
         if tensor is not None:
-            self.answer(wait, "reused", stored=True, tensor=to_wire(tensor))
+            self.answer(wait, "cached", stored=True, tensor=to_wire(tensor))
         return tensor is not None
 
-    def answer(self, wait: PendingRequest, tower: Origin, *, stored: bool, tensor: WireTensor | None) -> None:
+    def answer(
+        self, wait: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
+    ) -> None:
         """Give one wait its embedding. For the dispatcher."""
         seconds = self._clock() - wait.received_s
         request = wait.request
         answer = EncodeReply(
-            id=request.id, key=request.key, tower=tower, stored=stored, tensor=tensor, seconds=seconds
+            id=request.id, key=request.key, origin=origin, stored=stored, tensor=tensor, seconds=seconds
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
         self._gate.answered(wait, seconds)
-        self.observer.answered(wait, tower, stored=stored, seconds=seconds)
+        self.observer.answered(wait, origin, stored=stored, seconds=seconds)
         wait.answer(answer)
 
     def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None:

@@ -50,7 +50,7 @@ class SampleRow(pydantic.BaseModel):
     seq: int
     at_s: float
     seconds: float
-    answers: dict[str, int] = pydantic.Field(examples=[{"ran": 3, "joined": 1, "reused": 5}])
+    answers: dict[str, int] = pydantic.Field(examples=[{"computed": 3, "coalesced": 1, "cached": 5}])
     refusals: dict[str, int] = pydantic.Field(description="By class.")
     queue: dict[str, int] = pydantic.Field(description="Requests that no batch has taken, by class.")
     waiting: int = pydantic.Field(description="Requests admitted and not answered.")
@@ -97,7 +97,7 @@ class Overview(pydantic.BaseModel):
     store: bool = pydantic.Field(description="Whether embeddings are published in a store of the host.")
     models: list[ModelRow]
     predicted_s: dict[str, float] = pydantic.Field(description="Until a medium would be answered, by class.")
-    answers: dict[str, int] = pydantic.Field(description="Since the start, by who ran the tower.")
+    answers: dict[str, int] = pydantic.Field(description="Since the start, by origin.")
     apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} that were answered most.")
     refusals: list[RefusalRow]
     samples: list[SampleRow]
@@ -122,10 +122,10 @@ class StatusReport:
         alive, total = meters.executors()
         answers = totals(meters.answers)
         apps: dict[str, int] = {}
-        towers = {"ran": 0, "joined": 0, "reused": 0}
-        for (app, tower, _), count in answers.items():
+        origins = {"computed": 0, "coalesced": 0, "cached": 0}
+        for (app, origin, _), count in answers.items():
             apps[app] = apps.get(app, 0) + int(count)
-            towers[tower] += int(count)
+            origins[origin] += int(count)
         return {
             "instance": self._instance,
             "version": __version__,
@@ -138,7 +138,7 @@ class StatusReport:
             "store": encoder.has_store,
             "models": [row.model_dump() for row in self._models.listed().models],
             "predicted_s": {qos: round(s, 6) for qos, s in meters.predicted().items()},
-            "answers": towers,
+            "answers": origins,
             "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
             "refusals": [
                 {"qos": qos, "reason": reason, "refusals": int(count)}

@@ -31,7 +31,7 @@ class EncodeAnswer(pydantic.BaseModel):
     shape: list[int] | None = pydantic.Field(examples=[[576, 4096]])
     """(rows, hidden_size); None where `data` is left out: the store's entry tells it."""
     dtype: str = pydantic.Field(examples=["bfloat16"])
-    tower: Literal["ran", "joined", "reused"]
+    origin: Literal["computed", "coalesced", "cached"]
     stored: bool
     seconds: float
     voucher: str | None = None
@@ -61,7 +61,7 @@ class EncodeLine(pydantic.BaseModel):
     key: str | None = None
     shape: list[int] | None = None
     dtype: str | None = None
-    tower: Literal["ran", "joined", "reused"] | None = None
+    origin: Literal["computed", "coalesced", "cached"] | None = None
     stored: bool | None = None
     seconds: float | None = None
     voucher: str | None = None
@@ -84,7 +84,7 @@ class EncodedMedium:
             "key": self.answer.key.hex(),
             "shape": list(tensor.shape) if tensor is not None else None,
             "dtype": self.dtype,
-            "tower": self.answer.tower,
+            "origin": self.answer.origin,
             "stored": self.answer.stored,
             "seconds": round(self.answer.seconds, 6),
             "voucher": self.voucher,

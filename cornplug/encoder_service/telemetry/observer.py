@@ -86,10 +86,10 @@ class RequestObserver:
         if tokens:
             self.meters.passed(len(tokens), sum(tokens), seconds)
 
-    def answered(self, wait: PendingRequest, tower: str, *, stored: bool, seconds: float) -> None:
+    def answered(self, wait: PendingRequest, origin: str, *, stored: bool, seconds: float) -> None:
         """Its embedding is about to be handed over."""
-        self.meters.answered(wait.request.app, wait.qos.name, tower, seconds)
-        wait.span.set_attributes({"cornplug.tower": tower, "cornplug.stored": stored})
+        self.meters.answered(wait.request.app, wait.qos.name, origin, seconds)
+        wait.span.set_attributes({"cornplug.origin": origin, "cornplug.stored": stored})
         wait.span.end()
 
     def refused(self, wait: PendingRequest, reason: str) -> None:

@@ -101,8 +101,8 @@ class ServiceMetrics:
         )
         self.answers = Counter(
             "cornplug_encoder_answers_total",
-            "Embeddings answered, by origin (ran, joined, reused) and class of service.",
-            ("app", "tower", "qos"),
+            "Embeddings answered, by origin (computed, coalesced, cached) and class of service.",
+            ("app", "origin", "qos"),
             registry=registry,
         )
         self.refusals = Counter(
@@ -145,9 +145,9 @@ class ServiceMetrics:
         for qos in self.classes:
             self.seconds.labels(qos)
 
-    def answered(self, app: str, qos: str, tower: str, seconds: float) -> None:
+    def answered(self, app: str, qos: str, origin: str, seconds: float) -> None:
         """Count one embedding answered, `seconds` after its receipt."""
-        self.answers.labels(self._apps.label(app), tower, qos).inc()
+        self.answers.labels(self._apps.label(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
         self.recent_s.append(seconds)
 

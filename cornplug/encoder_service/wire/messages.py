@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 256 << 20
 _TRACE_MAX: Final = 512
 
@@ -94,8 +94,8 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
 
     id: int
     key: bytes
-    tower: Literal["ran", "joined", "reused"]
-    """Who ran the tower: this request, another one in flight, or nobody (features were kept)."""
+    origin: Literal["computed", "coalesced", "cached"]
+    """"computed" for this request, "coalesced" with another one in flight, or "cached" features."""
     stored: bool
     """True: in the store under `key`. False: no store took it, and `tensor` carries it."""
     tensor: WireTensor | None

@@ -96,7 +96,7 @@ class ObservedWindow:
     cached_share: float | None = None
     """Of prompt tokens."""
     embedding_hits: Mapping[str, float] | None = None
-    """Application, as the encoder service knows it -> share of embeddings that no tower ran for."""
+    """Application, as the encoder service knows it -> share of embeddings that were not computed for it."""
 
     @property
     def rate(self) -> float:
@@ -215,12 +215,12 @@ def _at(steps: Mapping[float, float], bound: float) -> float:
 
 
 def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
-    ran: dict[str, float] = {}
+    computed: dict[str, float] = {}
     answered: dict[str, float] = {}
     for (name, labels), value in grown.items():
         if name == EMBEDDINGS:
             given = dict(labels)
             answered[given["app"]] = answered.get(given["app"], 0.0) + value
-            if given["tower"] == "ran":
-                ran[given["app"]] = ran.get(given["app"], 0.0) + value
-    return {app: 1 - ran.get(app, 0.0) / n for app, n in answered.items() if n}
+            if given["origin"] == "computed":
+                computed[given["app"]] = computed.get(given["app"], 0.0) + value
+    return {app: 1 - computed.get(app, 0.0) / n for app, n in answered.items() if n}

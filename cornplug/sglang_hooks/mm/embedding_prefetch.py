@@ -121,7 +121,7 @@ class EmbeddingPrefetcher:
             raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
         if answer.tensor is not None:
             await self._in_thread(self._put, answer.key, answer.tensor)
-        return f"service_{answer.tower}"
+        return f"service_{answer.origin}"
 
     def _patience_s(self, rows: int) -> float:
         ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()

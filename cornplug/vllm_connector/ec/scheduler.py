@@ -312,7 +312,7 @@ class ECScheduler:
         self._backoff.answered()
         if answer.key != item.key:
             raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
-        source = f"service_{answer.tower}"
+        source = f"service_{answer.origin}"
         if answer.tensor is not None:
             tensor = answer.tensor
             self._arrive(

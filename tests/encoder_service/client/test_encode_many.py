@@ -93,7 +93,7 @@ def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str)
             one, alone = found[index], client.encode(items[index], model=llava, salt="s")
             assert isinstance(one, EmbeddingRef)
             assert (one.key, one.shape, bytes(one.data)) == (alone.key, alone.shape, bytes(alone.data))
-            assert alone.tower == "reused"
+            assert alone.origin == "cached"
             assert one.voucher is not None
 
 
@@ -152,7 +152,7 @@ def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava
             f"--b\r\ncontent-length: {len(made.data)}\r\nx-cornplug-index: 0\r\n"
             f"x-cornplug-key: {made.key.hex()}\r\ncontent-type: application/octet-stream\r\n"
             f"x-cornplug-shape: 16,64\r\n"
-            f"x-cornplug-dtype: float32\r\nx-cornplug-tower: joined\r\nx-cornplug-seconds: 1\r\n\r\n"
+            f"x-cornplug-dtype: float32\r\nx-cornplug-origin: coalesced\r\nx-cornplug-seconds: 1\r\n\r\n"
         )
 
         async def some(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,9 +164,9 @@ def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava
 
         with Misbehaving(some) as bad, EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=20) as both:
             found = dict(both.encode_many(items, model=llava))
-    towers = {i: r.tower for i, r in found.items() if isinstance(r, EmbeddingRef)}
-    assert towers[0] == "joined"
-    assert sorted(towers) == [0, 1, 2, 3]
+    origins = {i: r.origin for i, r in found.items() if isinstance(r, EmbeddingRef)}
+    assert origins[0] == "coalesced"
+    assert sorted(origins) == [0, 1, 2, 3]
 
 
 def test_where_nobody_answers_every_item_says_so_in_time() -> None:

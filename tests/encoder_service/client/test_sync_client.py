@@ -83,7 +83,7 @@ def test_a_path_the_bytes_and_a_pil_image_give_the_same(
     refs = [client.encode(image, model=llava) for image in (str(file), file, png(picture(1)), picture(1))]
     assert len({ref.key for ref in refs}) == 1
     assert (refs[0].shape, refs[0].dtype) == ((16, 64), "float32")
-    assert [ref.tower for ref in refs] == ["ran", "reused", "reused", "reused"]
+    assert [ref.origin for ref in refs] == ["computed", "cached", "cached", "cached"]
     assert not refs[0].in_store
     assert refs[0].seconds > 0
     np.testing.assert_array_equal(refs[0].numpy(), refs[0].tensor().numpy())
@@ -162,7 +162,7 @@ FAULTS = {
             x_cornplug_key="00",
             x_cornplug_shape="16,64",
             x_cornplug_dtype="float32",
-            x_cornplug_tower="ran",
+            x_cornplug_origin="computed",
             x_cornplug_seconds="1",
         ),
         "encoder_garbage",
@@ -195,7 +195,7 @@ def test_a_fault_is_an_error_in_time_alone_and_nothing_beside_a_good_service(
         assert rendezvous.ranking(content, urls)[0] == bad.url
         with EncoderClient(urls, deadline_s=3 if reason == "encoder_timeout" else 10) as client:
             assert client.encode(picture(1), model=llava).shape == (16, 64)
-            assert client.encode(picture(1), model=llava).tower == "reused"
+            assert client.encode(picture(1), model=llava).origin == "cached"
         assert len(bad.requests) >= 1
 
 
@@ -277,8 +277,8 @@ def test_repeats_meet_their_cache(two: list[Served], llava: str) -> None:
     with EncoderClient(urls, deadline_s=60) as client, EncoderClient(urls[::-1], deadline_s=60) as another:
         first = [client.encode(picture(seed), model=llava) for seed in range(12)]
         again = [another.encode(picture(seed), model=llava) for seed in range(12)]
-    assert {ref.tower for ref in first} == {"ran"}
-    assert {ref.tower for ref in again} == {"reused"}
+    assert {ref.origin for ref in first} == {"computed"}
+    assert {ref.origin for ref in again} == {"cached"}
 
 
 def test_one_service_is_killed_in_the_middle_and_every_item_is_answered(

@@ -105,7 +105,7 @@ def test_towers_and_projectors_are_shared(registry: ModelRegistry, llava_pair: t
 def test_inline_without_a_store(make_encoder: MakeEncoder, request_for: Requests, qwen: Path) -> None:
     encoder = make_encoder()
     answer = ok(encoder.submit(request_for(qwen, 1)))
-    assert answer.tower == "ran"
+    assert answer.origin == "computed"
     assert not answer.stored
     assert answer.tensor is not None
     assert answer.tensor.shape[1] == 64
@@ -118,7 +118,7 @@ def test_published_and_then_reused(
     encoder = make_encoder(memory_store.connect())
     request = request_for(llava_pair[0], 1)
     first = ok(encoder.submit(request))
-    assert (first.tower, first.stored, first.tensor) == ("ran", True, None)
+    assert (first.origin, first.stored, first.tensor) == ("computed", True, None)
     reader = memory_store.connect()
     found = entry.get(reader, request.key, deadline_s=1)
     assert found is not None
@@ -126,7 +126,7 @@ def test_published_and_then_reused(
     assert (header.kind, header.dtype, header.shape) == (PayloadKind.EMBEDDING, "float32", (16, 64))
     assert reader.stat(deadline_s=1).bytes_by_app["test"] >= len(payload)
     second = ok(encoder.submit(request))
-    assert (second.tower, second.stored) == ("reused", True)
+    assert (second.origin, second.stored) == ("cached", True)
     inline = ok(encoder.submit(request, inline=True))
     assert inline.tensor is not None
     assert inline.tensor.data == bytes(payload)
@@ -144,11 +144,11 @@ def test_two_models_one_pass(
     gate.open.set()
     answers = [ok(a), ok(b)]
     ok(held)
-    assert {x.tower for x in answers} == {"ran", "joined"}
+    assert {x.origin for x in answers} == {"computed", "coalesced"}
     assert [x.tensor.shape for x in answers if x.tensor] == [(16, 64), (16, 96)]
     assert gate.batches == [1, 1]
     # Later, the other model needs no pass at all.
-    assert ok(encoder.submit(request_for(llava_pair[1], 9))).tower == "reused"
+    assert ok(encoder.submit(request_for(llava_pair[1], 9))).origin == "cached"
     assert passes(encoder) == 2
 
 
@@ -160,7 +160,10 @@ def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
     two = ModelRegistry.open([str(qwen), str(wide)], dtype="float32", device="cpu")
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     encoder, request_for = make_encoder(store, registry=two), Requests(two)
-    assert [ok(encoder.submit(request_for(path, 3))).tower for path in (qwen, wide)] == ["ran", "reused"]
+    assert [ok(encoder.submit(request_for(path, 3))).origin for path in (qwen, wide)] == [
+        "computed",
+        "cached",
+    ]
     assert passes(encoder) == 1
     eventually(lambda: store.stat(deadline_s=1).entries == 2)
 
@@ -175,8 +178,8 @@ def test_one_model_twice_joins_while_it_runs(
     encoder._admission.submit(int).result(5)
     eventually(lambda: sum(len(f.waits) for f in encoder._batcher._flying.values()) == 4)
     gate.open.set()
-    towers = [ok(f).tower for f in (first, *others)]
-    assert towers == ["ran", "joined", "joined", "joined"]
+    origins = [ok(f).origin for f in (first, *others)]
+    assert origins == ["computed", "coalesced", "coalesced", "coalesced"]
     assert passes(encoder) == 1
 
 
@@ -192,7 +195,7 @@ def test_features_are_kept_in_the_store(
     eventually(lambda: reader.stat(deadline_s=1).entries == 2)
     two = make_encoder(memory_store.connect())
     reused, alone = ok(two.submit(request, inline=True)), ok(plain.submit(request))
-    assert reused.tower == "reused"
+    assert reused.origin == "cached"
     assert passes(two) == 0
     assert reused.tensor == alone.tensor
 
@@ -202,7 +205,7 @@ def test_salts_share_nothing(
 ) -> None:
     encoder = make_encoder()
     answers = [ok(encoder.submit(request_for(llava_pair[0], 1, salt=salt))) for salt in (None, "a", "b")]
-    assert [a.tower for a in answers] == ["ran"] * 3
+    assert [a.origin for a in answers] == ["computed"] * 3
     assert len({a.key for a in answers}) == 3
 
 
@@ -338,7 +341,7 @@ def test_a_store_that_fails_costs_nothing(
     answer = ok(encoder.submit(request_for(llava_pair[0], 1)))
     assert answer.tensor is not None
     assert not answer.stored
-    assert ok(encoder.submit(request_for(llava_pair[1], 1))).tower == "reused"
+    assert ok(encoder.submit(request_for(llava_pair[1], 1))).origin == "cached"
     assert value(encoder.meters.registry, "cornplug_encoder_store_failures_total", reason="store_down") > 0
 
 
@@ -377,7 +380,7 @@ def test_features_of_another_dtype_are_not_believed(
         app="t",
         deadline_s=1,
     )
-    assert ok(encoder.submit(request)).tower == "ran"
+    assert ok(encoder.submit(request)).origin == "computed"
 
 
 def test_seam(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:

@@ -43,7 +43,7 @@ def test_multipart_json_and_raw_agree(service: Service, llava: str) -> None:
     answer = form.json()
     assert answer["shape"] == [16, 64]
     assert answer["dtype"] == "float32"
-    assert answer["tower"] == "ran"
+    assert answer["origin"] == "computed"
     loaded = service.encoder.registry.by_name(llava)
     assert loaded is not None
     key = identity.embedding_key(SECRET, loaded.served.identity, media.digest_image(picture(1)), None)
@@ -52,7 +52,7 @@ def test_multipart_json_and_raw_agree(service: Service, llava: str) -> None:
     for image in (url, url.partition(",")[2]):
         again = service.post(json={"model": llava, "image": image}).json()
         assert again["data"] == answer["data"]
-        assert again["tower"] == "reused"
+        assert again["origin"] == "cached"
     raw = service.post(
         data={"model": llava}, files={"image": data}, headers={"accept": "application/octet-stream"}
     )
@@ -159,7 +159,7 @@ def test_a_key_brings_its_class_and_its_deadline(
     assert service.post(headers={"authorization": "Bearer wrong"}, **form).status_code == 200
     metrics = service.call("GET", "/metrics").text
     assert 'cornplug_encoder_refusals_total{qos="gold",reason="too_late"} 1.0' in metrics
-    assert 'cornplug_encoder_answers_total{app="http",qos="default",tower="ran"} 1.0' in metrics
+    assert 'cornplug_encoder_answers_total{app="http",origin="computed",qos="default"} 1.0' in metrics
 
 
 def test_overloaded_tells_when_to_come_back(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
@@ -190,7 +190,7 @@ def test_models_health_metrics_openapi(service: Service, llava: str) -> None:
     service.post(data={"model": llava}, files={"image": png(picture(1))})
     metrics = service.call("GET", "/metrics").text
     assert "cornplug_encoder_tower_passes_total 1.0" in metrics
-    assert 'cornplug_encoder_answers_total{app="http",qos="default",tower="ran"} 1.0' in metrics
+    assert 'cornplug_encoder_answers_total{app="http",origin="computed",qos="default"} 1.0' in metrics
     spec = service.call("GET", "/openapi.json").json()
     content = spec["paths"]["/v1/encode"]["post"]["requestBody"]["content"]
     assert set(content) == {"application/json", "multipart/form-data"}

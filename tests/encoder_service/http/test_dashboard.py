@@ -39,14 +39,18 @@ def test_samples_hold_what_was_new_and_add_up() -> None:
     history = ServiceHistory(meters, kept=3, clock=lambda: now[0])
     for n in (1, 2, 0):
         for _ in range(n):
-            meters.answered("a", "default", "ran", 0.25)
+            meters.answered("a", "default", "computed", 0.25)
             meters.passed(2, 10, 0.5)
-        meters.answered("b", "default", "reused", 0.01)
+        meters.answered("b", "default", "cached", 0.01)
         meters.refused("bad_input")
         now[0] += 2.0
         history.sample()
     samples = history.since(0)
-    assert [s.answers for s in samples] == [{"ran": 1, "reused": 1}, {"ran": 2, "reused": 1}, {"reused": 1}]
+    assert [s.answers for s in samples] == [
+        {"computed": 1, "cached": 1},
+        {"computed": 2, "cached": 1},
+        {"cached": 1},
+    ]
     assert [(s.batches, s.media, s.tokens, s.busy_s) for s in samples] == [
         (1, 2, 10, 0.5),
         (2, 4, 20, 1.0),
@@ -91,7 +95,7 @@ def test_status_says_what_is_served_and_what_happened(
     assert service.post(data={"model": "nope"}, files={"image": png(picture(1))}).status_code == 404
     now = service.call("GET", "/v1/status").json()
     assert now["instance"] == first["instance"]
-    assert now["answers"] == {"ran": 1, "joined": 0, "reused": 0}
+    assert now["answers"] == {"computed": 1, "coalesced": 0, "cached": 0}
     assert now["apps"] == [{"app": "http", "answers": 1}]
     assert now["refusals"] == [{"qos": "default", "reason": "unknown_model", "refusals": 1}]
     assert service.call("GET", "/v1/status?since=-1").status_code == 422

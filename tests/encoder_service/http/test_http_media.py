@@ -50,7 +50,7 @@ def test_a_sound_is_encoded_once_for_two_llms(
     one = service.post(data={"model": str(listening[0])}, files={"audio": wav(SPOKEN)})
     other = service.post(data={"model": str(listening[1])}, files={"audio": encoded(SPOKEN, "flac", "flac")})
     assert (one.status_code, other.status_code) == (200, 200), one.text + other.text
-    assert (one.json()["tower"], other.json()["tower"]) == ("ran", "reused")
+    assert (one.json()["origin"], other.json()["origin"]) == ("computed", "cached")
     # 4.6 s in chunks of 4: 25 and 4 stacks of 0.16 s.
     assert (one.json()["shape"], other.json()["shape"]) == ([29, 64], [29, 96])
     made = ChunkedMels(mel_json(80, 4)).listen(SPOKEN[:, 0] / np.float32(32768))

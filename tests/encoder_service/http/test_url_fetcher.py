@@ -374,7 +374,7 @@ def test_a_url_gives_what_its_bytes_give(
     by_url = service.post(json={"model": model, "image": site.url()}).json()
     by_bytes = service.post(data={"model": model}, files={"image": BODY}).json()
     assert (by_url["key"], by_url["data"]) == (by_bytes["key"], by_bytes["data"])
-    assert by_bytes["tower"] == "reused"
+    assert by_bytes["origin"] == "cached"
     refused = service.post(json={"model": model, "image": site.url(host="elsewhere.test")})
     assert (refused.status_code, refused.json()["error"]["reason"]) == (422, "remote_url")
 

@@ -94,7 +94,7 @@ def test_a_replica_gives_what_this_process_gives(
         got = torch.frombuffer(bytearray(answer.tensor.data), dtype=torch.float32).reshape(want.shape)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
     # The second LLaVA had its features from what the service kept of the first.
-    assert ok(encoder.submit(request_for(llava_pair[1], 1))).tower == "reused"
+    assert ok(encoder.submit(request_for(llava_pair[1], 1))).origin == "cached"
 
 
 def test_the_front_process_holds_no_weights(front: ModelRegistry) -> None:

@@ -43,7 +43,7 @@ LABELS = {
     "cornplug_encoder_tower_passes": (),
     "cornplug_encoder_tower_tokens": (),
     "cornplug_encoder_tower_seconds": (),
-    "cornplug_encoder_answers": ("app", "qos", "tower"),
+    "cornplug_encoder_answers": ("app", "origin", "qos"),
     "cornplug_encoder_refusals": ("qos", "reason"),
     "cornplug_encoder_seconds": ("qos",),
     "cornplug_encoder_stage_seconds": ("stage",),
@@ -91,8 +91,8 @@ def test_a_pass_is_counted_in_media_tokens_and_seconds(
     assert one(encoder, "tower_passes_total") == 1
     assert one(encoder, "tower_tokens_total") == one(encoder, "batch_tokens_sum") == tokens
     assert one(encoder, "tower_seconds_count") == 1
-    assert one(encoder, "answers_total", app="test", qos="default", tower="ran") == 1
-    assert one(encoder, "answers_total", app="test", qos="default", tower="reused") == 1
+    assert one(encoder, "answers_total", app="test", qos="default", origin="computed") == 1
+    assert one(encoder, "answers_total", app="test", qos="default", origin="cached") == 1
     assert one(encoder, "seconds_count", qos="default") == 2
     assert {stage: one(encoder, "stage_seconds_count", stage=stage) for stage in STAGES} == {
         "preprocess": 0,
@@ -142,7 +142,7 @@ def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
 def test_the_sixty_fifth_app_is_other() -> None:
     meters = ServiceMetrics(lambda: 0)
     for number in range(APPS_MAX + 5):
-        meters.answered(f"app-{number}", "default", "ran", 0.1)
+        meters.answered(f"app-{number}", "default", "computed", 0.1)
     text = meters.text().decode()
     assert text.count("cornplug_encoder_answers_total{") == APPS_MAX + 1
-    assert 'app="other",qos="default",tower="ran"} 5.0' in text
+    assert 'app="other",origin="computed",qos="default"} 5.0' in text

@@ -102,7 +102,7 @@ def test_one_trace_from_an_engine_to_the_tower(
         "cornplug.model": str(llava_pair[0]),
         "cornplug.family": "llava",
         "cornplug.modality": "image",
-        "cornplug.tower": "ran",
+        "cornplug.origin": "computed",
         "cornplug.stored": False,
     }
 

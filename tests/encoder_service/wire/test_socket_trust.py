@@ -23,7 +23,7 @@ from cornplug.encoder_service.wire.handshake import (
     ServiceHandshake,
     UntrustedPeer,
 )
-from cornplug.encoder_service.wire.messages import DescribeRequest, EncodeRequest
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, DescribeRequest, EncodeRequest
 from cornplug.errors import ConfigError, EncoderUnavailable
 from cornplug.local_socket import SocketClaim
 from devkit.strangers import NOBODY, listener
@@ -62,7 +62,7 @@ def test_a_listener_without_the_secret_is_not_believed_and_gets_no_pixels(
         listener(short_path / "f.sock", secret=SECRET) as heard,
         SocketEncoder(short_path / "f.sock", SECRET) as c,
     ):
-        assert c.submit(request_for(qwen, 1)).result(10).tower == "ran"
+        assert c.submit(request_for(qwen, 1)).result(10).origin == "computed"
         assert b"pixel_values" in heard()
 
 
@@ -85,7 +85,7 @@ def test_while_nobody_is_trusted_requests_fail_at_once_and_a_real_service_is_fou
                 client.describe(1)
         serve(make_encoder())
         eventually(lambda: client.connected)
-        assert client.submit(request_for(qwen, 1)).result(10).tower == "ran"
+        assert client.submit(request_for(qwen, 1)).result(10).origin == "computed"
 
 
 def converse(path: Path, *messages: bytes) -> bytes:
@@ -170,7 +170,7 @@ def test_nonces_have_one_length(short: bytes) -> None:
     """Else two handshakes could be cut at different places and give one proof."""
     with pytest.raises(UntrustedPeer):
         ServiceHandshake(SECRET).challenge(
-            msgspec.msgpack.encode(handshake.EngineHello(version=2, nonce=short))
+            msgspec.msgpack.encode(handshake.EngineHello(version=PROTOCOL_VERSION, nonce=short))
         )
 
 

@@ -75,10 +75,10 @@ def test_a_restarted_engine_counts_from_zero() -> None:
 
 
 def test_embeddings_that_no_tower_ran_for_are_hits() -> None:
-    def text(ran: int, joined: int, reused: int) -> str:
+    def text(computed: int, coalesced: int, cached: int) -> str:
         lines = ["# TYPE cornplug_encoder_answers_total counter"]
-        for tower, n in (("ran", ran), ("joined", joined), ("reused", reused)):
-            lines.append(f'cornplug_encoder_answers_total{{app="chat",tower="{tower}",qos="default"}} {n}')
+        for origin, n in (("computed", computed), ("coalesced", coalesced), ("cached", cached)):
+            lines.append(f'cornplug_encoder_answers_total{{app="chat",origin="{origin}",qos="default"}} {n}')
         return "\n".join(lines) + "\n"
 
     window = observed_load.between(snapshot(text(10, 0, 0), 0), snapshot(text(30, 5, 55), 10))

@@ -81,9 +81,11 @@ def here(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(store, monkeypatch)
 
 
-def encoded(tower: Any = "ran", tensor: WireTensor | None = None) -> Callable[[EncodeRequest], EncodeReply]:
+def encoded(
+    origin: Any = "computed", tensor: WireTensor | None = None
+) -> Callable[[EncodeRequest], EncodeReply]:
     return lambda request: EncodeReply(
-        id=1, key=request.key, tower=tower, stored=tensor is None, tensor=tensor, seconds=0.1
+        id=1, key=request.key, origin=origin, stored=tensor is None, tensor=tensor, seconds=0.1
     )
 
 
@@ -138,8 +140,8 @@ def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
 
 
 def test_prefetch_request_holds_tower_inputs_and_salt(here: Stage) -> None:
-    here.service.answer = encoded("joined")
-    assert here.prepare(KEYS[0], salt="s") == ["service_joined"]
+    here.service.answer = encoded("coalesced")
+    assert here.prepare(KEYS[0], salt="s") == ["service_coalesced"]
     (asked,) = here.service.asked
     assert (asked.identity, asked.key, asked.salt, asked.app) == (TOWER, KEYS[0], "s", "test")
     assert {name: tensor.shape for name, tensor in asked.inputs.items()} == {
@@ -150,7 +152,7 @@ def test_prefetch_request_holds_tower_inputs_and_salt(here: Stage) -> None:
 
 def test_prefetch_of_repeated_image_asks_once(here: Stage) -> None:
     here.service.answer = encoded()
-    assert here.prepare(KEYS[0], KEYS[1], KEYS[0]) == ["service_ran"] * 3
+    assert here.prepare(KEYS[0], KEYS[1], KEYS[0]) == ["service_computed"] * 3
     assert len(here.service.asked) == 2
 
 
@@ -162,7 +164,7 @@ def test_prefetch_of_unkeyed_items_is_skipped(here: Stage) -> None:
     renamed.set_hash(7)
     placeholder_tokens.give(ours, KEYS[3])
     asyncio.run(here.asker.prepare([nameless, renamed, ours], tower(), None))
-    assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_ran"]
+    assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_computed"]
     assert [asked.key for asked in here.service.asked] == [KEYS[3]]
 
 
@@ -174,7 +176,7 @@ def test_prefetch_with_encoder_down_is_miss_without_wait(here: Stage) -> None:
     assert here.missed() == {"encoder_down": 2}
     # It may be back at any moment.
     here.service.answer = encoded()
-    assert here.prepare(KEYS[2]) == ["service_ran"]
+    assert here.prepare(KEYS[2]) == ["service_computed"]
 
 
 def test_prefetch_with_encoder_down_packs_no_inputs(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +232,8 @@ def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
 
 def test_prefetch_of_inline_reply_stores_it(here: Stage) -> None:
     tensor = WireTensor("float32", (4, 6), bytes(range(96)))
-    here.service.answer = encoded("ran", tensor)
-    assert here.prepare(KEYS[0]) == ["service_ran"]
+    here.service.answer = encoded("computed", tensor)
+    assert here.prepare(KEYS[0]) == ["service_computed"]
     found = entry.get(here.store, KEYS[0], deadline_s=1)
     assert found is not None
     assert bytes(found[1]) == tensor.data
@@ -242,7 +244,7 @@ def test_prefetch_of_inline_reply_stores_it(here: Stage) -> None:
 
 def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
     here.service.answer = lambda request: EncodeReply(
-        id=1, key=KEYS[3], tower="ran", stored=True, tensor=None, seconds=0
+        id=1, key=KEYS[3], origin="computed", stored=True, tensor=None, seconds=0
     )
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"encoder_garbage": 1}

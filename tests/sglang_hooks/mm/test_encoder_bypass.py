@@ -118,10 +118,10 @@ def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., E
     first, second = engine(), engine()
     assert same(first([picture(1, None), picture(2, None, 3)]), value(1), value(2, 3))
     assert ("saves", "embedding", "stored", 2) in published(first)
-    assert same(second([picture(2, "service_ran", 3), picture(1)]), value(2, 3), value(1))
+    assert same(second([picture(2, "service_computed", 3), picture(1)]), value(2, 3), value(1))
     assert published(second) == [
         ("bytes", "embedding", "load", 7 * WIDTH * 4),
-        ("hits", "embedding", "service_ran", 1),
+        ("hits", "embedding", "service_computed", 1),
         ("hits", "embedding", "store", 1),
         ("saved_tower_passes", 2),
     ]

@@ -103,7 +103,13 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
     secret = changes.pop("secret", SECRET)
     voucher = EmbeddingHandle(**{**fields, **changes}).signed(secret)
     return EmbeddingRef.inline(
-        key=key, shape=(6, 64), dtype="float32", tower="ran", seconds=0, data=rows.tobytes(), voucher=voucher
+        key=key,
+        shape=(6, 64),
+        dtype="float32",
+        origin="computed",
+        seconds=0,
+        data=rows.tobytes(),
+        voucher=voucher,
     )
 
 

@@ -109,7 +109,7 @@ class Stage:
         fields = {
             "id": 1,
             "key": request.key,
-            "tower": "ran",
+            "origin": "computed",
             "stored": False,
             "tensor": WireTensor("float32", (ROWS, HIDDEN), embedding().tobytes()),
             "seconds": 0.1,
@@ -202,9 +202,9 @@ def test_ec_scheduler_stored_entry_is_loaded(stage: Callable[..., Stage], store:
     assert store.connect().stat(deadline_s=1).leases == 0
 
 
-@pytest.mark.parametrize("tower", ["ran", "joined", "reused"])
+@pytest.mark.parametrize("origin", ["computed", "coalesced", "cached"])
 @pytest.mark.parametrize("stored", [True, False])
-def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], tower: str, stored: bool) -> None:
+def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], origin: str, stored: bool) -> None:
     here = stage()
     request = here.request("a", 2, salt="tenant")
     assert not here.half.available(request, 0)
@@ -216,13 +216,13 @@ def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], tower
     assert not here.half.available(request, 0)
     if stored:
         put(here.store, 2)
-        here.answer(tower=tower, stored=True, tensor=None)
+        here.answer(origin=origin, stored=True, tensor=None)
     else:
-        here.answer(tower=tower)
+        here.answer(origin=origin)
     assert here.half.available(request, 0)
     moves = here.take_in(request)
     assert bytes(moves.arrived[0].data) == embedding().tobytes()
-    assert here.counted()["hits", "embedding", f"service_{tower}"] == 1
+    assert here.counted()["hits", "embedding", f"service_{origin}"] == 1
 
 
 def test_ec_scheduler_polling_makes_no_further_calls(
@@ -322,7 +322,7 @@ def test_ec_scheduler_corrupt_entry_is_deleted_and_encoded(
     here.take_in(request)
     counts = here.counted()
     assert counts["misses", "embedding", "corrupt"] == 1
-    assert counts["hits", "embedding", "service_ran"] == 1
+    assert counts["hits", "embedding", "service_computed"] == 1
     assert faulty.contains([key(1)], deadline_s=1) == b"\0"
 
 
@@ -336,7 +336,7 @@ def test_ec_scheduler_store_down_takes_inline_reply(stage: Callable[..., Stage],
     assert here.half.available(request, 0)
     assert here.half.arrived(identifier(1))
     here.take_in(request)
-    assert here.counted()["hits", "embedding", "service_ran"] == 1
+    assert here.counted()["hits", "embedding", "service_computed"] == 1
 
 
 def test_ec_scheduler_store_down_without_encoder_is_miss(

@@ -5,7 +5,7 @@ import { Plot, element } from "./plots.js";
 const LATE_S = 4;             // without an answer for so long, the figures count as old
 const LONGEST_WAIT_S = 15;    // between two tries at a service that does not answer
 const KEPT_S = 15 * 60;
-const TOWERS = [["ran", "ran", 0], ["joined", "joined", 1], ["reused", "reused", 2]];
+const ORIGINS = [["computed", 0], ["coalesced", 1], ["cached", 2]];
 
 const byId = (id) => document.getElementById(id);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
@@ -55,12 +55,12 @@ function makePlots(classes) {
   const add = (options) => plots.push(new Plot(byId("plots"), options));
   // Where there is one class its name says nothing.
   const ofClass = classes.map((key, i) => ({ key, label: classes.length > 1 ? key : "requests", colour: i % 6 }));
-  const towers = TOWERS.map(([key, label, colour]) => ({ key, label, colour }));
+  const origins = ORIGINS.map(([key, colour]) => ({ key, label: key, colour }));
   add({
     title: "Requests", unit: "per second", stacked: true, format: count,
-    series: [...towers, { key: "refused", label: "refused", colour: 3 }],
+    series: [...origins, { key: "refused", label: "refused", colour: 3 }],
     read: (bin) => ({
-      ...keyed(["ran", "joined", "reused"], (key) => rate(bin, (s) => s.answers[key] ?? 0)),
+      ...keyed(ORIGINS.map(([key]) => key), (key) => rate(bin, (s) => s.answers[key] ?? 0)),
       refused: rate(bin, (s) => total(s.refusals)),
     }),
   });
@@ -78,7 +78,7 @@ function makePlots(classes) {
     series: [{ key: "shared", label: "no tower pass", colour: 2 }],
     read: (bin) => {
       const all = sum(bin.map((s) => total(s.answers)));
-      return { shared: all ? 1 - sum(bin.map((s) => s.answers.ran ?? 0)) / all : null };
+      return { shared: all ? 1 - sum(bin.map((s) => s.answers.computed ?? 0)) / all : null };
     },
   });
   add({
@@ -133,7 +133,7 @@ function showTiles(now) {
   const recent = page.samples.filter((s) => s.at_s > now.now_s - 10.5);
   const over = (of) => (recent.length ? sum(recent.map(of)) / time(recent) : 0);
   const answered = sum(recent.map((s) => total(s.answers)));
-  const shared = answered ? percent(1 - sum(recent.map((s) => s.answers.ran ?? 0)) / answered) : "–";
+  const shared = answered ? percent(1 - sum(recent.map((s) => s.answers.computed ?? 0)) / answered) : "–";
   const slow = known(recent, (s) => s.p95_s);
   const refused = over((s) => total(s.refusals));
   const waiting = recent.length ? recent[recent.length - 1].waiting : 0;
