@@ -56,7 +56,7 @@ class StoreConfig(_Section):
     deadline_s: float = Field(default=0.1, gt=0)
     """Longest wait of an engine's scheduler for one answer of the store (typically 0.1 ms). A later answer
     counts as a miss, and the store as down."""
-    patience_s: float = Field(default=1.0, gt=0)
+    background_timeout_s: float = Field(default=1.0, gt=0)
     """Longest wait of a background thread for one answer of the store; it delays one request, not the
     engine."""
     load_when: Literal["pays", "always"] = "pays"
@@ -93,8 +93,8 @@ class EncoderConfig(_Section):
     own tower waits three times that, at most this long."""
     deadline_floor_s: float = Field(default=0.5, gt=0)
     """Shortest wait of an engine for an embedding, however quick its own tower is."""
-    patience_s: float = Field(default=60.0, gt=0)
-    """Longest wait of an engine that has no tower; then its request fails."""
+    language_only_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait for an embedding of an engine that has no tower; then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
     """Largest number of media in one pass of a tower."""
     prepare_threads: int = Field(

@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
         shelf = ResultCache(
-            store, deadline_s=config.store.patience_s, account_part=config.encoder.tenant_part
+            store, deadline_s=config.store.background_timeout_s, account_part=config.encoder.tenant_part
         )
         tracing = open_tracing()
         encoder = EncoderCore(

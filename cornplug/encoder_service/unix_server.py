@@ -16,8 +16,8 @@ import msgspec
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.wire.handshake import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_BYTES,
-    PATIENCE_S,
     ServiceHandshake,
     UntrustedPeer,
 )
@@ -140,12 +140,12 @@ async def _greeted(
 ) -> bool:
     """Whether the engine has proved in time that it has the secret."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             challenge = answering.challenge(await read_frame(reader, limit=MAX_BYTES))
             writer.write(frame(challenge, limit=MAX_BYTES))
             answering.check(await read_frame(reader, limit=MAX_BYTES))
     except TimeoutError:
-        log.warning("closed a connection: no handshake within %g s", PATIENCE_S)
+        log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
     except (UntrustedPeer, ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
         log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
     else:

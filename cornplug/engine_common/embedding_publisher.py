@@ -80,7 +80,7 @@ class EmbeddingPublisher:
                 dtype=dtype_name(embedding.dtype),
                 shape=tuple(embedding.shape),
                 app=self._run.app,
-                deadline_s=self._run.patience_s,
+                deadline_s=self._run.background_timeout_s,
             )
         except CornplugError as e:
             log.debug("embedding not published: %s", e)

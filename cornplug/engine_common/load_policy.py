@@ -161,12 +161,12 @@ class FetchRule:
         """How long this engine's tower takes; None before it has run."""
         return self._encoding.seconds(rows)
 
-    def patience_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
+    def encode_deadline_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
         """How long to wait for a service that would encode so many rows."""
-        return patience_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
+        return encode_deadline_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
 
 
-def patience_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
+def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
     """How long to wait for a service: three times what encoding here takes, within bounds; the longest
     where nobody knows (None)."""
     return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))

@@ -47,9 +47,9 @@ class EngineRuntime:
         return self.config.store.deadline_s
 
     @property
-    def patience_s(self) -> float:
+    def background_timeout_s(self) -> float:
         """For calls from threads that hold up nobody."""
-        return self.config.store.patience_s
+        return self.config.store.background_timeout_s
 
 
 @contextmanager

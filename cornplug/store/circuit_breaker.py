@@ -1,7 +1,7 @@
 """Whether a store that has been slow is asked again: not before a pause that grows.
 
-A caller that waits 0.1 s for nothing at every step is worse off than without a store. Who waits
-longer may still be served, so each length of patience has its own count.
+A caller that waits 0.1 s for nothing at every step is worse off than without a store. A caller that waits
+longer may still be served, so each length of deadline has its own count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CircuitBreaker:
         self._missed: dict[int, tuple[int, float]] = {}
 
     def refuses(self, deadline_s: float, now_s: float) -> bool:
-        """Whether one with this patience had better not ask yet."""
+        """Whether a caller with this deadline should not ask yet."""
         missed = self._missed.get(_kind(deadline_s))
         return missed is not None and now_s < missed[1]
 

@@ -76,12 +76,12 @@ class DaemonConnection:
             self._sock.setblocking(False)
             on_error.pop_all()
 
-    def ask(self, request: wire.Request, end_s: float, patience_s: float) -> wire.Reply:
+    def ask(self, request: wire.Request, end_s: float, timeout_s: float) -> wire.Reply:
         """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `StoreSlow`
-        when it is not asked for, as the store is slow for one who waits `patience_s` at most."""
+        when it is not asked for, as the store is too slow for a caller that waits `timeout_s` at most."""
         now_s = time.monotonic()
         with self._turns:
-            self._check_pace(patience_s, now_s)
+            self._check_pace(timeout_s, now_s)
             waiter = _Waiter(now_s)
             self._last_number = self._last_number % _LAST_NUMBER + 1
             self._queue(request, self._last_number)
@@ -90,9 +90,9 @@ class DaemonConnection:
             try:
                 body = self._await(waiter, end_s)
             except TimeoutError:
-                self._breaker.missed(patience_s, time.monotonic())
+                self._breaker.missed(timeout_s, time.monotonic())
                 raise
-            self._breaker.answered(patience_s)
+            self._breaker.answered(timeout_s)
         return self._decoded(body)
 
     def tell(self, message: wire.ReleaseRequest) -> None:
@@ -101,15 +101,15 @@ class DaemonConnection:
             self._queue(message, 0)
             self._flush()
 
-    def _check_pace(self, patience_s: float, now_s: float) -> None:
+    def _check_pace(self, timeout_s: float, now_s: float) -> None:
         """Raises Slow where waiting would be in vain, as far as one can tell."""
         oldest = next(iter(self._waiting.values()), None)
         if oldest is not None and not self._reading:
             self._take_in()
             oldest = next(iter(self._waiting.values()), None)
-        if oldest is not None and now_s - oldest.asked_s > patience_s:
+        if oldest is not None and now_s - oldest.asked_s > timeout_s:
             raise StoreSlow("the store has not answered for a while")
-        if self._breaker.refuses(patience_s, now_s):
+        if self._breaker.refuses(timeout_s, now_s):
             raise StoreSlow("the store was slow a moment ago")
 
     def _queue(self, request: wire.Request, number: int) -> None:

@@ -30,10 +30,10 @@ from devkit.engines import EncoderProcess, VllmServer
 _ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
 # On a busy machine an answer may come late. Engines and service would then do without: the same
 # answers, but not the counts that the demo is there to show. So they wait longer here.
-_PATIENCE_S: Final = 5
+_STORE_TIMEOUT_S: Final = 5
 _SHARING_FLAGS: Final = (
     *("--kv-connector", "cornplug", "--cornplug-store-size", str(1 << 30)),
-    *("--cornplug-store-deadline", str(_PATIENCE_S), "--cornplug-encoder-deadline", "60"),
+    *("--cornplug-store-deadline", str(_STORE_TIMEOUT_S), "--cornplug-encoder-deadline", "60"),
 )
 _STARTING_S: Final = 300.0
 
@@ -64,7 +64,7 @@ class Host:
         self._run.mkdir(mode=0o700)
         os.environ["XDG_RUNTIME_DIR"] = str(self._run)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
-        os.environ["CORNPLUG_STORE_PATIENCE_S"] = str(_PATIENCE_S)
+        os.environ["CORNPLUG_STORE_BACKGROUND_TIMEOUT_S"] = str(_STORE_TIMEOUT_S)
         # These models are so small that computing is mostly cheaper: the demo shows the sharing.
         os.environ["CORNPLUG_STORE_LOAD_WHEN"] = "always"
         os.environ["CORNPLUG_ENCODER_DEADLINE_FLOOR_S"] = "60"

@@ -33,7 +33,7 @@ MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
 BODY_S: Final = 1.5
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "TGA", "QOI", "PPM", "JPEG2000", "AVIF")
-PATIENCE_S: Final = 8.0
+ANSWER_TIMEOUT_S: Final = 8.0
 """Longest that a refusal may take on a busy machine of two cores."""
 GROWTH_BYTES: Final = 150 << 20
 """Eight bytes for each of two images at the limit, and what an allocator keeps."""
@@ -48,7 +48,7 @@ class Living:
     def __init__(self, process: EncoderProcess, model: str) -> None:
         self.process = process
         self.model = model
-        self.http = httpx.Client(base_url=process.url, timeout=PATIENCE_S, trust_env=False)
+        self.http = httpx.Client(base_url=process.url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
         self.others = 0
         self._good = saved(picture(99), "PNG")
         self._want: str | None = None
@@ -136,7 +136,7 @@ def test_a_hostile_picture_is_refused_within_bounds(living: Living, name: str) -
     assert error["reason"] == reason or (not reason and error["reason"])
     assert error["message"]
     assert len(answer.content) < 2000
-    assert time.monotonic() - began < PATIENCE_S
+    assert time.monotonic() - began < ANSWER_TIMEOUT_S
     assert living.peak_bytes() - before < GROWTH_BYTES
     living.well()
 
@@ -252,7 +252,7 @@ def test_a_salt_cannot_write_headers(living: Living) -> None:
 
 @contextlib.contextmanager
 def raw(living: Living, data: bytes) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", living.process.port), timeout=PATIENCE_S) as s:
+    with socket.create_connection(("127.0.0.1", living.process.port), timeout=ANSWER_TIMEOUT_S) as s:
         s.sendall(data)
         yield s
 
@@ -287,7 +287,7 @@ def test_a_body_that_never_comes_ends(living: Living) -> None:
         answer = b"".join(iter(lambda: s.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"slow_body"' in answer
-    assert BODY_S * 0.9 < time.monotonic() - began < BODY_S + PATIENCE_S
+    assert BODY_S * 0.9 < time.monotonic() - began < BODY_S + ANSWER_TIMEOUT_S
 
 
 def test_many_who_hold_a_line_open_harm_nobody(living: Living) -> None:

@@ -25,7 +25,7 @@ def test_waiting_embeddings_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(embedding_publisher.entry, "put", put)
 
     class Here:
-        app, patience_s, store = "test", 1.0, FaultyStore
+        app, background_timeout_s, store = "test", 1.0, FaultyStore
 
     here: Any = Here()
     offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))

@@ -155,4 +155,4 @@ def test_a_service_is_waited_for_as_long_as_encoding_would_justify(
     rule = FetchRule("pays")
     if own_s is not None:
         rule.encoded(500, own_s)
-    assert rule.patience_s(500, floor_s=0.5, ceiling_s=10.0) == pytest.approx(waits_s)
+    assert rule.encode_deadline_s(500, floor_s=0.5, ceiling_s=10.0) == pytest.approx(waits_s)

@@ -24,7 +24,7 @@ def runtime(store: Store, **encoder: Any) -> Any:
     """A process's Runtime over any store."""
     config = Config(store=StoreConfig(), encoder=EncoderConfig(**encoder), engine=EngineConfig(app="test"))
     return SimpleNamespace(
-        config=config, app="test", secret=SECRET, store=store, deadline_s=0.1, patience_s=1.0
+        config=config, app="test", secret=SECRET, store=store, deadline_s=0.1, background_timeout_s=1.0
     )
 
 

@@ -268,7 +268,7 @@ def _works(store: PoolStore) -> bool:
     return True
 
 
-def test_the_scheduler_does_not_wait_for_a_background_threads_patience(
+def test_the_scheduler_does_not_wait_for_a_background_threads_timeout(
     connect: Connect, start_daemon: Start
 ) -> None:
     daemon = start_daemon()
@@ -328,7 +328,7 @@ def test_a_slow_store_is_asked_ever_less_often(
     assert 2 <= reasons.count("store_timeout") <= 8
     assert waited_s < 0.5
     assert store.connected
-    assert store.contains([key("a")], deadline_s=2) == b"\0", "who has patience is served"
+    assert store.contains([key("a")], deadline_s=2) == b"\0", "a caller that waits longer is served"
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
                 peer.sendall(wire.frame(wire.ContainsReply(b"\0"), number))
 
 
-def test_a_breaker_knows_patience_from_patience() -> None:
+def test_circuit_breaker_counts_each_deadline_apart() -> None:
     breaker = CircuitBreaker()
     breaker.missed(0.1, 100.0)
     assert breaker.refuses(0.1, 100.05)

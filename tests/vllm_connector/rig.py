@@ -61,7 +61,7 @@ def runtime(
         secret=SECRET,
         store=store,
         deadline_s=config.store.deadline_s,
-        patience_s=config.store.patience_s,
+        background_timeout_s=config.store.background_timeout_s,
     )
 
 

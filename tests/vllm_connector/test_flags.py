@@ -183,7 +183,7 @@ def test_runtime_of_equal_settings_is_shared(short_path: Path, monkeypatch: pyte
         assert runtime_module.runtime(dict(reversed(extra.items()))) is first
         assert first.app == "default"
         assert first.secret == (short_path / "secret").read_bytes()
-        assert first.deadline_s < first.patience_s
+        assert first.deadline_s < first.background_timeout_s
     finally:
         first.store.close()
 

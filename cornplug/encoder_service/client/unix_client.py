@@ -24,7 +24,7 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import MAX_BYTES, PATIENCE_S, EngineHandshake, check_user
+from cornplug.encoder_service.wire.handshake import HANDSHAKE_TIMEOUT_S, MAX_BYTES, EngineHandshake, check_user
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     DescribeReply,
@@ -202,7 +202,7 @@ class SocketEncoder:
 
     def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
         """Send and receive until the connection ends; why it ended."""
-        give_up_s = time.monotonic() + PATIENCE_S
+        give_up_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)

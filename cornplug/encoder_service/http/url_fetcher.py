@@ -183,12 +183,12 @@ class UrlFetcher:
         authority = target.url.netloc.decode("ascii")
         # A connection of its own: a pool would hand one host's connection to another at that address.
         transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
-        patience = httpx.Timeout(self._deadline_s, connect=self._deadline_s / len(target.addresses))
+        timeout = httpx.Timeout(self._deadline_s, connect=self._deadline_s / len(target.addresses))
         request = httpx.Request(
             "GET",
             url,
             headers={"host": authority, **_HEADERS},
-            extensions={"sni_hostname": target.host, "timeout": patience.as_dict()},
+            extensions={"sni_hostname": target.host, "timeout": timeout.as_dict()},
         )
         async with transport:
             response = await transport.handle_async_request(request)

@@ -37,7 +37,7 @@ MAX_RATE: Final = 384_000
 MAX_CHANNELS: Final = 32
 MAX_SAMPLES: Final = 1 << 26
 """Of one channel, at whatever rate: 256 MiB of float32."""
-PATIENCE_S: Final = 30.0
+DECODE_TIMEOUT_S: Final = 30.0
 """Longest that one medium may take to decode."""
 _SHORT_BY: Final = 0.02
 """Part of the announced duration whose absence is no truncation."""
@@ -141,7 +141,7 @@ def announced_duration_s(container: Any, stream: Any) -> float | None:
 
 def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
     """Decoded frames. Raises MediaError("damaged", "too_slow")."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + DECODE_TIMEOUT_S
     stream.codec_context.thread_count = 1
     decoded = container.decode(stream)
     while True:
@@ -152,7 +152,7 @@ def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
         if frame is None:
             return
         if time.monotonic() > end:
-            raise MediaError(f"the {what} takes over {PATIENCE_S:g} s to decode", reason="too_slow")
+            raise MediaError(f"the {what} takes over {DECODE_TIMEOUT_S:g} s to decode", reason="too_slow")
         yield frame
 
 

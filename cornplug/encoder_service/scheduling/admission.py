@@ -85,7 +85,7 @@ class EncodeAdmission:
         self._headroom: dict[ServiceClass, float] = {}
         """By class: how often a prediction has to fit into a deadline, for better classes come in bursts and
         threads wait for each other. Learned from what came of earlier ones."""
-        self._patience: dict[ServiceClass, tuple[float, float]] = {}
+        self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
         """By class: the shortest deadline that anything let in had of late, and when that was."""
 
     def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
@@ -106,21 +106,21 @@ class EncodeAdmission:
                 moved = headroom + (_MISSED_STEP if seconds > headroom * wait.foreseen_s else -_KEPT_STEP)
                 self._headroom[wait.qos] = min(max(moved, _LEAST_HEADROOM), _MOST_HEADROOM)
 
-    def most_tokens(self, tower: object, patience_s: float) -> float:
+    def most_tokens(self, tower: object, deadline_s: float) -> float:
         """How long a pass may be that has someone of that deadline in it, and while others of shorter ones
         keep coming."""
         with self._lock:
-            return self._most_tokens(tower, patience_s)
+            return self._most_tokens(tower, deadline_s)
 
     def refusal(self, flight: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
         """Why `flight` cannot be done in time, or None: then it counts as let in."""
         now = self._clock()
-        no, expected_s = self._judged(flight, flight.patience_s, batcher, now)
+        no, expected_s = self._judged(flight, flight.shortest_deadline_s, batcher, now)
         if no is None:
             with self._lock:
                 for wait in flight.waits:
                     wait.foreseen_s = now - wait.received_s + expected_s
-                self._note_patience(flight, now)
+                self._note_deadline(flight, now)
                 self._last = ref(flight.tower), flight.tokens, flight.app
                 self._arrivals.count(flight.qos, flight.tokens, now)
         return no
@@ -145,7 +145,7 @@ class EncodeAdmission:
             self._free += _FREE_STEP * ((not needed) - self._free)
 
     def _judged(
-        self, new: QueuedJob, patience_s: float, batcher: Batcher[Any], now: float
+        self, new: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
         """Why not, and the seconds expected until it would be done."""
         ahead = batcher.ahead(new, self._demand(new.tower, now))
@@ -160,9 +160,9 @@ class EncodeAdmission:
         over = mine + new.tokens > new.qos.share * (all_waiting + new.tokens)
         no = AdmissionRefusal(
             reason="over_share" if over and mine < all_waiting else "overloaded",
-            message=f"it would take {done_s:.3g} s, and its deadline is {patience_s:.3g} s",
+            message=f"it would take {done_s:.3g} s, and its deadline is {deadline_s:.3g} s",
             # While one waits a second, what is predicted shrinks by one and the headroom.
-            retry_after_s=max(_LEAST_RETRY_S, expected_s - patience_s * expected_s / done_s),
+            retry_after_s=max(_LEAST_RETRY_S, expected_s - deadline_s * expected_s / done_s),
         )
         return no, expected_s
 
@@ -223,16 +223,16 @@ class EncodeAdmission:
         """Tokens of a batch out of a queue of so many."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
-    def _most_tokens(self, tower: object, patience_s: float) -> float:
+    def _most_tokens(self, tower: object, deadline_s: float) -> float:
         oldest = self._clock() - _REMEMBER_S
-        about = (short_s for short_s, then in self._patience.values() if then >= oldest)
-        shortest_s = min((patience_s, *about))
+        about = (short_s for short_s, then in self._shortest_deadlines.values() if then >= oldest)
+        shortest_s = min((deadline_s, *about))
         return self._pass(tower).tokens_within(_PART_OF_DEADLINE * shortest_s)
 
-    def _note_patience(self, flight: EncodeJob[Any], now: float) -> None:
-        short_s, then = self._patience.get(flight.qos, (math.inf, now))
-        if flight.patience_s <= short_s or now - then > _REMEMBER_S:
-            self._patience[flight.qos] = flight.patience_s, now
+    def _note_deadline(self, flight: EncodeJob[Any], now: float) -> None:
+        short_s, then = self._shortest_deadlines.get(flight.qos, (math.inf, now))
+        if flight.shortest_deadline_s <= short_s or now - then > _REMEMBER_S:
+            self._shortest_deadlines[flight.qos] = flight.shortest_deadline_s, now
 
     def _pass(self, tower: object) -> PassTime:
         return self._passes.get(tower) or PassTime()

@@ -77,7 +77,7 @@ class EncodeJob(Generic[WorkT]):
     app: str = field(init=False)
     due_s: float = field(init=False)
     """The earliest deadline of those who wait, by the batcher's clock."""
-    patience_s: float = field(init=False)
+    shortest_deadline_s: float = field(init=False)
     """The shortest deadline that any of them came with."""
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class EncodeJob(Generic[WorkT]):
         best = max(self.waits, key=lambda w: (w.qos.rank, -w.due_s))
         self.qos, self.app = best.qos, best.request.app
         self.due_s = min(w.due_s for w in self.waits)
-        self.patience_s = min(w.request.deadline_s for w in self.waits)
+        self.shortest_deadline_s = min(w.request.deadline_s for w in self.waits)
 
 
 class Batcher(Generic[WorkT]):
@@ -104,7 +104,7 @@ class Batcher(Generic[WorkT]):
         max_tokens: int,
         clock: Callable[[], float],
         on_late: Callable[[PendingRequest], None],
-        most_tokens: Callable[[object, float], float] = lambda tower, patience_s: math.inf,
+        most_tokens: Callable[[object, float], float] = lambda tower, deadline_s: math.inf,
         overtakes: bool = False,
     ) -> None:
         """`overtakes`: somebody calls `take_urgent`, so that what runs holds up no better class."""
@@ -285,7 +285,7 @@ class Batcher(Generic[WorkT]):
         return packed.batch
 
     def _limit(self, flight: EncodeJob[WorkT]) -> float:
-        return min(self._max_tokens, self._most_tokens(flight.tower, flight.patience_s))
+        return min(self._max_tokens, self._most_tokens(flight.tower, flight.shortest_deadline_s))
 
 
 def _better(one: ServiceClass, other: ServiceClass) -> bool:

@@ -90,10 +90,10 @@ class SglangParts:
         self._preparer = preparer
         self._threads = threads
         self._config = config
-        self._patience_s = config.patience_s
+        self._timeout_s = config.language_only_timeout_s
         self._secret = secret
         self._guard = ReceiverGuard(config.networks())
-        self._rendezvous = ReceiverRendezvous(forget_s=2 * config.patience_s)
+        self._rendezvous = ReceiverRendezvous(forget_s=2 * config.language_only_timeout_s)
         self._sender: ZmqSender | None = None
 
     @contextlib.asynccontextmanager
@@ -127,7 +127,7 @@ class SglangParts:
 
         Raises EncoderRefused and MediaError, nothing sent.
         """
-        end = time.monotonic() + self._door.deadline_s(caller.qos, self._patience_s)
+        end = time.monotonic() + self._door.deadline_s(caller.qos, self._timeout_s)
         known = None
         if part.prefill_host is not None and part.embedding_port is not None:
             known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)
@@ -184,7 +184,7 @@ class SglangParts:
                 model.served.name,
                 parts[0],
                 salt=item.cornplug_salt,
-                deadline_s=self._patience_s,
+                deadline_s=self._timeout_s,
                 bench=bench,
             )
 

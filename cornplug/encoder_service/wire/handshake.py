@@ -27,7 +27,7 @@ from cornplug.local_socket import foreign_user
 
 MAX_BYTES: Final = 1024
 """Of a frame, until the other side has proved who it is."""
-PATIENCE_S: Final = 5.0
+HANDSHAKE_TIMEOUT_S: Final = 5.0
 """Longest that a handshake may take."""
 _NONCE_BYTES: Final = 32
 _DOMAIN: Final = b"cornplug/encoder-socket/1/"

@@ -82,7 +82,7 @@ def settle(server_args: Any) -> None:
         # A lookup pays even for a prefix of a single page: the store answers in 0.1 ms.
         "prefetch_threshold": settled.page_size,
         # SGLang waits so long for a prefetch, and longer for each page of it, before it computes.
-        "prefetch_timeout_base": config.store.patience_s,
+        "prefetch_timeout_base": config.store.background_timeout_s,
         # Without them a backup names its own hash only, not those of its prefix.
         "hicache_storage_pass_prefix_keys": True,
         **_given_extra(server_args),

@@ -175,7 +175,7 @@ class PageReader:
     def _discard(self, keys: Sequence[bytes]) -> None:
         """Drop a damaged page and what follows it: whole prefixes then heal at once."""
         with suppress(StoreUnavailable):
-            self._run.store.delete(list(dict.fromkeys(keys)), deadline_s=self._run.patience_s)
+            self._run.store.delete(list(dict.fromkeys(keys)), deadline_s=self._run.background_timeout_s)
 
     def _missed(self, reason: str, tokens: int) -> None:
         # In whole pages of the store: the rest of one is nothing that anybody could have saved.

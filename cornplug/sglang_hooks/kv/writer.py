@@ -91,7 +91,7 @@ class PageWriter:
         refused = self._offer(self._wanted(hashes, slots, outcomes), outcomes, began + _SAVE_S)
         pause_s = _FIRST_PAUSE_S
         # A young store grows while we wait; SGLang offers no page twice.
-        while refused and time.monotonic() + pause_s < began + self._run.patience_s:
+        while refused and time.monotonic() + pause_s < began + self._run.background_timeout_s:
             time.sleep(pause_s)
             pause_s *= 2
             refused = self._offer(refused, outcomes, began + _SAVE_S)
@@ -167,7 +167,7 @@ class PageWriter:
         """Write pages, some at a time; those for which room is being made."""
         refused: dict[bytes, list[_Piece]] = {}
         for keys in self._rounds(list(wanted)):
-            deadline_s = min(self._run.patience_s, end_s - time.monotonic())
+            deadline_s = min(self._run.background_timeout_s, end_s - time.monotonic())
             if deadline_s <= 0:
                 outcomes["late"] += len(keys)
                 continue
@@ -211,7 +211,9 @@ class PageWriter:
         outcomes["write_failed"] += len(broken)
         self._give_up(broken)
         try:
-            stored = self._run.store.commit(written, deadline_s=self._run.patience_s) if written else []
+            stored = (
+                self._run.store.commit(written, deadline_s=self._run.background_timeout_s) if written else []
+            )
         except StoreUnavailable as e:
             outcomes[e.reason] += len(written)
             return
@@ -236,7 +238,9 @@ class PageWriter:
     def _give_up(self, reserved: Sequence[Reservation]) -> None:
         with suppress(StoreUnavailable):
             if reserved:
-                self._run.store.release([r.token for r in reserved], deadline_s=self._run.patience_s)
+                self._run.store.release(
+                    [r.token for r in reserved], deadline_s=self._run.background_timeout_s
+                )
 
     def _count(self, outcomes: Counter[str]) -> None:
         # Of a page that ranks write together the first counts.

@@ -27,7 +27,7 @@ from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.encoder_backoff import BackOff
-from cornplug.engine_common.load_policy import patience_s
+from cornplug.engine_common.load_policy import encode_deadline_s
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
@@ -101,7 +101,7 @@ class EmbeddingPrefetcher:
         if (refusal := self._encoder.refusal) is not None:
             raise refusal  # before a large image's tensors are packed for nobody
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
-        deadline_s = self._patience_s(placeholder_tokens.rows_of(item)) - (time.monotonic() - began)
+        deadline_s = self._deadline_s(placeholder_tokens.rows_of(item)) - (time.monotonic() - began)
         request = EncodeRequest(
             id=0,
             identity=tower.served_identity,
@@ -123,10 +123,10 @@ class EmbeddingPrefetcher:
             await self._in_thread(self._put, answer.key, answer.tensor)
         return f"service_{answer.origin}"
 
-    def _patience_s(self, rows: int) -> float:
+    def _deadline_s(self, rows: int) -> float:
         ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()
         encode_s = None if row_s is None else rows * row_s
-        return patience_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
+        return encode_deadline_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -144,7 +144,7 @@ class EmbeddingPrefetcher:
             dtype=tensor.dtype,
             shape=tensor.shape,
             app=self._run.app,
-            deadline_s=self._run.patience_s,
+            deadline_s=self._run.background_timeout_s,
         )
         if outcome not in ("stored", "present"):
             raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")

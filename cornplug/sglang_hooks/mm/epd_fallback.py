@@ -10,7 +10,7 @@ There the request is encoded by the server itself, a counted miss:
                        sent again ──> every rank: it takes the place of the one that waits
 
 After a failure of the service, the next requests skip it for a while. Without a tower the error stays
-SGLang's, within `encoder.patience_s` instead of 180 s, and it ends the request only: in stock SGLang an
+SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock SGLang an
 error of the encoder can end the scheduler.
 """
 
@@ -80,14 +80,14 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
         get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
     )
     config = activation.config().encoder
-    answer_s = config.deadline_s if _here.tower else config.patience_s + _MARGIN_S
+    answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
     # Values that the operator has set stay.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
     if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
         receiver.recv_timeout = answer_s
         # The scheduler waits for the encoder, and then for the tokenizer, which processes the images itself.
-        receiver.wait_timeout = answer_s + (config.patience_s if _here.tower else _MARGIN_S)
+        receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _here.tower else _MARGIN_S)
 
 
 async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:

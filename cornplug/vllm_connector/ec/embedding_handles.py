@@ -75,7 +75,7 @@ class ReceivedHandles:
         """The rows that a voucher stands for. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
-            found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.patience_s)
+            found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.background_timeout_s)
         except CornplugError as e:
             raise _refused(str(e)) from e
         identity = self._identity()

@@ -224,7 +224,9 @@ class ECScheduler:
             return None
         rows = feature.mm_position.get_num_embeds()
         ours = self._run.config.encoder
-        deadline = now + self._rule.patience_s(rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
+        deadline = now + self._rule.encode_deadline_s(
+            rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
+        )
         item = _Item(feature.identifier, key, rows, self._bytes(rows), deadline, now)
         if not self._rule.pays(rows=rows, size_bytes=item.size):
             self._fail(item, "cheaper")

@@ -253,7 +253,7 @@ def test_no_receiver_in_time(run: Run) -> None:
         answer = await service.encode([url(picture(1))])
         assert (answer.status_code, answer.json()["reason"]) == (502, "undeliverable")
 
-    run(scenario, patience_s=1.0)
+    run(scenario, language_only_timeout_s=1.0)
 
 
 def test_several_models_are_told_apart_by_url(run: Run, registry: Any, qwen: Path, llava_pair: Any) -> None:

@@ -134,7 +134,7 @@ def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
 def test_a_silent_connection_is_closed(
     make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unix_server, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(unix_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     path = serve(make_encoder())
     assert converse(path) == b""
     assert converse(path, b"x" * (handshake.MAX_BYTES + 1)) == b""

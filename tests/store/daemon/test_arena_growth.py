@@ -295,7 +295,7 @@ def test_what_is_put_while_room_is_made_is_stored() -> None:
     assert done == "stored"
 
 
-def test_patience_ends_with_the_deadline() -> None:
+def test_waiting_for_memory_ends_with_the_deadline() -> None:
     store = _Growing(10**6)
     began_s = time.monotonic()
     assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [ReserveRefusal.GROWING]  # type: ignore[arg-type]
