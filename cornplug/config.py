@@ -134,8 +134,8 @@ class EncoderConfig(_Section):
     allow_anonymous: bool = False
     """The service listens beyond this host (`host`) although callers need no key."""
     trust_salts: bool = False
-    """The service takes a `salt` from callers without a tenant's key. Safe only where a gateway that names
-    tenants, or a single tenant, reaches the service; otherwise such requests are refused."""
+    """The service takes a `cache_salt` from callers without a tenant's key. Safe only where a gateway that
+    names tenants, or a single tenant, reaches the service; otherwise such requests are refused."""
     names: str = ""
     """Names ("encoder, encoder.example.org") by which HTTP clients reach the service, beside localhost, this
     host's own name and its addresses. A request without a key for another name is refused."""

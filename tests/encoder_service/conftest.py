@@ -87,12 +87,12 @@ class Requests:
         assert loaded is not None
         if (path, seed) not in self._made:
             self._made[path, seed] = inputs_of(path, picture(seed))
-        salt = changes.get("salt")
+        salt = changes.get("cache_salt")
         fields: dict[str, Any] = {
             "id": 1,
             "identity": loaded.served.identity,
             "key": identity.embedding_key(SECRET, loaded.served.identity, bytes([seed]) * 32, salt),
-            "salt": salt,
+            "cache_salt": salt,
             "inputs": self._made[path, seed],
             "app": "test",
             "deadline_s": 30.0,

@@ -86,7 +86,7 @@ class Living:
             while not self._stop.wait(0.05):
                 seed = self.others % len(images)
                 # Another tenant each time: every one goes through the tower.
-                form = {"model": self.model, "salt": str(self.others)}
+                form = {"model": self.model, "cache_salt": str(self.others)}
                 try:
                     answer = http.post("/v1/encode", data=form, files={"image": images[seed]})
                 except httpx.HTTPError as e:
@@ -186,8 +186,8 @@ GOOD: Final = base64.b64encode(saved(picture(1), "PNG")).decode()
         (b'{"model": "M", "image": "G", "deadline_s": "1"}', 422),
         (b'{"model": "M", "image": "G", "dtype": "float64"}', 422),
         (b'{"model": "M", "image": "G", "key": "00"}', 422),
-        (b'{"model": "M", "image": "G", "salt": 1}', 422),
-        (b'{"model": "M", "image": "G", "salt": "' + b"s" * 257 + b'"}', 422),
+        (b'{"model": "M", "image": "G", "cache_salt": 1}', 422),
+        (b'{"model": "M", "image": "G", "cache_salt": "' + b"s" * 257 + b'"}', 422),
         (b'{"model": "M", "image": "G", "' + b"k" * 100_000 + b'": 1}', 422),
         (b'{"model": ["M"], "image": "G"}', 422),
         (b'{"model": "", "image": "G"}', 422),
@@ -226,7 +226,9 @@ def test_a_hostile_json_body_is_refused(living: Living, body: bytes, status: int
         b"--b\r\n\r\nno disposition\r\n--b--\r\n",
         b"".join(b'--b\r\ncontent-disposition: form-data; name="f%d"\r\n\r\n1\r\n' % i for i in range(500))
         + b"--b--\r\n",
-        b'--b\r\ncontent-disposition: form-data; name="salt"\r\n\r\n' + b"s" * 1_000_000 + b"\r\n--b--\r\n",
+        b'--b\r\ncontent-disposition: form-data; name="cache_salt"\r\n\r\n'
+        + b"s" * 1_000_000
+        + b"\r\n--b--\r\n",
         b"\0" * 100_000,
     ],
     ids=short,
@@ -242,7 +244,7 @@ def test_a_hostile_form_is_refused(living: Living, body: bytes) -> None:
 def test_a_salt_cannot_write_headers(living: Living) -> None:
     answer = living.http.post(
         "/v1/encode",
-        json={"model": living.model, "image": GOOD, "salt": "a\r\nx-evil: 1\r\n\r\n"},
+        json={"model": living.model, "image": GOOD, "cache_salt": "a\r\nx-evil: 1\r\n\r\n"},
         headers={"accept": "application/octet-stream"},
     )
     assert answer.status_code == 200

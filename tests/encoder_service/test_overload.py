@@ -123,7 +123,7 @@ class Storm:
     def ask(self, app: str, deadline_s: float) -> None:
         """One medium that nobody has asked about."""
         salt = str(len(self.asked))
-        request = self._request(salt=salt, app=app, deadline_s=deadline_s)
+        request = self._request(cache_salt=salt, app=app, deadline_s=deadline_s)
         one = Asked(app, deadline_s, time.monotonic())
         self.asked.append(one)
         future = self._encoder.submit(request)
@@ -154,7 +154,9 @@ def test_at_three_times_the_capacity_promises_are_kept(
     identity_ = request_for(llava_pair[0], 1).identity
 
     def request(**fields: Any) -> EncodeRequest:
-        key = identity.embedding_key(SECRET, identity_, bytes(32), f"{len(tower.passes)}-{fields['salt']}")
+        key = identity.embedding_key(
+            SECRET, identity_, bytes(32), f"{len(tower.passes)}-{fields['cache_salt']}"
+        )
         return request_for(llava_pair[0], 1, key=key, **fields)
 
     storm = Storm(encoder, request)

@@ -61,7 +61,7 @@ def request_of(registry: ModelRegistry, path: Path, seed: int) -> EncodeRequest:
         id=1,
         identity=model,
         key=identity.embedding_key(SECRET, model, bytes([seed]) * 32, None),
-        salt=None,
+        cache_salt=None,
         inputs=inputs_of(path, picture(seed)),
         app="test",
         deadline_s=60.0,

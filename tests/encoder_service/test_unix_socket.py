@@ -343,5 +343,5 @@ def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: 
 def test_messages_are_what_the_protocol_says() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(DescribeRequest())) == {
         "type": "describe",
-        "version": 2,
+        "version": PROTOCOL_VERSION,
     }

@@ -130,7 +130,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     # Somebody else's, by the content of model and image alone.
     with EncoderClient(encoder.url) as client:
         for data in PICTURES:
-            client.encode(data, model=model, salt=OTHERS)
+            client.encode(data, model=model, cache_salt=OTHERS)
     same(ask(server, OTHERS), taken)
     assert count(server, "hits_total", what="embedding", source="store") == len(PICTURES)
     assert count(server, "misses_total", what="embedding") == 0

@@ -115,7 +115,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     store = stack.start_store()
     try:
         with encoder, EncoderClient(encoder.url) as client:
-            client.encode(photos()[0].data, model=str(base), salt=SALT)
+            client.encode(photos()[0].data, model=str(base), cache_salt=SALT)
             assert encoder.tower_passes() == 1
             yield Scene(kin, base, wider, folder, stack, encoder)
     finally:

@@ -179,7 +179,9 @@ def test_the_engine_publishes_what_the_service_would_have_given(
         header, payload = published
         theirs = np.frombuffer(payload, np.float32).reshape(header.shape)
         # Under another salt nothing is known yet: the service has to compute it.
-        ours = client.encode(photo, model=str(stack.models[subject.model]), salt="computed-by-the-service")
+        ours = client.encode(
+            photo, model=str(stack.models[subject.model]), cache_salt="computed-by-the-service"
+        )
         assert ours.origin == "computed"
         assert ours.key != ref.key
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ class Rig:
 
     def encode(self, picture: int, salt: str | None = None) -> EmbeddingRef:
         with EncoderClient(self.encoder.url) as client:
-            return client.encode(photos()[picture].data, model=str(self.model), salt=salt)
+            return client.encode(photos()[picture].data, model=str(self.model), cache_salt=salt)
 
     def ask(self, part: Mapping[str, Any], **fields: Any) -> Answer:
         content = [part, {"type": "text", "text": "what is this"}]

@@ -36,7 +36,7 @@ def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str |
         return caller.tenant if said is None else f"{caller.tenant}/{said}"
     if said is not None and not config.trust_salts:
         raise EncoderRefused(
-            "salt: comes with a tenant's key ([qos.classes.NAME] tenants); leave it out, or set "
+            "cache_salt: comes with a tenant's key ([qos.classes.NAME] tenants); leave it out, or set "
             "encoder.trust_salts where only a gateway of yours asks",
             reason="forbidden_salt",
         )

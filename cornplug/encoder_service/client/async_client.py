@@ -90,7 +90,7 @@ class AsyncEncoderClient:
         model: str,
         video: Medium | None = None,
         audio: Medium | None = None,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
         """The embedding of one medium: a path, the bytes of a file, or a PIL image.
@@ -101,23 +101,25 @@ class AsyncEncoderClient:
         """
         given = {"image": image, "video": video, "audio": audio}
         item: Any = {modality: medium for modality, medium in given.items() if medium is not None}
-        return await self.encode_item(item, model=model, salt=salt, deadline_s=deadline_s)
+        return await self.encode_item(item, model=model, cache_salt=cache_salt, deadline_s=deadline_s)
 
     async def encode_item(
-        self, item: Item, *, model: str, salt: str | None = None, deadline_s: float | None = None
+        self, item: Item, *, model: str, cache_salt: str | None = None, deadline_s: float | None = None
     ) -> EmbeddingRef:
         """As `encode`, for an image or {"image" | "video" | "audio": medium}."""
         # A PIL image is packed as PNG: a tenth of a second for a large one.
         medium = await asyncio.to_thread(MediaPayload.of, item)
-        return await self.single(medium, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
+        return await self.single(
+            medium, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
+        )
 
     async def single(
-        self, medium: MediaPayload, *, model: str, salt: str | None, deadline_s: float
+        self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
         """As `encode`, for what is ready to be sent."""
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
-            return await self._encode_at(url, timeout_s, medium, model, salt)
+            return await self._encode_at(url, timeout_s, medium, model, cache_salt)
 
         return await self._attempt(medium.content, send, deadline_s)
 
@@ -126,7 +128,7 @@ class AsyncEncoderClient:
         items: Iterable[Item],
         *,
         model: str,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> AsyncIterator[Result]:
@@ -146,7 +148,9 @@ class AsyncEncoderClient:
                 if under_way <= concurrency // 2:
                     entries = list(itertools.islice(waiting, concurrency - under_way))
                     if entries:
-                        window = self.window(ended.put_nowait, model=model, salt=salt, deadline_s=deadline_s)
+                        window = self.window(
+                            ended.put_nowait, model=model, cache_salt=cache_salt, deadline_s=deadline_s
+                        )
                         task = asyncio.create_task(window.run(entries))
                         windows.add(task)
                         task.add_done_callback(windows.discard)
@@ -162,10 +166,12 @@ class AsyncEncoderClient:
             await asyncio.gather(*left, return_exceptions=True)
 
     def window(
-        self, put: Callable[[Result], None], *, model: str, salt: str | None, deadline_s: float | None
+        self, put: Callable[[Result], None], *, model: str, cache_salt: str | None, deadline_s: float | None
     ) -> EncodeManyBatch:
         """Some items to send together; `put` gets each result."""
-        return EncodeManyBatch(self, put, model=model, salt=salt, deadline_s=deadline_s or self._deadline_s)
+        return EncodeManyBatch(
+            self, put, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
+        )
 
     async def models(self) -> list[dict[str, Any]]:
         """What the first service that answers serves: name, family, identity and fingerprints (hex),
@@ -241,7 +247,7 @@ class AsyncEncoderClient:
         return made
 
     async def _encode_at(
-        self, url: str, timeout_s: float, medium: MediaPayload, model: str, salt: str | None
+        self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
         # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
@@ -251,7 +257,7 @@ class AsyncEncoderClient:
                 "POST",
                 f"{url}/v1/encode",
                 timeout_s,
-                data=http_transport.form(model, salt, timeout_s, inline=source is None),
+                data=http_transport.form(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store answers in microseconds, within its own deadline: not worth a thread.
@@ -269,10 +275,10 @@ class AsyncEncoderClient:
         return answers.embedding(answer, self._stores[url])
 
     def stream(
-        self, url: str, media: Sequence[MediaPayload], *, model: str, salt: str | None, timeout_s: float
+        self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
         """As `exchange.stream`."""
-        fields = http_transport.form(model, salt, timeout_s, inline=self._stores[url] is None)
+        fields = http_transport.form(model, cache_salt, timeout_s, inline=self._stores[url] is None)
         return http_transport.stream(self._http, url, media, fields, timeout_s)
 
 

@@ -41,13 +41,13 @@ class ItemSender(Protocol):
         ...
 
     async def single(
-        self, medium: MediaPayload, *, model: str, salt: str | None, deadline_s: float
+        self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
         """One medium, at whichever service does it."""
         ...
 
     def stream(
-        self, url: str, media: Sequence[MediaPayload], *, model: str, salt: str | None, timeout_s: float
+        self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
         """(position, answer) of each, as they come."""
         ...
@@ -66,13 +66,13 @@ class EncodeManyBatch:
         put: Callable[[Result], None],
         *,
         model: str,
-        salt: str | None,
+        cache_salt: str | None,
         deadline_s: float,
     ) -> None:
         self._sender = sender
         self._put = put
         self._model = model
-        self._salt = salt
+        self._cache_salt = cache_salt
         self._end = time.monotonic() + deadline_s
         self._left: set[int] = set()
 
@@ -121,7 +121,11 @@ class EncodeManyBatch:
         try:
             async with asyncio.timeout(timeout_s):
                 stream = self._sender.stream(
-                    url, list(batch.values()), model=self._model, salt=self._salt, timeout_s=timeout_s
+                    url,
+                    list(batch.values()),
+                    model=self._model,
+                    cache_salt=self._cache_salt,
+                    timeout_s=timeout_s,
                 )
                 async with contextlib.aclosing(stream):
                     async for position, answer in stream:
@@ -157,7 +161,9 @@ class EncodeManyBatch:
     async def _alone(self, index: int, medium: MediaPayload) -> None:
         left = max(self._end - time.monotonic(), 0.001)
         try:
-            found = await self._sender.single(medium, model=self._model, salt=self._salt, deadline_s=left)
+            found = await self._sender.single(
+                medium, model=self._model, cache_salt=self._cache_salt, deadline_s=left
+            )
         except EncoderError as e:
             self._settle(index, e)
         else:

@@ -54,10 +54,10 @@ async def stream(
             raise EncoderUnavailable(f"{url} ended too early", reason="encoder_garbage")
 
 
-def form(model: str, salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
+def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
     """The fields beside the media."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
-    return fields if salt is None else {**fields, "salt": salt}
+    return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 
 
 async def _whole(url: str, response: httpx.Response) -> HttpAnswer:

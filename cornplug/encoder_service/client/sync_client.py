@@ -74,13 +74,13 @@ class EncoderClient:
         model: str,
         video: Medium | None = None,
         audio: Medium | None = None,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
         """As `AsyncEncoderClient.encode`."""
         return self._run(
             self._client.encode(
-                image, model=model, video=video, audio=audio, salt=salt, deadline_s=deadline_s
+                image, model=model, video=video, audio=audio, cache_salt=cache_salt, deadline_s=deadline_s
             )
         )
 
@@ -89,7 +89,7 @@ class EncoderClient:
         items: Iterable[Item],
         *,
         model: str,
-        salt: str | None = None,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> Iterator[Result]:
@@ -104,7 +104,9 @@ class EncoderClient:
                 if under_way <= concurrency // 2:
                     entries = list(itertools.islice(waiting, concurrency - under_way))
                     if entries:
-                        window = self._client.window(ended.put, model=model, salt=salt, deadline_s=deadline_s)
+                        window = self._client.window(
+                            ended.put, model=model, cache_salt=cache_salt, deadline_s=deadline_s
+                        )
                         windows = [w for w in windows if not w.done()] + [self._start(window.run(entries))]
                         under_way += len(entries)
                 if not under_way:

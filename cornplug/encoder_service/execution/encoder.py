@@ -269,7 +269,7 @@ class EncoderCore:
         # From here on the item is what is held: nobody needs what it was made of.
         request = wait.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
-            self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.salt
+            self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
         if wait.due_s <= self._clock():
             return self._refuse_late(wait)

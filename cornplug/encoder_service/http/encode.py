@@ -86,7 +86,7 @@ class EncodeRoute:
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
         caller = self._encoder.classes.of_headers(request.headers)
-        salt = salt_of(caller, asked.salt, self._config)
+        salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)

@@ -79,7 +79,7 @@ _AT_THE_DOOR: Final = {
 }
 
 _FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
-_FORM_FIELDS: Final = ("model", "salt", "inline", "deadline_s", "fps", "num_frames")
+_FORM_FIELDS: Final = ("model", "cache_salt", "inline", "deadline_s", "fps", "num_frames")
 
 
 def _form() -> dict[str, Any]:

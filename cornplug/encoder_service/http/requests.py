@@ -83,8 +83,8 @@ class EncodeBody(Medium):
     model: str = pydantic.Field(min_length=1, max_length=1024)
     items: list[Medium] = pydantic.Field(default_factory=list, min_length=1)
     """Answered as each finishes, by `index`."""
-    salt: str | None = pydantic.Field(default=None, max_length=256)
-    """Tenant: equal media of different salts never share a key."""
+    cache_salt: str | None = pydantic.Field(default=None, max_length=256)
+    """Equal media of different salts never share a key."""
     inline: bool = True
     """False: leave the data out where the host's store has it under `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
@@ -146,7 +146,7 @@ class ParsedRequest:
     model: str
     sources: tuple[MediumSource, ...]
     many: bool
-    salt: str | None
+    cache_salt: str | None
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
@@ -213,7 +213,7 @@ def _asked(body: EncodeBody, sources: tuple[MediumSource, ...], *, many: bool) -
         model=body.model,
         sources=sources,
         many=many,
-        salt=body.salt,
+        cache_salt=body.cache_salt,
         inline=body.inline,
         deadline_s=body.deadline_s,
         sampling=sampling,

@@ -136,7 +136,13 @@ class DecodeLanes:
         """
         self._start()
         request = EncodeRequest(
-            id=0, identity=b"", key=b"", salt=None, inputs={}, app=app, deadline_s=max(deadline_s, _LEAST_S)
+            id=0,
+            identity=b"",
+            key=b"",
+            cache_salt=None,
+            inputs={},
+            app=app,
+            deadline_s=max(deadline_s, _LEAST_S),
         )
         wait = PendingRequest(request=request, received_s=self._clock(), qos=qos)
         job = _LaneJob(run=run, room=room)

@@ -156,7 +156,7 @@ class MediaPreparer:
             id=0,
             identity=model_identity,
             key=identity.embedding_key(self._secret, model_identity, reading.digest, salt),
-            salt=salt,
+            cache_salt=salt,
             inputs={name: to_wire(reading.inputs[name]) for name in wanted if name in reading.inputs},
             app=app,
             deadline_s=deadline_s,

@@ -79,7 +79,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode"):
     identity: bytes
     key: bytes
     """The embedding key under which the result is published."""
-    salt: str | None
+    cache_salt: str | None
     inputs: dict[str, WireTensor]
     """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
     app: str

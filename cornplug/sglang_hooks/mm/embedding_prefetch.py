@@ -106,7 +106,7 @@ class EmbeddingPrefetcher:
             id=0,
             identity=tower.served_identity,
             key=key,
-            salt=salt,
+            cache_salt=salt,
             inputs=inputs,
             app=self._run.app,
             deadline_s=max(0.0, deadline_s),

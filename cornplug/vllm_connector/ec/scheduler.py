@@ -295,7 +295,7 @@ class ECScheduler:
                 id=0,
                 identity=identity,
                 key=item.key,
-                salt=asking.cache_salt,
+                cache_salt=asking.cache_salt,
                 inputs=self._inputs.of(feature),
                 app=self._run.app,
                 deadline_s=max(0.0, item.deadline - time.monotonic()),

@@ -87,10 +87,10 @@ def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str)
     counting, asked = counted(app)
     items = [png(picture(seed)) for seed in range(40)]
     with Served(counting) as server, EncoderClient(server.url, deadline_s=60) as client:
-        found = dict(client.encode_many(items, model=llava, salt="s"))
+        found = dict(client.encode_many(items, model=llava, cache_salt="s"))
         assert len(asked) <= 8
         for index in (0, 17, 39):
-            one, alone = found[index], client.encode(items[index], model=llava, salt="s")
+            one, alone = found[index], client.encode(items[index], model=llava, cache_salt="s")
             assert isinstance(one, EmbeddingRef)
             assert (one.key, one.shape, bytes(one.data)) == (alone.key, alone.shape, bytes(alone.data))
             assert alone.origin == "cached"

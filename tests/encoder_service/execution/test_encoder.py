@@ -204,7 +204,9 @@ def test_salts_share_nothing(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder()
-    answers = [ok(encoder.submit(request_for(llava_pair[0], 1, salt=salt))) for salt in (None, "a", "b")]
+    answers = [
+        ok(encoder.submit(request_for(llava_pair[0], 1, cache_salt=salt))) for salt in (None, "a", "b")
+    ]
     assert [a.origin for a in answers] == ["computed"] * 3
     assert len({a.key for a in answers}) == 3
 

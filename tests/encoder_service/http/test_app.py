@@ -75,7 +75,7 @@ def test_equals_the_engines_path(service: Service, qwen: Path) -> None:
 def test_a_salt_changes_the_key(service: Service, llava: str) -> None:
     keys = {
         service.post(data={"model": llava, **salt}, files={"image": png(picture(1))}).json()["key"]
-        for salt in ({}, {"salt": "a"}, {"salt": "b"})
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
     }
     assert len(keys) == 3
 

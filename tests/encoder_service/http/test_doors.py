@@ -143,7 +143,7 @@ def test_a_tenant_is_who_has_its_key(make: Make, llava_pair: Any) -> None:
     assert said({"authorization": "Bearer acme-2"})["origin"] == "cached"
     # Within a tenant a body may tell apart; it never leads out of it, whatever it says.
     for salt in ("beta", "../beta", "", "acme", "/beta"):
-        assert said(key("acme"), salt=salt)["key"] == made(f"acme/{salt}")
+        assert said(key("acme"), cache_salt=salt)["key"] == made(f"acme/{salt}")
     assert said(key("beta"))["key"] == made("beta")
     # Keys without a tenant, and callers without a key, share the deployment's domain.
     assert said({})["key"] == said(key("gold"))["key"] == made(None)
@@ -154,7 +154,7 @@ def test_nobody_names_a_tenant_in_a_body(make: Make, llava_pair: Any, headers: d
     service = make()
     acme = encode(service, llava_pair[0], headers=key("acme"))
     for salt in ("acme", "acme/x", "anything"):
-        answer = encode(service, llava_pair[0], headers=headers, salt=salt)
+        answer = encode(service, llava_pair[0], headers=headers, cache_salt=salt)
         assert reason(answer) == (403, "forbidden_salt")
         assert "encoder.trust_salts" in answer.json()["error"]["message"]
         assert acme.json()["voucher"] not in answer.text
@@ -162,7 +162,7 @@ def test_nobody_names_a_tenant_in_a_body(make: Make, llava_pair: Any, headers: d
 
 def test_a_gateway_s_salts_are_trusted_where_that_is_set(make: Make, llava_pair: Any) -> None:
     service = make(trust_salts=True)
-    keys = [encode(service, llava_pair[0], salt=salt).json()["key"] for salt in ("acme", "beta")]
+    keys = [encode(service, llava_pair[0], cache_salt=salt).json()["key"] for salt in ("acme", "beta")]
     assert keys[0] == encode(service, llava_pair[0], headers=key("acme")).json()["key"] != keys[1]
 
 
@@ -349,7 +349,7 @@ def test_reloads_and_refusals_are_in_the_audit(
     reload(service, authorization="Bearer operators")
     reload(service, authorization="Bearer wrong")
     reload(service, host="attacker.example\x1b[2J", origin="x")
-    encode(service, llava_pair[0], salt="acme")
+    encode(service, llava_pair[0], cache_salt="acme")
     encode(service, llava_pair[0])
     done, *refused = lines(caplog)
     assert (done["event"], done["peer"], done["changed"]) == ("reload", "127.0.0.1", [])

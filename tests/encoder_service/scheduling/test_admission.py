@@ -44,7 +44,7 @@ class Service:
         number = next(self._numbers)
         key = number.to_bytes(8, "big")
         request = EncodeRequest(
-            id=number, identity=b"i", key=key, salt=None, inputs={}, app=app, deadline_s=deadline_s
+            id=number, identity=b"i", key=key, cache_salt=None, inputs={}, app=app, deadline_s=deadline_s
         )
         wait = PendingRequest(request=request, received_s=self.now, qos=qos)
         return EncodeJob(

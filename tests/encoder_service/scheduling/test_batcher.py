@@ -22,7 +22,7 @@ class Clock:
 
 def wait(clock: Clock, deadline_s: float = 10) -> PendingRequest:
     request = EncodeRequest(
-        id=1, identity=b"i", key=b"k", salt=None, inputs={}, app="a", deadline_s=deadline_s
+        id=1, identity=b"i", key=b"k", cache_salt=None, inputs={}, app="a", deadline_s=deadline_s
     )
     return PendingRequest(request=request, received_s=clock.now)
 

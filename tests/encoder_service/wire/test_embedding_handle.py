@@ -115,7 +115,7 @@ def test_the_service_says_what_it_computed(
     client: EncoderClient, llava_pair: tuple[Path, Path], qwen: Path
 ) -> None:
     for model in (llava_pair[0], qwen):
-        ref = client.encode(picture(1), model=str(model), salt="tenant")
+        ref = client.encode(picture(1), model=str(model), cache_salt="tenant")
         assert ref.voucher is not None
         said = EmbeddingHandle.checked(ref.voucher, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))

@@ -143,7 +143,7 @@ def test_prefetch_request_holds_tower_inputs_and_salt(here: Stage) -> None:
     here.service.answer = encoded("coalesced")
     assert here.prepare(KEYS[0], salt="s") == ["service_coalesced"]
     (asked,) = here.service.asked
-    assert (asked.identity, asked.key, asked.salt, asked.app) == (TOWER, KEYS[0], "s", "test")
+    assert (asked.identity, asked.key, asked.cache_salt, asked.app) == (TOWER, KEYS[0], "s", "test")
     assert {name: tensor.shape for name, tensor in asked.inputs.items()} == {
         "pixel_values": (16, 6), "image_grid_thw": (1, 3),
     }  # fmt: skip

@@ -211,7 +211,7 @@ def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], origi
     assert not here.half.arrived(identifier(2))
     here.asked(1)
     asked = here.service.asked[0][0]
-    assert (asked.identity, asked.key, asked.salt, asked.app) == (b"s" * 32, key(2), "tenant", "test")
+    assert (asked.identity, asked.key, asked.cache_salt, asked.app) == (b"s" * 32, key(2), "tenant", "test")
     assert 9 < asked.deadline_s <= 10
     assert not here.half.available(request, 0)
     if stored:
