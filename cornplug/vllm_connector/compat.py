@@ -6,7 +6,7 @@ the original:
 
 * `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
-* `ImageEmbeddingMediaIO.load_base64`: vouchers in the place of embeddings;
+* `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;
 * `Worker.load_model`: to compare what was loaded with the files;
 * `MultiConnector.__init__`: to learn that other connectors load KV beside ours;
 * `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that somebody replaced the weights.

@@ -26,6 +26,7 @@ from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.encoder_service.wire.handshake import ServiceChallenge
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
     DescribeRequest,
     EncodeReply,
     EncodeRequest,

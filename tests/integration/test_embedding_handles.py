@@ -51,14 +51,14 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
     passes = rig.encoder.tower_passes()
-    by_voucher = rig.ask(rig.encode(0).as_vllm_part())
+    by_handle = rig.ask(rig.encode(0).as_vllm_part())
     with_pixels = rig.server.chat("what is this", images=[photos()[0].data], max_tokens=8)
-    assert by_voucher.token_ids == with_pixels.token_ids
-    assert by_voucher.prompt_tokens == with_pixels.prompt_tokens
-    assert by_voucher.logprobs == pytest.approx(with_pixels.logprobs, abs=1e-4)
+    assert by_handle.token_ids == with_pixels.token_ids
+    assert by_handle.prompt_tokens == with_pixels.prompt_tokens
+    assert by_handle.logprobs == pytest.approx(with_pixels.logprobs, abs=1e-4)
     assert rig.encoder.tower_passes() == passes + 1
     other = rig.ask(rig.encode(1).as_vllm_part())
-    assert other.token_ids != by_voucher.token_ids
+    assert other.token_ids != by_handle.token_ids
     # Two in one request, each with its own grid.
     parts = [rig.encode(i).as_vllm_part() for i in (2, 3)]
     content = [*parts, {"type": "text", "text": "compare"}]
@@ -83,8 +83,8 @@ def refused(rig: Rig, part: Mapping[str, Any], message: str, **fields: Any) -> N
 def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
     ref = rig.encode(4)
     good = ref.as_vllm_part()
-    refused(rig, ref.as_vllm_part(by_value=True), "by voucher only")
-    text = ref.voucher
+    refused(rig, ref.as_vllm_part(by_value=True), "by handle only")
+    text = ref.handle
     assert text is not None
     forged = {"type": "image_embeds", "image_embeds": text[:-8] + "AAAAAAAA"}
     refused(rig, forged, "not signed")
@@ -93,7 +93,7 @@ def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
         refused(rig, {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}}, "missing")
         turned = {**good["image_embeds"], "image_grid_thw": [1, grid[2], grid[1]]}
         if grid[1] != grid[2]:
-            refused(rig, {"type": "image_embeds", "image_embeds": turned}, "by voucher only")
+            refused(rig, {"type": "image_embeds", "image_embeds": turned}, "by handle only")
     store = PoolStore(load({"store.socket": rig.store_socket}).store, autostart=False, connect_timeout_s=5)
     store.delete([ref.key], deadline_s=5)
     store.close()

@@ -37,8 +37,8 @@ class EmbeddingRef:
     """"computed" for this request, "coalesced" with another one, or "cached"."""
     seconds: float
     """The service's time from receipt to answer."""
-    voucher: str | None = None
-    """Signed by the service: which model made this of which medium, see `encoder_service.voucher`."""
+    handle: str | None = None
+    """Signed by the service: stands for the image in a request to an engine, see `wire.embedding_handle`."""
     data: memoryview = field(repr=False)
     """The bytes, read-only."""
     in_store: bool = False
@@ -54,7 +54,7 @@ class EmbeddingRef:
         origin: str,
         seconds: float,
         data: bytes,
-        voucher: str | None = None,
+        handle: str | None = None,
     ) -> EmbeddingRef:
         """A reference to bytes that came with the answer. ValueError when they do not fill the shape."""
         _check_size(dtype, shape, len(data))
@@ -64,7 +64,7 @@ class EmbeddingRef:
             dtype=dtype,
             origin=origin,
             seconds=seconds,
-            voucher=voucher,
+            handle=handle,
             data=memoryview(data),
         )
 
@@ -94,7 +94,7 @@ def from_store(
     *,
     origin: str,
     seconds: float,
-    voucher: str | None = None,
+    handle: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
     """A reference to a verified copy of what the store has; None where it has it not (any more).
@@ -120,7 +120,7 @@ def from_store(
         dtype=header.dtype,
         origin=origin,
         seconds=seconds,
-        voucher=voucher,
+        handle=handle,
         data=memoryview(data).toreadonly(),
         in_store=True,
     )

@@ -1,10 +1,10 @@
-"""An embedding in a request to an engine, instead of the image that it was made of. Torch-free.
+"""An embedding in a request to an engine, instead of the image that it was computed from. Torch-free.
 
-    by voucher  vLLM 0.32 with cornplug's connector: some hundred bytes; the engine reads its store
+    by handle   vLLM 0.32 with cornplug's connector: a few hundred bytes; the engine reads its store
     by value    any vLLM 0.32 with --enable-mm-embeds: the rows themselves, as .npy in base64
 
-SGLang 0.5.23 takes an embedding in a request for no family of ours: its LLaVA and Qwen models run
-their tower over what an item calls `precomputed_embedding`. It takes them from
+SGLang 0.5.23 takes no embeddings in requests to supported families: its LLaVA and Qwen models run
+their tower over an item's `precomputed_embedding`. It takes embeddings from
 `--language-only --encoder-urls`, which `cornplug encoder` serves.
 """
 
@@ -30,29 +30,29 @@ _VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_v
 def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """A content part of a chat message for vLLM 0.32, in the place of an `image_url` part.
 
-    By voucher the engine must share the service's `store.secret_file` and store, the request's
+    By handle the engine must share the service's `store.secret_file` and store, the request's
     `cache_salt` must be the salt that the image was encoded with, and the entry must still be in the
     store: otherwise the request fails with a 400, as there are no pixels to fall back to.
 
-    Raises EncoderRefused("no_voucher") where the service gave none, ("unsupported") where vLLM's model
-    takes no embeddings.
+    Raises EncoderRefused("no_handle") if the service gave none, ("unsupported") if vLLM's model takes no
+    embeddings.
     """
-    if ref.voucher is None:
-        raise EncoderRefused("the service gave no voucher with this embedding", reason="no_voucher")
-    voucher = EmbeddingHandle.read(ref.voucher)
-    wants_grid = _VLLM.get(voucher.family)
-    if wants_grid is None or voucher.modality != "image":
+    if ref.handle is None:
+        raise EncoderRefused("the service gave no embedding handle", reason="no_handle")
+    handle = EmbeddingHandle.read(ref.handle)
+    wants_grid = _VLLM.get(handle.family)
+    if wants_grid is None or handle.modality != "image":
         raise EncoderRefused(
-            f"vLLM 0.32 takes no embedding for {voucher.family} and {voucher.modality}; it does for images "
+            f"vLLM 0.32 takes no embedding for {handle.family} and {handle.modality}; it does for images "
             f"of {', '.join(_VLLM)}. Send the medium itself",
             reason="unsupported",
         )
-    rows = _npy(ref) if by_value else ref.voucher
+    rows = _npy(ref) if by_value else ref.handle
     if not wants_grid:
         return {"type": "image_embeds", "image_embeds": rows}
     return {
         "type": "image_embeds",
-        "image_embeds": {"image_embeds": rows, "image_grid_thw": list(voucher.grid)},
+        "image_embeds": {"image_embeds": rows, "image_grid_thw": list(handle.grid)},
     }
 
 

@@ -62,7 +62,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
                 origin=answer.headers["x-cornplug-origin"],
                 seconds=float(answer.headers["x-cornplug-seconds"]),
                 data=answer.body,
-                voucher=answer.headers.get("x-cornplug-voucher"),
+                handle=answer.headers.get("x-cornplug-handle"),
             )
         meta = msgspec.json.decode(answer.body)
         if store is None:
@@ -72,7 +72,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
             bytes.fromhex(meta["key"]),
             origin=str(meta["origin"]),
             seconds=float(meta["seconds"]),
-            voucher=meta.get("voucher"),
+            handle=meta.get("handle"),
         )
     except (KeyError, ValueError, TypeError) as e:
         raise _garbage(answer, repr(e)) from e

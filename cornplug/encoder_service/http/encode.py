@@ -151,15 +151,15 @@ class EncodeRoute:
             answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, EncodeRefusal):
             return FailedMedium.of(answer)
-        return EncodedMedium(answer=answer, dtype=prepared.dtype, voucher=self._voucher(source, prepared))
+        return EncodedMedium(answer=answer, dtype=prepared.dtype, handle=self._handle(source, prepared))
 
-    def _voucher(self, source: MediumSource, prepared: PreprocessedMedium) -> str | None:
+    def _handle(self, source: MediumSource, prepared: PreprocessedMedium) -> str | None:
         request = prepared.request
         loaded = self._encoder.registry.by_identity(request.identity)
         if loaded is None:
             return None
         grid = request.inputs.get(f"{source.modality}_grid_thw")
-        voucher = EmbeddingHandle(
+        handle = EmbeddingHandle(
             family=loaded.served.family,
             modality=source.modality,
             identity=request.identity,
@@ -169,7 +169,7 @@ class EncodeRoute:
             grid=() if grid is None else struct.unpack(f"<{len(grid.data) // 8}q", grid.data),
             expires=time.time() + LIFETIME_S,
         )
-        return voucher.signed(self._secret)
+        return handle.signed(self._secret)
 
     async def _prepare(
         self, job: _HttpRequest, source: MediumSource, room: BudgetShare

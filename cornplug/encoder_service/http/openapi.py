@@ -20,7 +20,7 @@ _BINARY: Final = {"type": "string", "format": "binary"}
 
 _HEADERS: Final = {
     f"x-cornplug-{name}": {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
-    for name in ("key", "shape", "dtype", "origin", "stored", "seconds", "voucher")
+    for name in ("key", "shape", "dtype", "origin", "stored", "seconds", "handle")
 }
 _RETRY: Final = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 

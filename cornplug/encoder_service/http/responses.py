@@ -34,9 +34,9 @@ class EncodeAnswer(pydantic.BaseModel):
     origin: Literal["computed", "coalesced", "cached"]
     stored: bool
     seconds: float
-    voucher: str | None = None
-    """Signed: what this is of. An engine with the same secret takes it for the medium, see
-    `EmbeddingRef.as_vllm_part`. None where a reload came between."""
+    handle: str | None = None
+    """The embedding handle: an engine with the same secret takes it in place of the image, see
+    `EmbeddingRef.as_vllm_part`. None if the model was reloaded meanwhile."""
     data: str | None = None
 
 
@@ -64,7 +64,7 @@ class EncodeLine(pydantic.BaseModel):
     origin: Literal["computed", "coalesced", "cached"] | None = None
     stored: bool | None = None
     seconds: float | None = None
-    voucher: str | None = None
+    handle: str | None = None
     data: str | None = None
     error: ErrorDetail | None = None
 
@@ -75,7 +75,7 @@ class EncodedMedium:
 
     answer: EncodeReply
     dtype: str
-    voucher: str | None
+    handle: str | None
 
     def meta(self) -> dict[str, Any]:
         """Everything but the bytes."""
@@ -87,7 +87,7 @@ class EncodedMedium:
             "origin": self.answer.origin,
             "stored": self.answer.stored,
             "seconds": round(self.answer.seconds, 6),
-            "voucher": self.voucher,
+            "handle": self.handle,
         }
 
     def fields(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What an app may hand to an engine instead of an image: a claim that the service has signed.
+"""Embedding handle: the signed text that an app sends to an engine instead of an image.
 
-    service ──signs──> voucher ──in the answer──> app ──in its request──> engine with the same secret
+    service ──signs──> handle ──in the answer──> app ──in its request──> engine with the same secret
 
-It says which model made which embedding of which medium, and where the store has it. Signed with
-the store's secret, it is believed by whoever has that; an app can read it and change nothing of it.
-It is no name: an engine makes the embedding key itself, of the claims and of its request's salt.
+It says which model made which embedding of which medium, and under which key the store has it. It is
+signed with the store's secret: every holder of the secret accepts it, and an app can read but not change
+it. The engine computes the embedding key itself, from the claims and the request's `cache_salt`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cornplug.identity import DIGEST_BYTES
 
 PREFIX: Final = "cornplug1."
 LIFETIME_S: Final = 24 * 3600.0
-_DOMAIN: Final = "cornplug-voucher-v1"
+_DOMAIN: Final = "cornplug-embedding-handle-v1"
 _MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """One embedding, and what it was computed from."""
+    """The claims: one embedding, and the model and medium that it was computed from."""
 
     family: str
     modality: Modality
@@ -36,7 +36,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     media: bytes
     """The media digest."""
     key: bytes
-    """Where the store has it: of the salt that the app gave to the service."""
+    """The embedding key, with the `cache_salt` that the app gave to the service."""
     dtype: str
     grid: tuple[int, ...]
     """(frames, height, width) in patches, where the model's placeholders depend on them; else ()."""
@@ -45,45 +45,45 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The claims, believed by nobody yet. Raises CodecError("voucher") for what is none."""
+        """The claims, not verified. Raises CodecError("handle_malformed")."""
         return cls._parsed(text)[0]
 
     @classmethod
     def checked(cls, text: str, secret: bytes, *, now: float) -> Self:
-        """The claims of somebody who has the secret.
+        """The claims, verified with the secret.
 
-        Raises CodecError: "voucher" (no voucher), "voucher_proof" (signed by nobody that we know)
-        or "voucher_expired". `now` in seconds of the Unix clock.
+        Raises CodecError: "handle_malformed", "handle_signature" (another secret) or "handle_expired".
+        `now` is in seconds of the Unix clock.
         """
-        voucher, claims, proof = cls._parsed(text)
+        handle, claims, proof = cls._parsed(text)
         if not is_signed(proof, secret, _DOMAIN, claims):
             raise CodecError(
-                "the voucher is not signed by this store's secret: encode with a service that shares "
-                "store.secret_file, or send the embedding by value",
-                reason="voucher_proof",
+                "the embedding handle is not signed by this store's secret: encode with a service that "
+                "shares store.secret_file, or send the embedding by value",
+                reason="handle_signature",
             )
-        if now >= voucher.expires:
-            raise CodecError("the voucher has expired; encode again", reason="voucher_expired")
-        return voucher
+        if now >= handle.expires:
+            raise CodecError("the embedding handle has expired; encode again", reason="handle_expired")
+        return handle
 
     def signed(self, secret: bytes) -> str:
-        """As text, some 600 characters that need no quoting anywhere."""
+        """The handle's text: some 600 URL-safe characters."""
         claims = msgspec.json.encode(self)
         return f"{PREFIX}{_text(claims)}.{_text(sign(secret, _DOMAIN, claims))}"
 
     @classmethod
     def _parsed(cls, text: str) -> tuple[Self, bytes, bytes]:
-        wrong = CodecError("this is no voucher of an encoder service", reason="voucher")
+        wrong = CodecError("this is no embedding handle of an encoder service", reason="handle_malformed")
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
             raise wrong
         try:
             claims, proof = (_bytes(part) for part in text.removeprefix(PREFIX).split("."))
-            voucher = msgspec.json.decode(claims, type=cls)
+            handle = msgspec.json.decode(claims, type=cls)
         except (binascii.Error, ValueError) as e:
             raise wrong from e
-        if {len(voucher.identity), len(voucher.media), len(voucher.key), len(proof)} != {DIGEST_BYTES}:
+        if {len(handle.identity), len(handle.media), len(handle.key), len(proof)} != {DIGEST_BYTES}:
             raise wrong
-        return voucher, claims, proof
+        return handle, claims, proof
 
 
 def _text(data: bytes) -> str:

@@ -1,11 +1,11 @@
-"""Embeddings that an app sends instead of images: by voucher, or by value where the operator allows it.
+"""Embeddings that an app sends instead of images: by handle, or by value where the operator allows it.
 
-    part ──vLLM loads its tensors──> `load_embedding`: a voucher becomes the store's rows
-         ──vLLM names its items───> `name`: rows that a voucher brought get the image's name
-         ──the request's salt────> `identifier`: the key is made here, and must be the voucher's
+    part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
+         ──vLLM names its items───> `name`: rows that a handle brought get the image's name
+         ──the request's salt────> `identifier`: the key is made here, and must be the handle's
 
-A voucher is valid where the store's secret signed it, for this engine's own model. Its key only says
-where the rows lie. An invalid voucher, and one of evicted rows, end the request with a 400: there are no
+A handle is valid where the store's secret signed it, for this engine's own model. Its key only says
+where the rows lie. An invalid handle, and one of evicted rows, end the request with a 400: there are no
 pixels to compute the rows from.
 
 Beside an encoder-cache connector vLLM 0.32 takes embeddings from any client, and even requests that leave
@@ -39,15 +39,15 @@ from cornplug.store.backends import open_store
 from cornplug.store.base import Store
 
 PREFIX: Final = "cpv1-"
-"""Begins the `mm_hash` of a voucher's embedding; the media digest and the voucher's key follow. An image's
+"""Begins the `mm_hash` of a handle's embedding; the media digest and the handle's key follow. An image's
 `mm_hash` begins otherwise: vLLM caches processed inputs under it, and those of the two differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
-"""Embeddings whose vouchers are remembered, at a few hundred bytes each."""
+"""Embeddings whose handles are remembered, at a few hundred bytes each."""
 
 
 class ReceivedHandles:
-    """Embeddings that vouchers brought into this API process. Thread-safe: vLLM loads in threads."""
+    """Embeddings that handles brought into this API process. Thread-safe: vLLM loads in threads."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class ReceivedHandles:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
-        """Digest of rows and grid -> the claims of their voucher."""
+        """Digest of rows and grid -> the claims of their handle."""
 
     def load(self, text: str) -> torch.Tensor:
-        """The rows that a voucher stands for. Raises VLLMValidationError."""
+        """The rows that a handle stands for. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
             found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.background_timeout_s)
@@ -82,7 +82,7 @@ class ReceivedHandles:
         if claims.identity != identity or claims.dtype != self._dtype or weights_guard.replaced():
             here = "unknown" if identity is None else identity.hex()[:12]
             raise _refused(
-                "the voucher's embedding is of another model, dtype or preprocessing than this server's: "
+                "the handle's embedding is of another model, dtype or preprocessing than this server's: "
                 f"{claims.identity.hex()[:12]}, not {here}"
             )
         if found is None:
@@ -118,7 +118,7 @@ class ReceivedHandles:
             if self._config.engine.embeddings_by_value or not self._alone:
                 return None
             raise _refused(
-                f"{modality}_embeds: this server takes embeddings by voucher only, with the grid that it "
+                f"{modality}_embeds: this server takes embeddings by handle only, with the grid that it "
                 "names; start it with --enable-mm-embeds to take any",
                 modality,
             )
@@ -130,7 +130,7 @@ class ReceivedHandles:
         """The embedding key in a `mm_hash` that `name` made.
 
         Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
-        changed: the voucher's embedding was made without.
+        changed: the handle's embedding was made without.
         """
         if weights_guard.replaced():
             raise _refused("this server's weights were replaced after the embedding was read")
@@ -143,7 +143,7 @@ class ReceivedHandles:
         media, claimed = (bytes.fromhex(text) for text in found.groups())
         key = embedding_key(self._secret, identity, media, salt)
         if key != claimed:
-            raise _refused("the voucher is of another salt than this request's cache_salt", "cache_salt")
+            raise _refused("the handle is of another salt than this request's cache_salt", "cache_salt")
         return key
 
     def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> EmbeddingHandle | None:
@@ -156,12 +156,12 @@ class ReceivedHandles:
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
-                # The engine starts one where there is none; a voucher alone is no reason to.
+                # The engine starts one where there is none; a handle alone is no reason to.
                 self._store = open_store(self._config.store, autostart=False)
             return self._store
 
 
-def is_voucher(data: object) -> bool:
+def is_handle(data: object) -> bool:
     """Whether a part's text claims to be one."""
     return isinstance(data, str) and data.startswith(embedding_handle.PREFIX)
 

@@ -7,7 +7,7 @@ encoder cache, its prefix blocks and every connector. In the API process we put 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. An embedding that came by voucher (`embedding_handles.py`) gets
+which also repairs the engine's own caches. An embedding that came by handle (`embedding_handles.py`) gets
 the identifier of its image. What we cannot digest (video and audio in this
 release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
 like ours, and is shared with nobody.
@@ -33,8 +33,8 @@ from cornplug.identity import array_digest, digest, embedding_key, medium_with_o
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.ec.embedding_handles import PREFIX as VOUCHER
-from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles, is_voucher
+from cornplug.vllm_connector.ec.embedding_handles import PREFIX as HANDLE
+from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles, is_handle
 from cornplug.vllm_connector.model.model_config import tower_identity
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MmIdentifiers:
         ours = settings(extra)
         self._secret = read_secret(ours.store.secret_file)
         ec = config.ec_transfer_config
-        self.vouchers = ReceivedHandles(
+        self.handles = ReceivedHandles(
             ours,
             self._secret,
             self._known_identity,
@@ -114,10 +114,10 @@ class MmIdentifiers:
     def identifier(self, mm_hash: str, salt: str | None) -> str:
         """The identifier that belongs to a `mm_hash` of ours.
 
-        Raises VLLMValidationError for a voucher of another salt.
+        Raises VLLMValidationError for a handle of another salt.
         """
-        if VOUCHER in mm_hash:
-            return PREFIX + self.vouchers.key(mm_hash, salt).hex()
+        if HANDLE in mm_hash:
+            return PREFIX + self.handles.key(mm_hash, salt).hex()
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         identity = self._known_identity()
         if identity is None:
@@ -185,7 +185,7 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
     for modality, names in theirs.items():
         items = inputs.mm_data_items[modality]
         if isinstance(items, EmbeddingItems | DictEmbeddingItems):
-            found = (active.vouchers.name(items.get(i), modality, options) for i in range(len(names)))
+            found = (active.handles.name(items.get(i), modality, options) for i in range(len(names)))
             ours[modality] = [known or _foreign(name) for known, name in zip(found, names, strict=True)]
             continue
         given = uuids.get(modality) or [None] * len(names)
@@ -199,12 +199,12 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 def _foreign(name: str) -> str:
     """vLLM's own name, which may be a client's uuid, unable to pass for one of ours."""
-    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL, VOUCHER)) else name
+    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL, HANDLE)) else name
 
 
 def _load_embedding(original: Callable[..., Any], this: Any, media_type: str, data: str) -> Any:
-    if _active is not None and is_voucher(data):
-        return _active.vouchers.load(data)
+    if _active is not None and is_handle(data):
+        return _active.handles.load(data)
     return original(this, media_type, data)
 
 
@@ -213,7 +213,7 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
     active = _active
     if active is not None:
         for feature in request.mm_features or ():
-            if feature.mm_hash.startswith(VOUCHER):
+            if feature.mm_hash.startswith(HANDLE):
                 feature.identifier = active.identifier(feature.identifier, request.cache_salt)
             # A LoRA on the tower prefixes the identifier; such an embedding is nobody else's.
             elif feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):

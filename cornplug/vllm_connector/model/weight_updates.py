@@ -63,7 +63,7 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the API process, which names images and takes vouchers."""
+    """In the API process, which names images and takes handles."""
     _called(method)
     return original(llm, method, *args, **kwargs)
 

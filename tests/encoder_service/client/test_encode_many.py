@@ -94,7 +94,7 @@ def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str)
             assert isinstance(one, EmbeddingRef)
             assert (one.key, one.shape, bytes(one.data)) == (alone.key, alone.shape, bytes(alone.data))
             assert alone.origin == "cached"
-            assert one.voucher is not None
+            assert one.handle is not None
 
 
 def test_one_bad_item_is_its_own_error(app: Any, llava: str) -> None:

@@ -157,7 +157,7 @@ def test_nobody_names_a_tenant_in_a_body(make: Make, llava_pair: Any, headers: d
         answer = encode(service, llava_pair[0], headers=headers, cache_salt=salt)
         assert reason(answer) == (403, "forbidden_salt")
         assert "encoder.trust_salts" in answer.json()["error"]["message"]
-        assert acme.json()["voucher"] not in answer.text
+        assert acme.json()["handle"] not in answer.text
 
 
 def test_a_gateway_s_salts_are_trusted_where_that_is_set(make: Make, llava_pair: Any) -> None:

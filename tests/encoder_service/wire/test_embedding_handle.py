@@ -1,4 +1,4 @@
-"""Vouchers: what the service signs, what nobody can change, and the request parts made of them."""
+"""Handles: what the service signs, what nobody can change, and the request parts made of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cornplug.store.memory import MemoryStore
 
 from ..conftest import SECRET, MakeEncoder, picture
 
-VOUCHER = EmbeddingHandle(
+HANDLE = EmbeddingHandle(
     family="qwen2_vl",
     modality="image",
     identity=bytes(32),
@@ -37,7 +37,7 @@ VOUCHER = EmbeddingHandle(
     grid=(1, 4, 6),
     expires=2000.0,
 )
-TEXT = VOUCHER.signed(SECRET)
+TEXT = HANDLE.signed(SECRET)
 
 
 def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
@@ -47,20 +47,20 @@ def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
 
 
 def test_what_was_signed_is_read_and_believed() -> None:
-    assert EmbeddingHandle.read(TEXT) == EmbeddingHandle.checked(TEXT, SECRET, now=1999.0) == VOUCHER
+    assert EmbeddingHandle.read(TEXT) == EmbeddingHandle.checked(TEXT, SECRET, now=1999.0) == HANDLE
     assert len(TEXT) < 1000
     assert TEXT.isascii()
     assert not set(TEXT) & set(' ",;=/+\r\n')
 
 
 def test_another_secret_and_another_day_are_not_believed() -> None:
-    assert reason(TEXT, b"t" * 32) == "voucher_proof"
-    assert reason(TEXT, now=2000.0) == "voucher_expired"
-    assert reason(replace_claims(TEXT, {"expires": 9e9})) == "voucher_proof"
+    assert reason(TEXT, b"t" * 32) == "handle_signature"
+    assert reason(TEXT, now=2000.0) == "handle_expired"
+    assert reason(replace_claims(TEXT, {"expires": 9e9})) == "handle_signature"
 
 
 def replace_claims(text: str, changes: dict[str, Any]) -> str:
-    """A voucher with other claims under the old proof."""
+    """A handle with other claims under the old proof."""
     _, claims, proof = text.split(".")
     said = msgspec.json.decode(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
     forged = base64.urlsafe_b64encode(msgspec.json.encode({**said, **changes})).rstrip(b"=").decode()
@@ -78,7 +78,7 @@ def replace_claims(text: str, changes: dict[str, Any]) -> str:
     ],
 )
 def test_no_claim_can_be_changed(changes: dict[str, Any]) -> None:
-    assert reason(replace_claims(TEXT, changes)) == "voucher_proof"
+    assert reason(replace_claims(TEXT, changes)) == "handle_signature"
 
 
 @given(st.integers(0, len(TEXT) - 1), st.characters(codec="ascii"))
@@ -89,16 +89,16 @@ def test_no_character_can_be_changed(at: int, other: str) -> None:
     except CodecError:
         return
     # The last character of base64 has bits that say nothing.
-    assert found == VOUCHER
+    assert found == HANDLE
 
 
 @given(st.text(max_size=200).map(lambda text: PREFIX + text) | st.text(max_size=50))
-def test_anything_else_is_no_voucher(text: str) -> None:
-    assert reason(text) in ("voucher", "voucher_proof")
+def test_anything_else_is_no_handle(text: str) -> None:
+    assert reason(text) in ("handle_malformed", "handle_signature")
 
 
-def test_digests_of_a_wrong_length_are_no_voucher() -> None:
-    assert reason(msgspec.structs.replace(VOUCHER, key=b"short").signed(SECRET)) == "voucher"
+def test_digests_of_a_wrong_length_are_no_handle() -> None:
+    assert reason(msgspec.structs.replace(HANDLE, key=b"short").signed(SECRET)) == "handle_malformed"
 
 
 # -- the service's ---------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def test_the_service_says_what_it_computed(
 ) -> None:
     for model in (llava_pair[0], qwen):
         ref = client.encode(picture(1), model=str(model), cache_salt="tenant")
-        assert ref.voucher is not None
-        said = EmbeddingHandle.checked(ref.voucher, SECRET, now=time.time())
+        assert ref.handle is not None
+        said = EmbeddingHandle.checked(ref.handle, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))
         assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
         assert said.media == media.digest_image(picture(1))
@@ -139,40 +139,40 @@ def test_a_reference_into_the_store_has_one_too(
     with EncoderClient("http://e", transport=httpx.ASGITransport(app), store=mine) as client:
         ref = client.encode(picture(1), model=str(qwen))
     assert ref.in_store
-    assert ref.voucher is not None
-    assert EmbeddingHandle.read(ref.voucher).key == ref.key
+    assert ref.handle is not None
+    assert EmbeddingHandle.read(ref.handle).key == ref.key
 
 
 # -- request parts ---------------------------------------------------------------------------------
 
 
-def ref_of(voucher: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingRef:
+def ref_of(handle: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingRef:
     rows = np.arange(6 * 8, dtype="<u2" if dtype == "bfloat16" else dtype)
-    text = None if voucher is None else voucher.signed(SECRET)
+    text = None if handle is None else handle.signed(SECRET)
     return EmbeddingRef.inline(
-        key=VOUCHER.key,
+        key=HANDLE.key,
         shape=(6, 8),
         dtype=dtype,
         origin="computed",
         seconds=0.0,
         data=rows.tobytes(),
-        voucher=text,
+        handle=text,
     )
 
 
-def test_a_part_by_voucher_is_small() -> None:
-    part = ref_of(VOUCHER).as_vllm_part()
+def test_a_part_by_handle_is_small() -> None:
+    part = ref_of(HANDLE).as_vllm_part()
     assert part == {
         "type": "image_embeds",
         "image_embeds": {"image_embeds": TEXT, "image_grid_thw": [1, 4, 6]},
     }
-    llava = msgspec.structs.replace(VOUCHER, family="llava", grid=())
+    llava = msgspec.structs.replace(HANDLE, family="llava", grid=())
     assert ref_of(llava).as_vllm_part() == {"type": "image_embeds", "image_embeds": llava.signed(SECRET)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
-    ref = ref_of(msgspec.structs.replace(VOUCHER, family="llava", grid=(), dtype=dtype), dtype)
+    ref = ref_of(msgspec.structs.replace(HANDLE, family="llava", grid=(), dtype=dtype), dtype)
     data = ref.as_vllm_part(by_value=True)["image_embeds"]
     assert isinstance(data, str)
     np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(data))), ref.numpy())
@@ -182,14 +182,14 @@ def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
     ("family", "modality"), [("qwen3_vl", "image"), ("gemma3", "image"), ("qwen2_vl", "video")]
 )
 def test_what_vllm_does_not_take_is_refused_by_name(family: str, modality: Any) -> None:
-    ref = ref_of(msgspec.structs.replace(VOUCHER, family=family, modality=modality))
+    ref = ref_of(msgspec.structs.replace(HANDLE, family=family, modality=modality))
     with pytest.raises(EncoderRefused, match=family) as e:
         ref.as_vllm_part()
     assert e.value.reason == "unsupported"
     assert modality in str(e.value)
 
 
-def test_without_a_voucher_there_is_no_part() -> None:
+def test_without_a_handle_there_is_no_part() -> None:
     with pytest.raises(EncoderRefused) as e:
-        replace(ref_of(VOUCHER), voucher=None).as_vllm_part(by_value=True)
-    assert e.value.reason == "no_voucher"
+        replace(ref_of(HANDLE), handle=None).as_vllm_part(by_value=True)
+    assert e.value.reason == "no_handle"

@@ -1,4 +1,4 @@
-"""Embeddings in requests, by vLLM's own loading, parsing and naming: by voucher, by value, or not at all."""
+"""Embeddings in requests, by vLLM's own loading, parsing and naming: by handle, by value, or not at all."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def make(
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = MmIdentifiers(config(llava, **fields), extra)
-        made.vouchers._store = store.connect()
+        made.handles._store = store.connect()
         monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
 
@@ -83,7 +83,7 @@ def identity_of(path: Path) -> bytes:
 
 
 def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **changes: Any) -> EmbeddingRef:
-    """What the service answers: rows in the store under the key, and a voucher."""
+    """What the service answers: rows in the store under the key, and a handle."""
     rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
     key = embedding_key(SECRET, identity, MEDIA, salt)
     entry.put(
@@ -101,7 +101,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
         "expires": time.time() + 60,
     }
     secret = changes.pop("secret", SECRET)
-    voucher = EmbeddingHandle(**{**fields, **changes}).signed(secret)
+    handle = EmbeddingHandle(**{**fields, **changes}).signed(secret)
     return EmbeddingRef.inline(
         key=key,
         shape=(6, 64),
@@ -109,7 +109,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
         origin="computed",
         seconds=0,
         data=rows.tobytes(),
-        voucher=voucher,
+        handle=handle,
     )
 
 
@@ -179,7 +179,7 @@ def test_embedding_handle_with_another_grid_is_refused(
     [name] = names(loaded(part))
     assert key_of(final(name)) == ref.key
     part["image_embeds"]["image_grid_thw"] = [1, 6, 4]
-    with pytest.raises(VLLMValidationError, match="by voucher only"):
+    with pytest.raises(VLLMValidationError, match="by handle only"):
         names(loaded(part))
 
 
@@ -212,11 +212,11 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
     for message, ref in wrong.items():
         with pytest.raises(VLLMValidationError, match=message):
             loaded(ref.as_vllm_part())
-    with pytest.raises(VLLMValidationError, match="no voucher"):
-        here.vouchers.load("cornplug1.xyz")
+    with pytest.raises(VLLMValidationError, match="no handle"):
+        here.handles.load("cornplug1.xyz")
     store.connect().delete([kept(store, right).key], deadline_s=1)
     with pytest.raises(VLLMValidationError, match="no more"):
-        loaded({"image_embeds": kept_voucher_only(right)})
+        loaded({"image_embeds": kept_handle_only(right)})
     # As vLLM's API process learns it.
     weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "list_loras")
     assert loaded(kept(store, right).as_vllm_part()) is not None
@@ -225,8 +225,8 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
         loaded(kept(store, right).as_vllm_part())
 
 
-def kept_voucher_only(identity: bytes) -> str:
-    voucher = EmbeddingHandle(
+def kept_handle_only(identity: bytes) -> str:
+    handle = EmbeddingHandle(
         family="llava",
         modality="image",
         identity=identity,
@@ -236,7 +236,7 @@ def kept_voucher_only(identity: bytes) -> str:
         grid=(),
         expires=time.time() + 60,
     )
-    return voucher.signed(SECRET)
+    return handle.signed(SECRET)
 
 
 def test_embedding_handle_with_store_down_fails_within_deadline(
@@ -246,7 +246,7 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
 ) -> None:
     here = make()
     ref = kept(store, identity_of(llava))
-    here.vouchers._store = None  # opened anew: nobody serves this test's socket
+    here.handles._store = None  # opened anew: nobody serves this test's socket
     started = time.monotonic()
     with pytest.raises(VLLMValidationError):
         loaded(ref.as_vllm_part())
@@ -355,7 +355,7 @@ def test_embedding_handle_with_processor_args_or_lora_is_refused(
 
 def test_embedding_handle_in_stock_vllm_is_value_error() -> None:
     """A stock engine's answer to one: an error, as to any bytes that are no tensor."""
-    text = msgspec.structs.replace(EmbeddingHandle.read(kept_voucher_only(b"i" * 32))).signed(SECRET)
+    text = msgspec.structs.replace(EmbeddingHandle.read(kept_handle_only(b"i" * 32))).signed(SECRET)
     with pytest.raises(ValueError, match=r"base64|character|Invalid|Non"):
         MediaConnector().fetch_image_embedding(text)
 
