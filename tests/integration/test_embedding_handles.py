@@ -51,16 +51,16 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
     passes = rig.encoder.tower_passes()
-    by_handle = rig.ask(rig.encode(0).as_vllm_part())
+    by_handle = rig.ask(rig.encode(0).to_vllm_content_part())
     with_pixels = rig.server.chat("what is this", images=[photos()[0].data], max_tokens=8)
     assert by_handle.token_ids == with_pixels.token_ids
     assert by_handle.prompt_tokens == with_pixels.prompt_tokens
     assert by_handle.logprobs == pytest.approx(with_pixels.logprobs, abs=1e-4)
     assert rig.encoder.tower_passes() == passes + 1
-    other = rig.ask(rig.encode(1).as_vllm_part())
+    other = rig.ask(rig.encode(1).to_vllm_content_part())
     assert other.token_ids != by_handle.token_ids
     # Two in one request, each with its own grid.
-    parts = [rig.encode(i).as_vllm_part() for i in (2, 3)]
+    parts = [rig.encode(i).to_vllm_content_part() for i in (2, 3)]
     content = [*parts, {"type": "text", "text": "compare"}]
     both = rig.server.chat([{"role": "user", "content": content}], max_tokens=8)
     pixels = rig.server.chat("compare", images=[photos()[i].data for i in (2, 3)], max_tokens=8)
@@ -68,7 +68,7 @@ def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
 
 
 def test_tenants_keep_theirs(rig: Rig) -> None:
-    part = rig.encode(0, salt="a").as_vllm_part()
+    part = rig.encode(0, salt="a").to_vllm_content_part()
     assert len(rig.ask(part, cache_salt="a").token_ids) == 8
     refused(rig, part, "salt", cache_salt="b")
 
@@ -82,8 +82,8 @@ def refused(rig: Rig, part: Mapping[str, Any], message: str, **fields: Any) -> N
 
 def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
     ref = rig.encode(4)
-    good = ref.as_vllm_part()
-    refused(rig, ref.as_vllm_part(by_value=True), "by handle only")
+    good = ref.to_vllm_content_part()
+    refused(rig, ref.to_vllm_content_part(by_value=True), "by handle only")
     text = ref.handle
     assert text is not None
     forged = {"type": "image_embeds", "image_embeds": text[:-8] + "AAAAAAAA"}
@@ -98,4 +98,4 @@ def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
     store.delete([ref.key], deadline_s=5)
     store.close()
     refused(rig, good, "no more")
-    assert len(rig.ask(rig.encode(4).as_vllm_part()).token_ids) == 8
+    assert len(rig.ask(rig.encode(4).to_vllm_content_part()).token_ids) == 8

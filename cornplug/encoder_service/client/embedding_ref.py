@@ -83,7 +83,7 @@ class EmbeddingRef:
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
         return flat.reshape(self.shape)
 
-    def as_vllm_part(self, *, by_value: bool = False) -> dict[str, object]:
+    def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
         """A content part for vLLM's OpenAI API, in the image's place. See `request_parts.vllm_part`."""
         return openai_parts.vllm_part(self, by_value=by_value)
 

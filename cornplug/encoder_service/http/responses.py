@@ -36,7 +36,7 @@ class EncodeAnswer(pydantic.BaseModel):
     seconds: float
     handle: str | None = None
     """The embedding handle: an engine with the same secret takes it in place of the image, see
-    `EmbeddingRef.as_vllm_part`. None if the model was reloaded meanwhile."""
+    `EmbeddingRef.to_vllm_content_part`. None if the model was reloaded meanwhile."""
     data: str | None = None
 
 

@@ -277,7 +277,7 @@ def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     if group.engine == "vllm" and its.by_value and its.role != "D":
         found.append(
             "Its encoders are on other hosts: clients ask those of routes.json, and send the rows "
-            "(EncoderClient, as_vllm_part(by_value=True))."
+            "(EncoderClient, to_vllm_content_part(by_value=True))."
         )
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
         found.append("KV goes through two connectors, so they are given in the long form.")

@@ -161,19 +161,22 @@ def ref_of(handle: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingR
 
 
 def test_a_part_by_handle_is_small() -> None:
-    part = ref_of(HANDLE).as_vllm_part()
+    part = ref_of(HANDLE).to_vllm_content_part()
     assert part == {
         "type": "image_embeds",
         "image_embeds": {"image_embeds": TEXT, "image_grid_thw": [1, 4, 6]},
     }
     llava = msgspec.structs.replace(HANDLE, family="llava", grid=())
-    assert ref_of(llava).as_vllm_part() == {"type": "image_embeds", "image_embeds": llava.signed(SECRET)}
+    assert ref_of(llava).to_vllm_content_part() == {
+        "type": "image_embeds",
+        "image_embeds": llava.signed(SECRET),
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
     ref = ref_of(msgspec.structs.replace(HANDLE, family="llava", grid=(), dtype=dtype), dtype)
-    data = ref.as_vllm_part(by_value=True)["image_embeds"]
+    data = ref.to_vllm_content_part(by_value=True)["image_embeds"]
     assert isinstance(data, str)
     np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(data))), ref.numpy())
 
@@ -184,12 +187,12 @@ def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
 def test_what_vllm_does_not_take_is_refused_by_name(family: str, modality: Any) -> None:
     ref = ref_of(msgspec.structs.replace(HANDLE, family=family, modality=modality))
     with pytest.raises(EncoderRefused, match=family) as e:
-        ref.as_vllm_part()
+        ref.to_vllm_content_part()
     assert e.value.reason == "unsupported"
     assert modality in str(e.value)
 
 
 def test_without_a_handle_there_is_no_part() -> None:
     with pytest.raises(EncoderRefused) as e:
-        replace(ref_of(HANDLE), handle=None).as_vllm_part(by_value=True)
+        replace(ref_of(HANDLE), handle=None).to_vllm_content_part(by_value=True)
     assert e.value.reason == "no_handle"

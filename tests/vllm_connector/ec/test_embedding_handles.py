@@ -159,13 +159,13 @@ def test_embedding_handle_loaded_has_embedding_key_of_image(
 ) -> None:
     make()
     ref = kept(store, identity_of(llava), salt=salt)
-    rows = loaded(ref.as_vllm_part())
+    rows = loaded(ref.to_vllm_content_part())
     np.testing.assert_array_equal(rows.numpy(), ref.numpy())
     [name] = names(rows)
     # vLLM's processor cache must not take it for the image: its inputs are others.
     assert key_of(name) is None
     assert key_of(final(name, salt)) == ref.key
-    assert names(loaded(kept(store, identity_of(llava), salt=salt).as_vllm_part())) == [name]
+    assert names(loaded(kept(store, identity_of(llava), salt=salt).to_vllm_content_part())) == [name]
 
 
 def test_embedding_handle_with_another_grid_is_refused(
@@ -175,7 +175,7 @@ def test_embedding_handle_with_another_grid_is_refused(
 ) -> None:
     make()
     ref = kept(store, identity_of(llava), family="qwen2_vl", grid=GRID)
-    part = ref.as_vllm_part()
+    part = ref.to_vllm_content_part()
     [name] = names(loaded(part))
     assert key_of(final(name)) == ref.key
     part["image_embeds"]["image_grid_thw"] = [1, 6, 4]
@@ -189,7 +189,7 @@ def test_embedding_handle_of_another_salt_is_refused(
     store: MemoryStore,
 ) -> None:
     make()
-    [name] = names(loaded(kept(store, identity_of(llava), salt="a").as_vllm_part()))
+    [name] = names(loaded(kept(store, identity_of(llava), salt="a").to_vllm_content_part()))
     for salt in (None, "", "b"):
         with pytest.raises(VLLMValidationError, match="salt"):
             final(name, salt)
@@ -211,7 +211,7 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
     }
     for message, ref in wrong.items():
         with pytest.raises(VLLMValidationError, match=message):
-            loaded(ref.as_vllm_part())
+            loaded(ref.to_vllm_content_part())
     with pytest.raises(VLLMValidationError, match="no handle"):
         here.handles.load("cornplug1.xyz")
     store.connect().delete([kept(store, right).key], deadline_s=1)
@@ -219,10 +219,10 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
         loaded({"image_embeds": kept_handle_only(right)})
     # As vLLM's API process learns it.
     weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "list_loras")
-    assert loaded(kept(store, right).as_vllm_part()) is not None
+    assert loaded(kept(store, right).to_vllm_content_part()) is not None
     weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "update_weights")
     with pytest.raises(VLLMValidationError, match="another model"):
-        loaded(kept(store, right).as_vllm_part())
+        loaded(kept(store, right).to_vllm_content_part())
 
 
 def kept_handle_only(identity: bytes) -> str:
@@ -249,7 +249,7 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     here.handles._store = None  # opened anew: nobody serves this test's socket
     started = time.monotonic()
     with pytest.raises(VLLMValidationError):
-        loaded(ref.as_vllm_part())
+        loaded(ref.to_vllm_content_part())
     assert time.monotonic() - started < 3
 
 
@@ -260,7 +260,7 @@ def test_embedding_by_value_without_flag_is_refused(
 ) -> None:
     """vLLM turns --enable-mm-embeds on for any connector that loads embeddings."""
     make()
-    part = kept(store, identity_of(llava)).as_vllm_part(by_value=True)
+    part = kept(store, identity_of(llava)).to_vllm_content_part(by_value=True)
     rows = loaded(part)
     with pytest.raises(VLLMValidationError, match="--enable-mm-embeds"):
         names(rows)
@@ -320,7 +320,7 @@ def test_embedding_handle_forged_rows_get_no_key(
 ) -> None:
     make(extra={"engine.embeddings_by_value": True})
     ref = kept(store, identity_of(llava))
-    rows = loaded(ref.as_vllm_part())
+    rows = loaded(ref.to_vllm_content_part())
     [name] = names(rows)
     assert names(rows.clone()) == [name], "equal bytes are the same embedding, whoever sends them"
     forged = rows.clone()
@@ -345,7 +345,7 @@ def test_embedding_handle_with_processor_args_or_lora_is_refused(
     store: MemoryStore,
 ) -> None:
     make()
-    rows = loaded(kept(store, identity_of(llava)).as_vllm_part())
+    rows = loaded(kept(store, identity_of(llava)).to_vllm_content_part())
     with pytest.raises(VLLMValidationError, match="size"):
         names(rows, size=28)
     [name] = names(rows)
