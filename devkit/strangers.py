@@ -90,7 +90,7 @@ def _answer(message: dict[str, Any], body: bytes, answering: ServiceHandshake) -
                     origin="computed",
                     stored=False,
                     tensor=WireTensor(dtype="float32", shape=(4, 6), data=BODY),
-                    seconds=0.1,
+                    service_time_s=0.1,
                 )
             )
     return None

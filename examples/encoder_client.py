@@ -24,7 +24,7 @@ def three_lines(model: str, picture: str) -> None:
     ref = client.encode(picture, model=model)
     array = ref.numpy()  # (rows, hidden_size), read-only; ref.tensor() for torch
 
-    print(f"{picture}: {ref.dtype} {array.shape}, {ref.origin}, {1000 * ref.seconds:.1f} ms")
+    print(f"{picture}: {ref.dtype} {array.shape}, {ref.origin}, {1000 * ref.service_time_s:.1f} ms")
     client.close()
 
 

@@ -203,7 +203,9 @@ def frame(reply: Reply) -> bytes:
         (struct.pack("<I", 0), "encoder_garbage"),
         (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_garbage"),
         (
-            frame(EncodeReply(id=999, key=b"k", origin="computed", stored=True, tensor=None, seconds=0)),
+            frame(
+                EncodeReply(id=999, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
+            ),
             "encoder_garbage",
         ),
         (struct.pack("<I", 100) + b"only the beginning", "encoder_timeout"),

@@ -35,7 +35,7 @@ class EmbeddingRef:
     """torch's name without "torch."."""
     origin: str
     """"computed" for this request, "coalesced" with another one, or "cached"."""
-    seconds: float
+    service_time_s: float
     """The service's time from receipt to answer."""
     handle: str | None = None
     """Signed by the service: stands for the image in a request to an engine, see `wire.embedding_handle`."""
@@ -52,7 +52,7 @@ class EmbeddingRef:
         shape: tuple[int, ...],
         dtype: str,
         origin: str,
-        seconds: float,
+        service_time_s: float,
         data: bytes,
         handle: str | None = None,
     ) -> EmbeddingRef:
@@ -63,7 +63,7 @@ class EmbeddingRef:
             shape=shape,
             dtype=dtype,
             origin=origin,
-            seconds=seconds,
+            service_time_s=service_time_s,
             handle=handle,
             data=memoryview(data),
         )
@@ -93,7 +93,7 @@ def from_store(
     key: bytes,
     *,
     origin: str,
-    seconds: float,
+    service_time_s: float,
     handle: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
@@ -119,7 +119,7 @@ def from_store(
         shape=header.shape,
         dtype=header.dtype,
         origin=origin,
-        seconds=seconds,
+        service_time_s=service_time_s,
         handle=handle,
         data=memoryview(data).toreadonly(),
         in_store=True,

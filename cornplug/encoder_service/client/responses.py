@@ -60,7 +60,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
                 shape=tuple(int(n) for n in answer.headers["x-cornplug-shape"].split(",")),
                 dtype=answer.headers["x-cornplug-dtype"],
                 origin=answer.headers["x-cornplug-origin"],
-                seconds=float(answer.headers["x-cornplug-seconds"]),
+                service_time_s=float(answer.headers["x-cornplug-service-time-s"]),
                 data=answer.body,
                 handle=answer.headers.get("x-cornplug-handle"),
             )
@@ -71,7 +71,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
             store,
             bytes.fromhex(meta["key"]),
             origin=str(meta["origin"]),
-            seconds=float(meta["seconds"]),
+            service_time_s=float(meta["service_time_s"]),
             handle=meta.get("handle"),
         )
     except (KeyError, ValueError, TypeError) as e:

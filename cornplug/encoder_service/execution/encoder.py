@@ -309,7 +309,12 @@ class EncoderCore:
         seconds = self._clock() - wait.received_s
         request = wait.request
         answer = EncodeReply(
-            id=request.id, key=request.key, origin=origin, stored=stored, tensor=tensor, seconds=seconds
+            id=request.id,
+            key=request.key,
+            origin=origin,
+            stored=stored,
+            tensor=tensor,
+            service_time_s=seconds,
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
         self._gate.answered(wait, seconds)

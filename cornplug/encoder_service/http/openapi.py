@@ -12,15 +12,15 @@ from pydantic.json_schema import models_json_schema
 
 from cornplug.encoder_service.http.access_control import OPEN
 from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
-from cornplug.encoder_service.http.responses import LINES, PARTS, RAW, EncodeLine, ErrorAnswer
+from cornplug.encoder_service.http.responses import LINES, PARTS, RAW, EncodeLine, ErrorAnswer, header
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"
 _BINARY: Final = {"type": "string", "format": "binary"}
 
 _HEADERS: Final = {
-    f"x-cornplug-{name}": {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
-    for name in ("key", "shape", "dtype", "origin", "stored", "seconds", "handle")
+    header(name): {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
+    for name in ("key", "shape", "dtype", "origin", "stored", "service_time_s", "handle")
 }
 _RETRY: Final = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 

@@ -33,7 +33,7 @@ class EncodeAnswer(pydantic.BaseModel):
     dtype: str = pydantic.Field(examples=["bfloat16"])
     origin: Literal["computed", "coalesced", "cached"]
     stored: bool
-    seconds: float
+    service_time_s: float
     handle: str | None = None
     """The embedding handle: an engine with the same secret takes it in place of the image, see
     `EmbeddingRef.to_vllm_content_part`. None if the model was reloaded meanwhile."""
@@ -63,10 +63,15 @@ class EncodeLine(pydantic.BaseModel):
     dtype: str | None = None
     origin: Literal["computed", "coalesced", "cached"] | None = None
     stored: bool | None = None
-    seconds: float | None = None
+    service_time_s: float | None = None
     handle: str | None = None
     data: str | None = None
     error: ErrorDetail | None = None
+
+
+def header(field: str) -> str:
+    """The HTTP header that carries a field of `EncodeAnswer`."""
+    return f"x-cornplug-{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,7 @@ class EncodedMedium:
             "dtype": self.dtype,
             "origin": self.answer.origin,
             "stored": self.answer.stored,
-            "seconds": round(self.answer.seconds, 6),
+            "service_time_s": round(self.answer.service_time_s, 6),
             "handle": self.handle,
         }
 
@@ -99,7 +104,7 @@ class EncodedMedium:
     def headers(self) -> dict[str, str]:
         """`meta` for an answer whose body is the bytes."""
         return {
-            f"x-cornplug-{name}": ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            header(name): ",".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in self.meta().items()
             if value is not None
         }

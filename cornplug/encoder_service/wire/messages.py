@@ -99,7 +99,7 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     stored: bool
     """True: in the store under `key`. False: no store took it, and `tensor` carries it."""
     tensor: WireTensor | None
-    seconds: float
+    service_time_s: float
     """From receipt to answer."""
 
 

@@ -31,7 +31,7 @@ class _Host:
         assert outcome == "stored"
 
     def ref(self) -> EmbeddingRef:
-        found = from_store(self.mine, key("e"), origin="cached", seconds=0.0)
+        found = from_store(self.mine, key("e"), origin="cached", service_time_s=0.0)
         assert found is not None
         return found
 
@@ -74,7 +74,7 @@ def test_bfloat16_as_well(host: _Host) -> None:
         host.other, memoryview(raw), kind=PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16",
         shape=raw.shape, app="test", deadline_s=1,
     )  # fmt: skip
-    ref = from_store(host.mine, key("b"), origin="cached", seconds=0.0)
+    ref = from_store(host.mine, key("b"), origin="cached", service_time_s=0.0)
     assert ref is not None
     host.others_write()
     assert torch.equal(ref.tensor(), narrow)
@@ -94,7 +94,7 @@ def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
     assert lease is not None
     host.mine.raw(lease.location)[5] ^= 1
     host.mine.release([lease.token], deadline_s=1)
-    assert from_store(host.mine, key("e"), origin="cached", seconds=0.0) is None
+    assert from_store(host.mine, key("e"), origin="cached", service_time_s=0.0) is None
     assert not present(host.mine, "e")[0]
     assert host.other.stat(deadline_s=1).leases == 0
 
@@ -104,7 +104,7 @@ def test_an_entry_of_another_kind_is_no_reference(host: _Host) -> None:
         host.other, b"12345678", kind=PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
         app="test", deadline_s=1,
     )  # fmt: skip
-    assert from_store(host.mine, key("f"), origin="cached", seconds=0.0) is None
+    assert from_store(host.mine, key("f"), origin="cached", service_time_s=0.0) is None
 
 
 def test_writes_to_one_tensor_do_not_reach_another(host: _Host) -> None:

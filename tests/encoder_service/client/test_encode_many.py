@@ -152,7 +152,8 @@ def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava
             f"--b\r\ncontent-length: {len(made.data)}\r\nx-cornplug-index: 0\r\n"
             f"x-cornplug-key: {made.key.hex()}\r\ncontent-type: application/octet-stream\r\n"
             f"x-cornplug-shape: 16,64\r\n"
-            f"x-cornplug-dtype: float32\r\nx-cornplug-origin: coalesced\r\nx-cornplug-seconds: 1\r\n\r\n"
+            f"x-cornplug-dtype: float32\r\nx-cornplug-origin: coalesced\r\n"
+            f"x-cornplug-service-time-s: 1\r\n\r\n"
         )
 
         async def some(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

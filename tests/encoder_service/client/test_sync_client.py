@@ -85,7 +85,7 @@ def test_a_path_the_bytes_and_a_pil_image_give_the_same(
     assert (refs[0].shape, refs[0].dtype) == ((16, 64), "float32")
     assert [ref.origin for ref in refs] == ["computed", "cached", "cached", "cached"]
     assert not refs[0].in_store
-    assert refs[0].seconds > 0
+    assert refs[0].service_time_s > 0
     np.testing.assert_array_equal(refs[0].numpy(), refs[0].tensor().numpy())
     assert client.models()[0]["name"] == llava
 
@@ -163,7 +163,7 @@ FAULTS = {
             x_cornplug_shape="16,64",
             x_cornplug_dtype="float32",
             x_cornplug_origin="computed",
-            x_cornplug_seconds="1",
+            x_cornplug_service_time_s="1",
         ),
         "encoder_garbage",
     ),

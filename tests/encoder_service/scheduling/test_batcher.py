@@ -137,7 +137,7 @@ def test_close_empties_and_ends() -> None:
 
 def test_an_answer_is_given_once() -> None:
     w = wait(Clock())
-    answer = EncodeReply(id=1, key=b"k", origin="computed", stored=True, tensor=None, seconds=0)
+    answer = EncodeReply(id=1, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
     assert w.answer(answer)
     assert not w.answer(answer)
     gone = wait(Clock())

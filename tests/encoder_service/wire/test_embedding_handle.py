@@ -154,7 +154,7 @@ def ref_of(handle: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingR
         shape=(6, 8),
         dtype=dtype,
         origin="computed",
-        seconds=0.0,
+        service_time_s=0.0,
         data=rows.tobytes(),
         handle=text,
     )

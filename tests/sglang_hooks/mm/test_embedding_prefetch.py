@@ -85,7 +85,7 @@ def encoded(
     origin: Any = "computed", tensor: WireTensor | None = None
 ) -> Callable[[EncodeRequest], EncodeReply]:
     return lambda request: EncodeReply(
-        id=1, key=request.key, origin=origin, stored=tensor is None, tensor=tensor, seconds=0.1
+        id=1, key=request.key, origin=origin, stored=tensor is None, tensor=tensor, service_time_s=0.1
     )
 
 
@@ -244,7 +244,7 @@ def test_prefetch_of_inline_reply_stores_it(here: Stage) -> None:
 
 def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
     here.service.answer = lambda request: EncodeReply(
-        id=1, key=KEYS[3], origin="computed", stored=True, tensor=None, seconds=0
+        id=1, key=KEYS[3], origin="computed", stored=True, tensor=None, service_time_s=0
     )
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"encoder_garbage": 1}

@@ -107,7 +107,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
         shape=(6, 64),
         dtype="float32",
         origin="computed",
-        seconds=0,
+        service_time_s=0,
         data=rows.tobytes(),
         handle=handle,
     )

@@ -112,7 +112,7 @@ class Stage:
             "origin": "computed",
             "stored": False,
             "tensor": WireTensor("float32", (ROWS, HIDDEN), embedding().tobytes()),
-            "seconds": 0.1,
+            "service_time_s": 0.1,
             **changes,
         }
         future.set_result(EncodeReply(**fields))
