@@ -100,7 +100,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         engine = self._runtime.config.engine
         try:
             if not engine.share_kv:
-                raise LayoutError("engine.share_kv is false", reason="off")
+                raise LayoutError("engine.share_kv is false", reason="disabled")
             geometry = page_geometry(vllm_config, kv_cache_config, engine.page_tokens)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)

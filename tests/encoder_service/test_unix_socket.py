@@ -199,14 +199,14 @@ def frame(reply: Reply) -> bytes:
 @pytest.mark.parametrize(
     ("answer", "want"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "encoder_garbage"),
-        (struct.pack("<I", 0), "encoder_garbage"),
-        (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_garbage"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "encoder_bad_response"),
+        (struct.pack("<I", 0), "encoder_bad_response"),
+        (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "encoder_bad_response"),
         (
             frame(
                 EncodeReply(id=999, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
             ),
-            "encoder_garbage",
+            "encoder_bad_response",
         ),
         (struct.pack("<I", 100) + b"only the beginning", "encoder_timeout"),
         (b"", "encoder_timeout"),

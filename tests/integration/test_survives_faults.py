@@ -202,11 +202,11 @@ def test_encoder_slow(stack: Stack, engine: EngineServer, subject: Subject) -> N
 
 
 def test_encoder_answers_garbage(stack: Stack, engine: EngineServer, subject: Subject) -> None:
-    bad = count(engine, "misses_total", what="embedding", reason="encoder_garbage")
+    bad = count(engine, "misses_total", what="embedding", reason="encoder_bad_response")
     stack.encoder.stop()
     with stream(engine, "encoder-garbage") as seen:
         with babbler(stack.encoder.socket):
-            wait_for_more(engine, "misses_total", above=bad, what="embedding", reason="encoder_garbage")
+            wait_for_more(engine, "misses_total", above=bad, what="embedding", reason="encoder_bad_response")
             answered(seen, 10)
         stack.encoder.start()
         sharing_resumes(engine, "embedding", "service_computed")

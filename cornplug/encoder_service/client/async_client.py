@@ -95,7 +95,7 @@ class AsyncEncoderClient:
     ) -> EmbeddingRef:
         """The embedding of one medium: a path, the bytes of a file, or a PIL image.
 
-        Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_garbage",
+        Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
         "encoder_backoff": all were down a moment ago), EncoderRefused (the service's reason and
         message), MediaError("not_found", "unprocessable").
         """
@@ -264,7 +264,7 @@ class AsyncEncoderClient:
             ref = answers.embedding(answer, source)
             if ref is not None:
                 return ref
-        raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_garbage")
+        raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_bad_response")
 
     def first(self, medium: MediaPayload) -> str:
         """The service that keeps a medium."""

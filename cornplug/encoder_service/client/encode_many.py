@@ -179,6 +179,6 @@ def part_answer(url: str, head: Mapping[str, str], body: bytes) -> tuple[int, Ht
     """A part of a streamed answer as (position, the answer that its medium alone would have got)."""
     position = head.get("x-cornplug-index", "")
     if not position.isdigit():
-        raise EncoderUnavailable(f"{url}: a part without its index", reason="encoder_garbage")
+        raise EncoderUnavailable(f"{url}: a part without its index", reason="encoder_bad_response")
     status = 200 if "x-cornplug-key" in head else answers.status_in(body)
     return int(position), HttpAnswer(url=url, status=status, headers=dict(head), body=body)

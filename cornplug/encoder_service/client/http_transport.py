@@ -23,7 +23,7 @@ _MAX_ANSWER_BYTES: Final = 1 << 30
 async def exchange(
     http: httpx.AsyncClient, method: str, url: str, timeout_s: float, **body: Any
 ) -> HttpAnswer:
-    """An answer, read whole. Raises httpx.HTTPError, EncoderUnavailable("encoder_garbage")."""
+    """An answer, read whole. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
     headers = trace_headers()
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
         return await _whole(url, response)
@@ -37,7 +37,7 @@ async def stream(
     timeout_s: float,
 ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
     """(position, answer) of several media in one request, as they come. Raises as `answers.check`,
-    and EncoderUnavailable("encoder_garbage") for an answer that ends too early."""
+    and EncoderUnavailable("encoder_bad_response") for an answer that ends too early."""
     files = [(medium.modality, (medium.name, medium.data)) for medium in media]
     headers = {**trace_headers(), "accept": MIXED}
     target = f"{url}/v1/encode"
@@ -51,7 +51,7 @@ async def stream(
             for head, body in parts.feed(chunk):
                 yield part_answer(target, head, body)
         if not parts.ended:
-            raise EncoderUnavailable(f"{url} ended too early", reason="encoder_garbage")
+            raise EncoderUnavailable(f"{url} ended too early", reason="encoder_bad_response")
 
 
 def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
@@ -66,7 +66,7 @@ async def _whole(url: str, response: httpx.Response) -> HttpAnswer:
         chunks.append(chunk)
         size += len(chunk)
         if size > _MAX_ANSWER_BYTES:
-            raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_garbage")
+            raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_bad_response")
     headers = {name.lower(): value for name, value in response.headers.items()}
     return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
 

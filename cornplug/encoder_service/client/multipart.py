@@ -16,7 +16,7 @@ class MultipartReader:
     """Feed it an answer's bytes. Each part says its length, so that a boundary is never searched for."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises EncoderUnavailable("encoder_garbage") for what is no multipart/mixed."""
+        """Raises EncoderUnavailable("encoder_bad_response") for what is no multipart/mixed."""
         kind, _, boundary = content_type.partition("boundary=")
         if not kind.startswith(MIXED) or not boundary:
             raise _garbage(f"content-type {content_type[:80]!r}")
@@ -29,7 +29,7 @@ class MultipartReader:
     def feed(self, data: bytes) -> list[tuple[dict[str, str], bytes]]:
         """(headers with names in lower case, body) of every part that is whole now.
 
-        Raises EncoderUnavailable("encoder_garbage").
+        Raises EncoderUnavailable("encoder_bad_response").
         """
         self._held += data
         found = []
@@ -72,4 +72,4 @@ def _length(head: dict[str, str]) -> int:
 
 
 def _garbage(why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(f"not an answer of an encoder service: {why}", reason="encoder_garbage")
+    return EncoderUnavailable(f"not an answer of an encoder service: {why}", reason="encoder_bad_response")

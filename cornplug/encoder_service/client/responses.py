@@ -50,7 +50,7 @@ class RemoteFailure(Exception):
 def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
     """None where the data is neither in the answer nor, any more, in the store.
 
-    Raises EncoderUnavailable("encoder_garbage") and whatever `check` raises.
+    Raises EncoderUnavailable("encoder_bad_response") and whatever `check` raises.
     """
     check(answer)
     try:
@@ -89,7 +89,7 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
 
 def check(answer: HttpAnswer) -> None:
     """Pass a 200. Raises Busy (429, 503, and what names a Retry-After), Failed (500, 504), EncoderRefused
-    (the service's reason and message) or EncoderUnavailable("encoder_garbage")."""
+    (the service's reason and message) or EncoderUnavailable("encoder_bad_response")."""
     if answer.status == 200:
         return
     try:
@@ -127,4 +127,4 @@ def _seconds(value: object) -> float | None:
 
 
 def _garbage(answer: HttpAnswer, why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(f"{answer.url} is no encoder service: {why}", reason="encoder_garbage")
+    return EncoderUnavailable(f"{answer.url} is no encoder service: {why}", reason="encoder_bad_response")

@@ -51,7 +51,7 @@ class SocketEncoder:
     """A client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout",
-    "encoder_garbage", "encoder_version", "encoder_untrusted": another user listens there, or one
+    "encoder_bad_response", "encoder_version", "encoder_untrusted": another user listens there, or one
     without `secret`) or EncoderRefused (the service's reason).
     While there is no service they fail at once, and the thread tries again every second.
     """
@@ -232,7 +232,7 @@ class SocketEncoder:
                         return self._untrusted(e)
                     except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
                         return EncoderUnavailable(
-                            f"{self._path} does not speak our protocol: {e}", reason="encoder_garbage"
+                            f"{self._path} does not speak our protocol: {e}", reason="encoder_bad_response"
                         )
                     except OSError as e:
                         return self._down(f"the service went away ({e.strerror or e})")

@@ -32,17 +32,17 @@ def fill(
         located: normalised name -> (file, name in the file).
         unused: names of the checkpoint that this module does without (layers past the cut).
 
-    Raises CheckpointError with reason "tensors" that names tensors which are missing, which
+    Raises CheckpointError with reason "bad_tensors" that names tensors which are missing, which
     nobody asked for, or whose shape or kind is not the module's; "unreadable" for a bad file.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
     if missing:
-        raise CheckpointError(f"checkpoint lacks {_some(missing)}", reason="tensors")
+        raise CheckpointError(f"checkpoint lacks {_some(missing)}", reason="bad_tensors")
     unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
     if unexpected:
         raise CheckpointError(
-            f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="tensors"
+            f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="bad_tensors"
         )
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name in wanted:
@@ -57,7 +57,7 @@ def fill(
         if loaded[name].shape != wanted[name].shape
     ]
     if wrong:
-        raise CheckpointError(f"shapes disagree with config.json: {_some(wrong)}", reason="tensors")
+        raise CheckpointError(f"shapes disagree with config.json: {_some(wrong)}", reason="bad_tensors")
     module.load_state_dict(loaded, assign=True)
     module.eval().requires_grad_(False)
 
@@ -73,7 +73,7 @@ def _read(
                 if not tensor.is_floating_point():
                     raise CheckpointError(
                         f"{stored} is {tensor.dtype}: a quantised tower or projector is not served",
-                        reason="tensors",
+                        reason="bad_tensors",
                     )
                 out[name] = tensor.to(device=device, dtype=dtype, copy=True)
     except (OSError, SafetensorError) as e:

@@ -120,7 +120,7 @@ class CornplugStorage(HiCacheStorage):
         ranks = 1 if pages.latent else self._config.tp_size
         group = activation.group() if ranks > 1 else b""
         if ranks > 1 and not group:
-            raise LayoutError("the ranks do not know each other's name", reason="ranks")
+            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
         self._writer = PageWriter(self._run, self._reader, book, mine, pages, part, self._tally)
         logger.info(

@@ -57,7 +57,7 @@ class PageReader:
         question to the store is waited for. Raises CornplugError."""
         plan = list(self._plan(self._book.find([first]))) if first is not None else []
         if not plan:
-            self._missed("unnamed", tokens)
+            self._missed("no_page_key", tokens)
             return False
         parts = [keys for _, keys in plan[0]]
         keys = [key for part in parts for key in part]
@@ -86,7 +86,7 @@ class PageReader:
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._book.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
-            self._missed("unnamed", len(hashes) * self._book.page_size)
+            self._missed("no_page_key", len(hashes) * self._book.page_size)
             return 0
         mask = self._run.store.contains(keys, deadline_s=self._run.deadline_s)
         there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
@@ -96,7 +96,7 @@ class PageReader:
                 break
             count += 1
         self._missed("absent", (len(wanted) - count) * self._book.page_size)
-        self._missed("unnamed", (len(hashes) - len(wanted)) * self._book.page_size)
+        self._missed("no_page_key", (len(hashes) - len(wanted)) * self._book.page_size)
         return count
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
@@ -120,7 +120,7 @@ class PageReader:
                         target[..., part.page, :].copy_(source[..., part.inside, :])
                     done += 1
             if len(plan) < len(hashes):
-                reason = "unnamed"
+                reason = "no_page_key"
         except CodecError as e:
             reason = e.reason
             if e.is_damage:

@@ -111,7 +111,7 @@ class PageWriter:
         for name, page in zip(hashes, self._book.find(hashes), strict=True):
             try:
                 if page is None:
-                    outcomes["unnamed"] += 1
+                    outcomes["no_page_key"] += 1
                 elif self._book.page_size >= self._book.page_tokens:
                     whole = self._host.page(at[name])
                     for part in self._book.parts(page):

@@ -118,7 +118,7 @@ class EmbeddingPrefetcher:
             raise
         self._backoff.answered()
         if answer.key != key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
+            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
         if answer.tensor is not None:
             await self._in_thread(self._put, answer.key, answer.tensor)
         return f"service_{answer.origin}"

@@ -313,7 +313,7 @@ class ECScheduler:
     def _take(self, item: _Item, answer: EncodeReply) -> None:
         self._backoff.answered()
         if answer.key != item.key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_garbage")
+            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
         source = f"service_{answer.origin}"
         if answer.tensor is not None:
             tensor = answer.tensor

@@ -148,12 +148,15 @@ def test_who_asks_and_in_which_trace_is_passed_on(llava: str) -> None:
 # -- faults --------------------------------------------------------------------------------------
 
 FAULTS = {
-    "text": (says(200, b"hello"), "encoder_garbage"),
-    "another json": (says(200, b'{"x": 1}'), "encoder_garbage"),
-    "a list": (says(200, b"[1]"), "encoder_garbage"),
-    "a redirect": (says(302, b"", location="http://127.0.0.1:1/"), "encoder_garbage"),
-    "a proxy's error": (says(502, b"<html>bad gateway"), "encoder_garbage"),
-    "bytes without headers": (says(200, b"abc", content_type="application/octet-stream"), "encoder_garbage"),
+    "text": (says(200, b"hello"), "encoder_bad_response"),
+    "another json": (says(200, b'{"x": 1}'), "encoder_bad_response"),
+    "a list": (says(200, b"[1]"), "encoder_bad_response"),
+    "a redirect": (says(302, b"", location="http://127.0.0.1:1/"), "encoder_bad_response"),
+    "a proxy's error": (says(502, b"<html>bad gateway"), "encoder_bad_response"),
+    "bytes without headers": (
+        says(200, b"abc", content_type="application/octet-stream"),
+        "encoder_bad_response",
+    ),
     "too few bytes": (
         says(
             200,
@@ -165,7 +168,7 @@ FAULTS = {
             x_cornplug_origin="computed",
             x_cornplug_service_time_s="1",
         ),
-        "encoder_garbage",
+        "encoder_bad_response",
     ),
     "no http": (raves, "encoder_down"),
     "half an answer": (half, "encoder_down"),

@@ -247,7 +247,7 @@ def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
         id=1, key=KEYS[3], origin="computed", stored=True, tensor=None, service_time_s=0
     )
     assert here.prepare(KEYS[0]) == [None]
-    assert here.missed() == {"encoder_garbage": 1}
+    assert here.missed() == {"encoder_bad_response": 1}
 
 
 def test_prefetch_of_remote_features_is_miss(here: Stage) -> None:

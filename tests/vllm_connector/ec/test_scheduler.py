@@ -291,7 +291,7 @@ def test_ec_scheduler_reply_for_other_key_starts_backoff(stage: Callable[..., St
     here.asked(1)
     here.answer(key=key(9))
     assert here.half.available(request, 0)
-    assert here.counted() == {("misses", "embedding", "encoder_garbage"): 1}
+    assert here.counted() == {("misses", "embedding", "encoder_bad_response"): 1}
     # A service that mixes up its answers is left alone for a while.
     assert here.half.available(here.request("b", 2), 0)
     assert here.counted()["misses", "embedding", "encoder_backoff"] == 1
