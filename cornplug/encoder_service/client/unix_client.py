@@ -24,7 +24,12 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import HANDSHAKE_TIMEOUT_S, MAX_BYTES, EngineHandshake, check_user
+from cornplug.encoder_service.wire.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_BYTES,
+    EngineHandshake,
+    check_user,
+)
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     DescribeReply,

@@ -10,8 +10,8 @@ There the request is encoded by the server itself, a counted miss:
                        sent again ──> every rank: it takes the place of the one that waits
 
 After a failure of the service, the next requests skip it for a while. Without a tower the error stays
-SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock SGLang an
-error of the encoder can end the scheduler.
+SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock
+SGLang an error of the encoder can end the scheduler.
 """
 
 from __future__ import annotations
