@@ -64,10 +64,6 @@ class PageGeometry:
         """Segments of a page: one a head and layer."""
         return self.heads * self.layers
 
-    def segments_of(self, heads: range) -> list[int]:
-        """Indices of the segments of some heads, all layers, in the page's order."""
-        return list(range(heads.start * self.layers, heads.stop * self.layers))
-
     @property
     def segment_bytes(self) -> int:
         return self.planes * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]

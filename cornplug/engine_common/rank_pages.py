@@ -1,8 +1,8 @@
-"""One rank's part of store pages: to and from host memory of its own, checksummed."""
+"""One rank's part of store pages: to and from the engine's host memory, checksummed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from cornplug.codec import checksum
 from cornplug.engine_common.page_envelope import read_page_header
-from cornplug.engine_common.page_tensors import rows
 from cornplug.errors import CodecError
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Lease, PayloadLocation, Store
 
 Bytes = NDArray[np.uint8]
@@ -21,47 +20,77 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """Pages as one rank sees them: all layers, `heads` of them, which it `writes` or only reads."""
+    """The heads and layers of pages that one rank holds."""
 
     page: PageGeometry
-    heads: range
-    writes: bool
+    held: RankSlice
     store: Store
 
-    def memory(self) -> torch.Tensor:
-        """Host memory for this rank's part of a page: (heads, layers, planes, tokens, dim)."""
-        return torch.empty((len(self.heads), *self.page.shape[1:]), dtype=getattr(torch, self.page.dtype))
-
-    def read(self, lease: Lease, into: torch.Tensor) -> None:
-        """Copy this rank's part of a leased page, and verify the copy.
-
-        Raises CodecError for an entry that is not what it says, StoreUnavailable for one of
-        another store.
-        """
-        header = read_page_header(lease, self.page)
-        copied = rows(into)
-        np.copyto(copied, self._arena(self.store.view(lease.location)))
-        if any(header.checksums[segment] != value for segment, value in self._sums(copied).items()):
-            raise CodecError("a page is corrupt", reason="corrupt")
-
-    def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
-        """Copy this rank's part of a page into room that is reserved for it; segment -> checksum
-        of the source. Raises StoreUnavailable."""
-        mine = rows(source)
-        sums = self._sums(mine)
-        np.copyto(self._arena(self.store.view(location, writable=True)), mine)
-        return sums
+    @property
+    def segments(self) -> int:
+        """Segments of a page that this rank holds."""
+        return len(self.held.heads) * len(self.held.layers)
 
     @property
-    def segments(self) -> list[int]:
-        """Segments of the page that this rank holds, in the order of `write`'s checksums."""
-        return self.page.segments_of(self.heads)
+    def bytes(self) -> int:
+        """Bytes of a page that this rank holds."""
+        return self.segments * self.page.segment_bytes
 
-    def _sums(self, mine: Bytes) -> dict[int, int]:
-        step = self.page.segment_bytes
-        flat = mine.reshape(-1).data
-        return {segment: checksum(flat[i * step : (i + 1) * step]) for i, segment in enumerate(self.segments)}
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(heads, layers, planes, tokens, dim) of this rank's part of a page."""
+        return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
+
+    def memory(self) -> torch.Tensor:
+        """Host memory of `shape`."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.page.dtype))
+
+    def read(self, lease: Lease, into: torch.Tensor) -> None:
+        """Copy this rank's part of a leased page into memory of `shape`, and verify the copy.
+
+        Raises CodecError for an entry that is not the page of its header, StoreUnavailable for a lease of
+        another store.
+        """
+        self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
+
+    def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
+        """`read`, with the checksums of the page's header. Raises CodecError("corrupt"), StoreUnavailable."""
+        arena = self._arena(self.store.view(location))
+        for head, here, there in zip(self.held.heads, _rows(into), arena, strict=True):
+            np.copyto(here, there)
+            if any(checksums[segment] != value for segment, value in self._sums(here, head).items()):
+                raise CodecError("a page is corrupt", reason="corrupt")
+
+    def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
+        """Copy this rank's part of a page, of `shape`, into reserved room.
+
+        Returns segment -> checksum of the source: a fault of the copy is found by readers.
+        Raises StoreUnavailable.
+        """
+        sums: dict[int, int] = {}
+        arena = self._arena(self.store.view(location, writable=True))
+        for head, here, there in zip(self.held.heads, _rows(source), arena, strict=True):
+            sums |= self._sums(here, head)
+            np.copyto(there, here)
+        return sums
 
     def _arena(self, payload: memoryview) -> Bytes:
+        """This rank's part of a page in the store, shape (heads, bytes of its layers)."""
+        step, layers = self.page.segment_bytes, self.held.layers
         whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, -1)
-        return whole[self.heads.start : self.heads.stop]
+        heads = whole[self.held.heads.start : self.held.heads.stop]
+        return heads[:, layers.start * step : layers.stop * step]
+
+    def _sums(self, row: Bytes, head: int) -> dict[int, int]:
+        """Segment -> checksum, of one head's bytes of this rank's layers."""
+        step, data, first = self.page.segment_bytes, row.data, head * self.page.layers
+        return {
+            first + layer: checksum(data[i * step : (i + 1) * step])
+            for i, layer in enumerate(self.held.layers)
+        }
+
+
+def _rows(part: torch.Tensor) -> Bytes:
+    """Host memory as (heads, bytes of a head), writable, without a copy."""
+    array: Bytes = part.view(torch.uint8).numpy()
+    return array.reshape(len(part), -1)

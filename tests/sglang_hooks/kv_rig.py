@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages, host_pages, page_geometry, rank_heads
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
@@ -163,7 +163,8 @@ class Engine:
         self.book = PageHashIndex(self.page_size, self.page_tokens)
         self.run = RigRuntime(self.faulty)
         self.roots = NamespaceRoots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
-        mine = RankPages(self.geometry, self.heads, writes, self.faulty)
+        held = RankSlice(heads=self.heads, layers=range(LAYERS), writes=writes)
+        mine = RankPages(self.geometry, held, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
         self.reader = PageReader(self.run, self.roots, self.book, mine, self.pages, self.tally)
         self.writer = PageWriter(self.run, self.reader, self.book, mine, self.pages, part, self.tally)

@@ -24,6 +24,7 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
+from cornplug.kv_page import RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -110,8 +111,9 @@ class CornplugStorage(HiCacheStorage):
         # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
-        mine = RankPages(page, heads, writes, self._run.store)
-        token_bytes = page.page_bytes / page.page_tokens * len(heads) / page.heads
+        held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
+        mine = RankPages(page, held, self._run.store)
+        token_bytes = mine.bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         self._reader = PageReader(self._run, roots, book, mine, pages, self._tally)

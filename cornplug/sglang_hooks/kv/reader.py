@@ -189,8 +189,7 @@ class PageReader:
             pages = max(1, tokens // self._book.page_tokens)
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
-            share = len(self._mine.heads) / self._mine.page.heads
-            moved = tokens * self._mine.page.page_bytes / self._book.page_tokens * share
+            moved = tokens * self._mine.bytes / self._book.page_tokens
             self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=moved)
         if reason:
             self._tally.count("cornplug_misses_total", app, WHAT, reason)

@@ -84,7 +84,7 @@ class PageWriter:
 
     def save(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Offer pages to the store. `slots` are their first slots in the host pool."""
-        if not self._mine.writes:
+        if not self._mine.held.writes:
             return
         began = time.monotonic()
         outcomes: Counter[str] = Counter()

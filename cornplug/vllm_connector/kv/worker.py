@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.codec import checksum
-from cornplug.engine_common.page_tensors import rows
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Store
@@ -31,7 +30,6 @@ from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
 from cornplug.vllm_connector.kv.metadata import KVAcks, PageLoad, PageRead, PageSave, PageWrite
 from cornplug.vllm_connector.kv.mover import Job, KVMover
 
-Bytes = NDArray[np.uint8]
 Table = NDArray[np.int64]
 
 
@@ -49,6 +47,7 @@ class KVWorker:
     def __init__(self, geometry: PageGeometry, mine: RankSlice, block_size: int, store: Store) -> None:
         self._page = geometry
         self._mine = mine
+        self._pages = RankPages(geometry, mine, store)
         self._block_size = block_size
         self._store = store
         self._copies: BlockCopies | None = None
@@ -95,8 +94,7 @@ class KVWorker:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             self._acks.unusable = e.reason
             return
-        shape = (len(mine.heads), len(mine.layers), *page.shape[2:])
-        self._copies = BlockCopies(list(caches.values()), layouts, shape)
+        self._copies = BlockCopies(list(caches.values()), layouts, self._pages.shape)
         self._slots, self._side = layouts[0].block_size, self._copies.side
         compat.logger.info(
             "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
@@ -147,7 +145,7 @@ class KVWorker:
             late = [token for token, request_id in self._unsent.items() if request_id in request_ids]
             for token in late:
                 del self._unsent[token], self._acks.written[token]
-                self._acks.failed_writes[token] = self._share
+                self._acks.failed_writes[token] = self._pages.segments
 
     def drain(self) -> None:
         """Wait until no block is being read or written."""
@@ -210,7 +208,7 @@ class KVWorker:
                 if reason:
                     self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
                     self._acks.failed_loads[load.request_id] = reason
-                self._acks.loaded_bytes += done * self._slice_bytes
+                self._acks.loaded_bytes += done * self._pages.bytes
                 self._acks.loading_s += time.monotonic() - began
                 self._loaded.add(load.request_id)
 
@@ -232,7 +230,7 @@ class KVWorker:
             missing = [page.token for page in save.pages if page.token not in written]
             with self._lock:
                 if self._mine.writes:
-                    self._acks.failed_writes |= dict.fromkeys(missing, self._share)
+                    self._acks.failed_writes |= dict.fromkeys(missing, self._pages.segments)
                 self._saving[save.request_id].remove(saving)
                 if not self._saving[save.request_id]:
                     del self._saving[save.request_id]
@@ -240,19 +238,10 @@ class KVWorker:
     def _acknowledge(self, saving: _Saving, sums: Mapping[int, dict[int, int]]) -> None:
         with self._lock:
             if saving.given_up:
-                self._acks.failed_writes |= dict.fromkeys(sums, self._share)
+                self._acks.failed_writes |= dict.fromkeys(sums, self._pages.segments)
             else:
                 self._acks.written |= sums
                 self._unsent |= dict.fromkeys(sums, saving.save.request_id)
-
-    @property
-    def _share(self) -> int:
-        """Segments of a page that this rank writes."""
-        return len(self._mine.heads) * len(self._mine.layers)
-
-    @property
-    def _slice_bytes(self) -> int:
-        return self._share * self._page.segment_bytes
 
     def _mapped(self) -> BlockCopies:
         if self._copies is None:
@@ -270,15 +259,10 @@ class KVWorker:
     def _write_slab(self, pages: Sequence[PageWrite], table: Table, mark: Any) -> dict[int, dict[int, int]]:
         """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
         host = self._mapped().copy_out(table, [page.index for page in pages], mark)
-        sums: dict[int, dict[int, int]] = {}
-        for row, target in enumerate(pages):
-            found = sums[target.token] = dict[int, int]()
-            source = rows(host[row])
-            arena = self._arena_rows(self._store.view(target.location, writable=True))
-            for head, here, there in zip(self._mine.heads, source, arena, strict=True):
-                self._sum(here, head, found)
-                np.copyto(there, here)
-        return sums
+        return {
+            target.token: dict(self._pages.write(source, target.location))
+            for target, source in zip(pages, host, strict=True)
+        }
 
     def _read_slab(self, load: PageLoad, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
         """Copy neighbouring pages in, each segment verified in our own memory first; how many
@@ -293,13 +277,10 @@ class KVWorker:
 
     def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
         """Copy this rank's part of a page to host memory; whether the copy is what was stored."""
-        arena = self._arena_rows(self._store.view(source.location))
-        for head, here, there in zip(self._mine.heads, rows(target), arena, strict=True):
-            np.copyto(here, there)
-            found: dict[int, int] = {}
-            self._sum(here, head, found)
-            if any(value != source.checksums[segment] for segment, value in found.items()):
-                return False
+        try:
+            self._pages.copy(source.location, source.checksums, target)
+        except CodecError:
+            return False
         return True
 
     def _discard(self, pages: Sequence[PageRead]) -> None:
@@ -309,16 +290,3 @@ class KVWorker:
             self._store.delete([page.key for page in pages], deadline_s=1.0)
         except CornplugError as e:
             compat.logger.debug("cornplug: damaged pages not dropped: %s", e)
-
-    def _arena_rows(self, arena: memoryview) -> Bytes:
-        """This rank's part of a page in the store, shape (heads, bytes of its layers)."""
-        page, mine, step = self._page, self._mine, self._page.segment_bytes
-        whole = np.frombuffer(arena, np.uint8).reshape(page.heads, page.layers * step)
-        part = slice(mine.layers.start * step, mine.layers.stop * step)
-        return whole[mine.heads.start : mine.heads.stop, part]
-
-    def _sum(self, row: Bytes, head: int, found: dict[int, int]) -> None:
-        """Add segment -> checksum for one head's bytes of this rank's layers."""
-        step, data = self._page.segment_bytes, row.data
-        for i, layer in enumerate(self._mine.layers):
-            found[head * self._page.layers + layer] = checksum(data[i * step : (i + 1) * step])

@@ -1,0 +1,118 @@
+"""Ranks of one engine write their parts of a page; ranks of any other split read theirs, verified."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cornplug.codec import checksum
+from cornplug.engine_common.page_envelope import page_header
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.errors import CodecError
+from cornplug.kv_page import PageGeometry, RankSlice
+from cornplug.store.base import Lease, Reservation
+from cornplug.store.memory import MemoryStore
+
+PAGE = PageGeometry(page_tokens=16, heads=4, layers=6, dim=8, dtype="bfloat16")
+KEY = b"k" * 32
+SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3), (4, 6)]
+
+
+def parts(heads: int, layers: int) -> Iterator[RankSlice]:
+    """The slices of `heads` tensor-parallel by `layers` pipeline-parallel ranks."""
+    for h, n in itertools.product(range(heads), range(layers)):
+        per_head, per_layer = PAGE.heads // heads, PAGE.layers // layers
+        yield RankSlice(
+            heads=range(h * per_head, (h + 1) * per_head),
+            layers=range(n * per_layer, (n + 1) * per_layer),
+            writes=True,
+        )
+
+
+def cut(kv: torch.Tensor, held: RankSlice) -> torch.Tensor:
+    heads = kv[held.heads.start : held.heads.stop]
+    return heads[:, held.layers.start : held.layers.stop].contiguous()
+
+
+@pytest.fixture
+def kv() -> torch.Tensor:
+    return torch.randn(PAGE.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=8 << 20)
+
+
+def save(store: MemoryStore, kv: torch.Tensor, split: tuple[int, int] = (1, 1)) -> dict[int, int]:
+    """Write a page with all ranks of a split; segment -> checksum."""
+    client = store.connect()
+    [reserved] = client.reserve([(KEY, PAGE.page_bytes)], app="test", deadline_s=1)
+    assert isinstance(reserved, Reservation)
+    sums: dict[int, int] = {}
+    for held in parts(*split):
+        sums |= RankPages(PAGE, held, client).write(cut(kv, held), reserved.location)
+    assert client.commit([(reserved, page_header(KEY, PAGE, sums))], deadline_s=1) == [True]
+    return sums
+
+
+def leased(store: MemoryStore) -> Lease:
+    lease = store.connect().lease([KEY], ttl_s=60, deadline_s=1)[0]
+    assert lease is not None
+    return lease
+
+
+@pytest.mark.parametrize("writers", SPLITS)
+@pytest.mark.parametrize("readers", SPLITS)
+def test_rank_pages_of_any_split_read_another_splits_page(
+    store: MemoryStore, kv: torch.Tensor, writers: tuple[int, int], readers: tuple[int, int]
+) -> None:
+    save(store, kv, writers)
+    client, lease = store.connect(), leased(store)
+    for held in parts(*readers):
+        mine = RankPages(PAGE, held, client)
+        into = mine.memory()
+        mine.read(lease, into)
+        assert torch.equal(into, cut(kv, held))
+
+
+def test_rank_pages_write_sums_each_segment_of_the_source(store: MemoryStore, kv: torch.Tensor) -> None:
+    flat = kv.view(torch.uint8).reshape(PAGE.segments, -1).numpy()
+    assert save(store, kv, (2, 3)) == {i: checksum(flat[i].data) for i in range(PAGE.segments)}
+
+
+def test_rank_pages_bytes_of_all_ranks_are_the_page(store: MemoryStore) -> None:
+    client = store.connect()
+    for split in SPLITS:
+        ranks = [RankPages(PAGE, held, client) for held in parts(*split)]
+        assert sum(mine.bytes for mine in ranks) == PAGE.page_bytes
+        assert sum(mine.segments for mine in ranks) == PAGE.segments
+        assert all(mine.memory().nbytes == mine.bytes for mine in ranks)
+
+
+def test_rank_pages_read_damaged_segment_is_corrupt_for_its_rank_only(
+    store: MemoryStore, kv: torch.Tensor
+) -> None:
+    save(store, kv)
+    client, lease = store.connect(), leased(store)
+    client.raw(lease.location)[5 * PAGE.segment_bytes] ^= 1  # head 0, layer 5
+    for held in parts(2, 3):
+        mine = RankPages(PAGE, held, client)
+        if 0 in held.heads and 5 in held.layers:
+            with pytest.raises(CodecError) as raised:
+                mine.read(lease, mine.memory())
+            assert (raised.value.reason, raised.value.is_damage) == ("corrupt", True)
+        else:
+            mine.read(lease, mine.memory())
+
+
+def test_rank_pages_read_page_of_other_geometry_is_wrong_shape(store: MemoryStore, kv: torch.Tensor) -> None:
+    save(store, kv)
+    other = PageGeometry(page_tokens=16, heads=4, layers=6, dim=8, dtype="float16")
+    mine = RankPages(other, next(parts(1, 1)), store.connect())
+    with pytest.raises(CodecError) as raised:
+        mine.read(leased(store), mine.memory())
+    assert (raised.value.reason, raised.value.is_damage) == ("wrong_shape", True)
