@@ -44,8 +44,8 @@ class StoreConfig(_Section):
     """The host's store."""
 
     backend: str = "pool"
-    """The store to use: "pool" is the host's own; a package can bring another one (entry point
-    `cornplug.stores`)."""
+    """The store to use: "pool" is the host's own. A package can bring another one (entry point
+    `cornplug.stores`), selected by its NAME, or NAME:ADDRESS where it takes an address."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
     """The unix socket at which the store listens and clients connect."""
     size_bytes: int | None = Field(default=None, gt=0)

@@ -25,7 +25,7 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import fitting_size
-from cornplug.store.backends import open_store
+from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import StoreStat
 from cornplug.store.host_memory import host_memory
 
@@ -59,8 +59,11 @@ def examine(
     yield from engine_checks.plugins()
     yield from engine_checks.allocator()
     yield from secret(settings.store)
-    yield from folder(settings.store)
-    yield from store(settings.store)
+    if is_host_store(settings.store):
+        yield from folder(settings.store)
+        yield from store(settings.store)
+    else:
+        yield from other_store(settings.store)
     described = describe_encoder(settings)
     yield from encoder(settings.encoder, described)
     for model in models:
@@ -105,15 +108,28 @@ def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
         )
         yield from shared_memory(settings)
         return
-    used = f"{_mib(now.used_bytes)} of {_mib(now.capacity_bytes)} used, {now.entries} entries"
     size = f"{now.capacity_bytes} bytes, {size_source(settings, now.capacity_bytes)}"
-    what = f"{settings.socket}: {used}, {now.hits} hits, {now.misses} misses; {size}"
-    yield CheckResult("ok", "store", what)
+    yield CheckResult("ok", "store", f"{settings.socket}: {_usage(now)}; {size}")
+
+
+def other_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
+    """The store that a package brings answers."""
+    now = ask_store(settings)
+    if isinstance(now, StoreStat):
+        yield CheckResult("ok", "store", f"{settings.backend}: {_usage(now)}")
+    else:
+        remedy = "Start it, or set CORNPLUG_STORE_BACKEND=pool for the host's own store."
+        yield CheckResult("fail", "store", f"{settings.backend}: {now}", remedy)
+
+
+def _usage(now: StoreStat) -> str:
+    used = f"{_mib(now.used_bytes)} of {_mib(now.capacity_bytes)} used, {now.entries} entries"
+    return f"{used}, {now.hits} hits, {now.misses} misses"
 
 
 def ask_store(settings: config.StoreConfig) -> StoreStat | str:
     """The store's own account, or why there is none."""
-    if not settings.secret_file.exists():
+    if is_host_store(settings) and not settings.secret_file.exists():
         return "no store has run here, there is no secret yet"  # and a client would make one
     try:
         client = open_store(settings, autostart=False, connect_timeout_s=_ANSWER_S)

@@ -1,7 +1,8 @@
-"""Which store a process talks to: the host's own, or one that another package brings.
+"""The place where a process chooses its store: the host's own, or one that an installed package brings.
 
-A package offers a store by an entry point of the group `cornplug.stores`, whose object is called as
-`open_store` here is and returns a `Store`; the setting `store.backend` names it.
+The setting `store.backend` is NAME or NAME:ADDRESS. `pool` is the host's own store. A package offers another
+one by an entry point of the group `cornplug.stores`: a callable with the arguments and the result of
+`open_store`, which reads its address in `config.backend`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
 
 GROUP: Final = "cornplug.stores"
-POOL: Final = "pool"
+_POOL: Final = "pool"
+
+
+def is_host_store(config: StoreConfig) -> bool:
+    """Whether the settings name the host's own store, which has a socket, a daemon and a secret."""
+    return config.backend == _POOL
 
 
 def open_store(
@@ -25,20 +31,20 @@ def open_store(
 
     Args:
         autostart: Whether to start a store where none answers; None: as the settings say.
-        connect_timeout_s: Longest that this call waits for a first answer; None: the store's own default.
+        connect_timeout_s: Longest wait of this call for a first answer; None: the store's own default.
 
-    Raises ConfigError for a backend that no installed package brings, and what the backend raises for wrong
-    settings.
+    Raises ConfigError for a name that no installed package brings, and the backend's own errors for settings
+    that it refuses.
     """
-    if config.backend == POOL:
+    if is_host_store(config):
         return PoolStore(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
-    found = [point for point in entry_points(group=GROUP) if point.name == config.backend]
-    if not found:
-        known = sorted({POOL, *(point.name for point in entry_points(group=GROUP))})
+    name = config.backend.partition(":")[0]
+    offered = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in offered:
         raise ConfigError(
             "store.backend",
-            f"no installed package brings a store {config.backend!r}",
-            f"Known here: {', '.join(known)}.",
+            f"no installed package brings a store {name!r}",
+            f"Known here: {', '.join(sorted({_POOL, *offered}))}.",
         )
-    store: Store = found[0].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    store: Store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     return store

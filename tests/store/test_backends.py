@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.commands import doctor
 from cornplug.config import StoreConfig, load
+from cornplug.encoder_service.client.endpoints import local_store
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError
 from cornplug.store.backends import open_store
-from cornplug.store.memory import MemoryStore
 from cornplug.testing import StoreContract
-from cornplug.testing.store import StoreStage
+from cornplug.testing.store import StoreStage, fill, present
 
 MODULE = """
 from cornplug.store.memory import MemoryStore
@@ -49,7 +50,7 @@ class TestLentStore(StoreContract):
         def advance(seconds: float) -> None:
             lent_store.now_s += seconds
 
-        config = StoreConfig(backend="lent")
+        config = StoreConfig(backend="lent:here")
         return StoreStage(
             lambda: open_store(config),
             advance,
@@ -60,11 +61,25 @@ class TestLentStore(StoreContract):
         )
 
 
-def test_an_engine_opens_the_store_that_the_setting_names(installed: None) -> None:
-    store = EngineRuntime(load(environ={"CORNPLUG_STORE_BACKEND": "lent"})).store
-    assert isinstance(store, MemoryStore) or type(store).__module__ == "cornplug.store.memory"
+def test_open_store_every_process_gets_the_store_of_the_setting(
+    installed: None,
+) -> None:
+    address = "lent://10.0.0.1:7"
+    config = load(environ={"CORNPLUG_STORE_BACKEND": address})
+    assert not config.store.socket.exists()
+    client = local_store(config)
+    assert client is not None
+    fill(client, "a", b"x")
+    assert present(EngineRuntime(config).store, "a") == b"\1"
+    (found,) = doctor.other_store(config.store)
+    assert (found.status, found.what.startswith(f"{address}: ")) == ("ok", True)
+    assert "1 entries" in found.what
+    assert not config.store.socket.exists(), "the host's own store is not started beside it"
 
 
-def test_a_store_that_nobody_brings_is_an_error_that_names_those_there_are(installed: None) -> None:
+def test_open_store_backend_that_no_package_brings_is_an_error_naming_the_known(installed: None) -> None:
+    config = StoreConfig(backend="mooncake:10.0.0.1")
     with pytest.raises(ConfigError, match=r"store\.backend.*'mooncake'.*Known here: lent, pool"):
-        open_store(StoreConfig(backend="mooncake"))
+        open_store(config)
+    (found,) = doctor.other_store(config)
+    assert (found.status, "Known here: lent, pool" in found.what) == ("fail", True)

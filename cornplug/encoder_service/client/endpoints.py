@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from cornplug.config import Config
-from cornplug.store.backends import open_store
+from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import Store
 
 
@@ -38,7 +38,7 @@ def url_name(name: str) -> str:
 
 
 def local_store(config: Config) -> Store | None:
-    """The host's store, None where nobody has started one."""
-    if not config.store.socket.exists():
+    """The store that the configuration names; None where it is the host's and not started yet."""
+    if is_host_store(config.store) and not config.store.socket.exists():
         return None
     return open_store(config.store, autostart=False)
