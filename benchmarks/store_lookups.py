@@ -30,8 +30,8 @@ from rich.table import Table
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.store import payload as entry
 from cornplug.store.client import PoolStore
+from cornplug.store.payload import put_payload
 
 RATE_HZ: Final = 200.0
 CLIENTS: Final = (1, 4, 8)
@@ -77,7 +77,7 @@ def names(count: int) -> list[bytes]:
 def fill(config: StoreConfig) -> None:
     store = PoolStore(config, connect_timeout_s=10)
     for key in names(max(KEYS))[::2]:
-        entry.put(
+        put_payload(
             store, b"x" * 64, kind=PayloadKind.FEATURE, key=key, dtype="uint8", shape=(64,), app="bench",
             deadline_s=_DEADLINE_S,
         )  # fmt: skip

@@ -31,9 +31,9 @@ from rich.table import Table
 
 from cornplug.codec import PayloadHeader, PayloadKind, decode_header, encode_header
 from cornplug.config import StoreConfig
-from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
+from cornplug.store.payload import copy_checksummed, get_payload, get_payload_into, put_payload
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 WORKING_SET = 512 << 20
@@ -75,7 +75,7 @@ def warm(store: PoolStore) -> None:
     while store.stat(deadline_s=DEADLINE_S).entries < rounds.count:
         check(time.monotonic() < give_up_s)
         for key in rounds.keys:
-            entry.put(
+            put_payload(
                 store, rounds.part(rounds.source, 0), kind=PayloadKind.FEATURE, key=key, dtype="uint8",
                 shape=(1,), app="bench", deadline_s=DEADLINE_S,
             )  # fmt: skip
@@ -122,7 +122,7 @@ class Rounds:
 
     def put(self) -> None:
         for i in range(self.count):
-            outcome = entry.put(
+            outcome = put_payload(
                 self.store, self.part(self.source, i), kind=PayloadKind.FEATURE, key=self.keys[i],
                 dtype="uint8", shape=(self.size,), app="bench", deadline_s=DEADLINE_S,
             )  # fmt: skip
@@ -131,11 +131,11 @@ class Rounds:
     def get_into(self) -> None:
         for i in range(self.count):
             target = self.part(self.target, i)
-            check(entry.get_into(self.store, self.keys[i], target, deadline_s=DEADLINE_S) is not None)
+            check(get_payload_into(self.store, self.keys[i], target, deadline_s=DEADLINE_S) is not None)
 
     def get_fresh(self) -> None:
         for i in range(self.count):
-            self.fresh[i % len(self.fresh)] = entry.get(self.store, self.keys[i], deadline_s=DEADLINE_S)
+            self.fresh[i % len(self.fresh)] = get_payload(self.store, self.keys[i], deadline_s=DEADLINE_S)
 
     def put_batch(self) -> None:
         for first in range(0, self.count, self.batch):
@@ -145,7 +145,7 @@ class Rounds:
             for i, room in enumerate(rooms, first):
                 check(isinstance(room, Reservation))
                 target = self.store.view(room.location, writable=True)
-                sums = entry.copy_checksummed(target, self.part(self.source, i), 1, of="source")
+                sums = copy_checksummed(target, self.part(self.source, i), 1, of="source")
                 written.append(
                     (
                         room,
@@ -164,7 +164,7 @@ class Rounds:
                 check(lease is not None)
                 target, source = self.part(self.target, i), self.store.view(lease.location)
                 if verified:
-                    sums = entry.copy_checksummed(target, source, 1, of="target")
+                    sums = copy_checksummed(target, source, 1, of="target")
                     check(decode_header(lease.meta, key=lease.key).checksums == sums)
                 else:
                     target[:] = source
@@ -207,7 +207,7 @@ def measure_contains(store: PoolStore, seconds: float) -> dict[str, float]:
     """Microseconds of `contains` with 256 keys, half of them present."""
     keys = [hashlib.sha256(f"q{i}".encode()).digest() for i in range(256)]
     for each in keys[::2]:
-        entry.put(
+        put_payload(
             store, b"x" * 64, kind=PayloadKind.FEATURE, key=each, dtype="uint8", shape=(64,), app="bench",
             deadline_s=DEADLINE_S,
         )  # fmt: skip

@@ -19,13 +19,13 @@ _ELSEWHERE: Final = frozenset({"planner", "testing"})
 _SHAPE: Final = re.compile(r"[a-z]+(_[a-z]+)*")
 _OTHERS: Final = {
     "listed": "why a setting is not shared, in tables of settings",
-    "Rejected": "the store's handshake, which clients count as store_refused",
+    "ClientRejected": "the store's handshake, which clients count as store_refused",
     "_ran_out": "the text of a log line",
 }
 """Functions whose argument of such a name is no label."""
 _KINDS: Final = {
     "checkpoint": "the kind of a replica's `Failed`, which its service reports as replica",
-    "secret": "the store's `Rejected`, which clients count as store_refused",
+    "secret": "the store's `ClientRejected`, which clients count as store_refused",
 }
 """Words that share a class's name with a reason."""
 
@@ -94,7 +94,7 @@ class Reasons:
                 yield from _strings(call.args[index])
 
     def _joined(self, text: ast.JoinedStr) -> Iterator[str]:
-        # "store_" and an outcome of the store, whose words are those of `entry.Outcome`.
+        # "store_" and an outcome of the store, whose words are those of `payload.Outcome`.
         (start, _) = text.values
         for word in ("present", "pending", "growing", "full", "too_large", "lost"):
             yield f"{ast.literal_eval(start)}{word}"

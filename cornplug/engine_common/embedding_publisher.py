@@ -12,7 +12,7 @@ from cornplug.codec import PayloadKind
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store import payload as entry
+from cornplug.store.payload import put_payload
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class EmbeddingPublisher:
                 mark.synchronize()
             payload = raw_bytes(embedding)
             size = payload.nbytes
-            outcome = entry.put(
+            outcome = put_payload(
                 self._run.store,
                 payload,
                 kind=PayloadKind.EMBEDDING,

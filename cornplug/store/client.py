@@ -19,9 +19,9 @@ from typing import Final, Protocol, TypeVar
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.private_paths import read_secret
-from cornplug.store import autostart as starter
-from cornplug.store import messages as wire
+from cornplug.store import messages
 from cornplug.store.arena import MappedArena
+from cornplug.store.autostart import IDLE_EXIT_S, spawn, start_lock
 from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.connection import DaemonConnection, StoreSlow
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
@@ -37,12 +37,12 @@ _LAST_PAUSE_S: Final = 60.0
 _log = logging.getLogger("cornplug.store")
 _open_stores: weakref.WeakSet[PoolStore] = weakref.WeakSet()
 
-R = TypeVar("R", bound=wire.Reply)
+R = TypeVar("R", bound=messages.Reply)
 G = TypeVar("G")
 
 
 class _Ask(Protocol):
-    def __call__(self, request: wire.Request, kind: type[R]) -> R: ...
+    def __call__(self, request: messages.Request, kind: type[R]) -> R: ...
 
 
 class PoolStore:
@@ -67,7 +67,7 @@ class PoolStore:
         *,
         autostart: bool | None = None,
         connect_timeout_s: float | None = None,
-        idle_exit_s: float = starter.IDLE_EXIT_S,
+        idle_exit_s: float = IDLE_EXIT_S,
     ) -> None:
         self._config = config
         self._secret = read_secret(config.secret_file)
@@ -98,8 +98,10 @@ class PoolStore:
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         check_keys(keys)
         ask = self._asker(deadline_s)
-        some = wire.batches(keys, wire.MAX_LOOKUP_KEYS)
-        return b"".join(ask(wire.ContainsRequest(b"".join(each)), wire.ContainsReply).mask for each in some)
+        some = messages.batches(keys, messages.MAX_LOOKUP_KEYS)
+        return b"".join(
+            ask(messages.ContainsRequest(b"".join(each)), messages.ContainsReply).mask for each in some
+        )
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
@@ -107,8 +109,8 @@ class PoolStore:
         ask = self._asker(deadline_s)
 
         def some(start: int) -> list[Lease | None]:
-            blob = b"".join(keys[start : start + wire.MAX_KEYS])
-            return ask(wire.TakeLeases(blob, ttl_s), wire.LeaseReply).leases
+            blob = b"".join(keys[start : start + messages.MAX_KEYS])
+            return ask(messages.TakeLeases(blob, ttl_s), messages.LeaseReply).leases
 
         return self._granted(len(keys), some)
 
@@ -126,9 +128,9 @@ class PoolStore:
         ask = self._asker(deadline_s)
 
         def some(start: int) -> list[Reservation | str]:
-            wanted = entries[start : start + wire.MAX_KEYS]
+            wanted = entries[start : start + messages.MAX_KEYS]
             keys, sizes = b"".join(key for key, _ in wanted), [size for _, size in wanted]
-            return ask(wire.ReserveRequest(keys, sizes, app, part), wire.ReserveReply).answers
+            return ask(messages.ReserveRequest(keys, sizes, app, part), messages.ReserveReply).answers
 
         answers = self._granted(len(entries), some)
         return [ReserveRefusal(answer) if isinstance(answer, str) else answer for answer in answers]
@@ -138,24 +140,24 @@ class PoolStore:
             check_meta(meta)
         ask = self._asker(deadline_s)
         done: list[bool] = []
-        for some in wire.commit_batches(written):
-            request = wire.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
-            done += ask(request, wire.CommitReply).done
+        for some in messages.commit_batches(written):
+            request = messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
+            done += ask(request, messages.CommitReply).done
         return done
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         with self._connected() as connection:
-            for some in wire.batches(tokens, wire.MAX_KEYS):
-                connection.tell(wire.ReleaseRequest(list(some)))
+            for some in messages.batches(tokens, messages.MAX_KEYS):
+                connection.tell(messages.ReleaseRequest(list(some)))
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
         ask = self._asker(deadline_s)
-        some = wire.batches(keys, wire.MAX_KEYS)
-        return sum(ask(wire.DeleteRequest(b"".join(each)), wire.DeleteReply).count for each in some)
+        some = messages.batches(keys, messages.MAX_KEYS)
+        return sum(ask(messages.DeleteRequest(b"".join(each)), messages.DeleteReply).count for each in some)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
-        return self._asker(deadline_s)(wire.StatRequest(), wire.StatReply).stat
+        return self._asker(deadline_s)(messages.StatRequest(), messages.StatReply).stat
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         arena = self._arena
@@ -175,11 +177,11 @@ class PoolStore:
         """What asks one question after the other, all of them within `deadline_s`."""
         end_s = time.monotonic() + deadline_s
 
-        def ask(request: wire.Request, kind: type[R]) -> R:
+        def ask(request: messages.Request, kind: type[R]) -> R:
             with self._connected() as connection:
                 reply = connection.ask(request, end_s, deadline_s)
             if not isinstance(reply, kind):
-                why = reply.message if isinstance(reply, wire.RequestFault) else type(reply).__name__
+                why = reply.message if isinstance(reply, messages.RequestFault) else type(reply).__name__
                 raise StoreUnavailable(f"the store did not do it: {why}", reason="store_fault")
             return reply
 
@@ -254,12 +256,12 @@ class PoolStore:
         if self._closing.is_set() or time.monotonic() < self._next_start_s:
             return None
         try:
-            with starter.start_lock(self._config.socket) as ours:
+            with start_lock(self._config.socket) as ours:
                 # Somebody may have started one since we asked.
                 connection = self._connect() if ours else None
                 if not ours or connection is not None:
                     return connection
-                starter.spawn(self._config, idle_exit_s=self._idle_exit_s)
+                spawn(self._config, idle_exit_s=self._idle_exit_s)
                 connection = self._await_start()
                 if connection is None:
                     self._next_start_s = time.monotonic() + self._pause_s

@@ -26,7 +26,7 @@ import msgspec
 
 from cornplug.errors import ConfigError, ProtocolError
 from cornplug.local_socket import foreign_user
-from cornplug.store import messages as wire
+from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
@@ -76,7 +76,7 @@ class DaemonConnection:
             self._sock.setblocking(False)
             on_error.pop_all()
 
-    def ask(self, request: wire.Request, end_s: float, timeout_s: float) -> wire.Reply:
+    def ask(self, request: messages.Request, end_s: float, timeout_s: float) -> messages.Reply:
         """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `StoreSlow`
         when it is not asked for, as the store is too slow for a caller that waits `timeout_s` at most."""
         now_s = time.monotonic()
@@ -95,7 +95,7 @@ class DaemonConnection:
             self._breaker.answered(timeout_s)
         return self._decoded(body)
 
-    def tell(self, message: wire.ReleaseRequest) -> None:
+    def tell(self, message: messages.ReleaseRequest) -> None:
         """Send what has no answer, or keep it until the socket takes it. Never waits for the daemon."""
         with self._turns:
             self._queue(message, 0)
@@ -112,9 +112,9 @@ class DaemonConnection:
         if self._breaker.refuses(timeout_s, now_s):
             raise StoreSlow("the store was slow a moment ago")
 
-    def _queue(self, request: wire.Request, number: int) -> None:
+    def _queue(self, request: messages.Request, number: int) -> None:
         self._check_alive()
-        self._outbox += wire.frame(request, number)
+        self._outbox += messages.frame(request, number)
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -161,8 +161,8 @@ class DaemonConnection:
         poller.register(self._sock, wanted)
         # A daemon that has just answered is awake, so sleeping here would cost more than its
         # answer; one that sleeps is woken best on this very core, by sleeping too.
-        if now_s - self._answered_s < wire.ALERT_S:
-            alert_until_s = min(now_s + wire.ALERT_S / 2, end_s)
+        if now_s - self._answered_s < messages.ALERT_S:
+            alert_until_s = min(now_s + messages.ALERT_S / 2, end_s)
             while time.monotonic() < alert_until_s:
                 if poller.poll(0):
                     return
@@ -199,8 +199,8 @@ class DaemonConnection:
 
     def _next_answer(self) -> tuple[int, memoryview] | None:
         try:
-            body = wire.take_frame(self._received)
-            return None if body is None else wire.take_number(body)
+            body = messages.take_frame(self._received)
+            return None if body is None else messages.take_number(body)
         except ProtocolError as e:
             raise self._end(ConnectionAbortedError(f"no frames: {e}")) from e
 
@@ -208,17 +208,17 @@ class DaemonConnection:
         """What a late answer grants, nobody will use."""
         reply = self._decoded(body)
         granted: Sequence[Lease | Reservation | str | None] = ()
-        if isinstance(reply, wire.LeaseReply):
+        if isinstance(reply, messages.LeaseReply):
             granted = reply.leases
-        elif isinstance(reply, wire.ReserveReply):
+        elif isinstance(reply, messages.ReserveReply):
             granted = reply.answers
         tokens = [each.token for each in granted if isinstance(each, Lease | Reservation)]
         if tokens:
-            self._queue(wire.ReleaseRequest(tokens), 0)
+            self._queue(messages.ReleaseRequest(tokens), 0)
 
-    def _decoded(self, body: memoryview) -> wire.Reply:
+    def _decoded(self, body: memoryview) -> messages.Reply:
         try:
-            reply: wire.Reply = wire.reply_decoder.decode(body)
+            reply: messages.Reply = messages.reply_decoder.decode(body)
         except (msgspec.MsgspecError, ValueError) as e:
             raise self._end(ConnectionAbortedError(f"no answer: {e}")) from e
         return reply
@@ -258,7 +258,9 @@ class DaemonConnection:
             raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
 
     def _hello(self, secret: bytes, end_s: float) -> MappedArena:
-        self._sock.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, wire.secret_tag(secret))))
+        self._sock.sendall(
+            messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, messages.secret_tag(secret)))
+        )
         data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, 2)
         try:
             if not data:
@@ -268,10 +270,10 @@ class DaemonConnection:
                 reply = self._first_answer(end_s)
             except (msgspec.MsgspecError, ProtocolError, ValueError) as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
-            if isinstance(reply, wire.ClientRejected):
+            if isinstance(reply, messages.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
-            if not isinstance(reply, wire.DaemonWelcome) or len(fds) != 2:
+            if not isinstance(reply, messages.DaemonWelcome) or len(fds) != 2:
                 raise ConnectionResetError("no store answers there")
             fences = MappedFences(fds[1])
             return MappedArena(fds[0], reply.arena_id, reply.capacity_bytes, fences)
@@ -279,14 +281,14 @@ class DaemonConnection:
             for fd in fds:
                 os.close(fd)
 
-    def _first_answer(self, end_s: float) -> wire.Reply:
-        while (body := wire.take_frame(self._received)) is None:
+    def _first_answer(self, end_s: float) -> messages.Reply:
+        while (body := messages.take_frame(self._received)) is None:
             self._sock.settimeout(max(end_s - time.monotonic(), 1e-6))
             data = self._sock.recv(_CHUNK_BYTES)
             if not data:
                 raise ConnectionResetError("the store closed the connection")
             self._received += data
-        reply: wire.Reply = wire.reply_decoder.decode(body)
+        reply: messages.Reply = messages.reply_decoder.decode(body)
         return reply
 
 

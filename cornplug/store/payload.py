@@ -23,7 +23,7 @@ PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
 
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
-"""What became of a `put`. "lost": the reservation ended before the commit."""
+"""What became of a `put_payload`. "lost": the reservation ended before the commit."""
 
 
 def copy_checksummed(
@@ -41,7 +41,7 @@ def copy_checksummed(
     return tuple(copy(target, source, i * step, (i + 1) * step) for i in range(segments))
 
 
-def get(
+def get_payload(
     store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     """The header and a verified copy of a payload, or None when it is absent.
@@ -64,12 +64,12 @@ def get(
         return header, payload
 
 
-def get_into(
+def get_payload_into(
     store: Store, key: bytes, target: memoryview, *, deadline_s: float, lease_s: float = LEASE_S
 ) -> codec.PayloadHeader | None:
-    """`get` into memory of the caller's: faster for large payloads, as no page is new.
+    """`get_payload` into memory of the caller's: faster for large payloads, as no page is new.
 
-    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get`. What
+    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. What
     `target` holds after an error is undefined.
     """
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
@@ -90,7 +90,7 @@ def get_into(
         return header
 
 
-def put(
+def put_payload(
     store: Store,
     payload: bytes | bytearray | memoryview,
     *,

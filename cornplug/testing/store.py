@@ -14,8 +14,8 @@ from typing import ClassVar
 import pytest
 
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import payload as entry
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store
+from cornplug.store.payload import get_payload, get_payload_into
 from cornplug.testing.store_stage import (
     DEADLINE_S,
     StoreStage,
@@ -243,15 +243,15 @@ class StoreContract(WritingContract):
         payload = bytes(range(256)) * 256
         assert put(store, payload, segments) == "stored"
         assert put(other, payload, segments) == "present"
-        found = entry.get(other, key("e"), deadline_s=DEADLINE_S)
+        found = get_payload(other, key("e"), deadline_s=DEADLINE_S)
         assert found is not None
         assert found[1] == payload
         assert (found[0].shape, found[0].dtype) == ((64, 512), "float16")
         target = bytearray(len(payload))
-        header = entry.get_into(other, key("e"), memoryview(target), deadline_s=DEADLINE_S)
+        header = get_payload_into(other, key("e"), memoryview(target), deadline_s=DEADLINE_S)
         assert header == found[0]
         assert target == payload
-        assert entry.get(other, key("none"), deadline_s=DEADLINE_S) is None
+        assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
         assert store.stat(deadline_s=DEADLINE_S).leases == 0
 
     def test_a_corrupt_byte_is_found_and_the_entry_dropped(
@@ -270,8 +270,8 @@ class StoreContract(WritingContract):
 
 
 def _read(store: Store) -> None:
-    entry.get(store, key("e"), deadline_s=DEADLINE_S)
+    get_payload(store, key("e"), deadline_s=DEADLINE_S)
 
 
 def _read_into(store: Store) -> None:
-    entry.get_into(store, key("e"), memoryview(bytearray(65536)), deadline_s=DEADLINE_S)
+    get_payload_into(store, key("e"), memoryview(bytearray(65536)), deadline_s=DEADLINE_S)

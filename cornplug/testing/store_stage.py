@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from cornplug import codec
 from cornplug.codec import PayloadKind
-from cornplug.store import payload as entry
 from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.payload import put_payload
 
 DEADLINE_S = 5.0
 
@@ -76,7 +76,7 @@ def present(store: Store, *names: object) -> bytes:
 def put(store: Store, payload: bytes, segments: int) -> str:
     """Store `payload` under key("e") as 64 float16 rows."""
     shape = (64, len(payload) // 128)
-    return entry.put(
+    return put_payload(
         store, payload, kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
         deadline_s=DEADLINE_S, segments=segments,
     )  # fmt: skip

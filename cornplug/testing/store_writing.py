@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store import payload as entry
 from cornplug.store.base import Reservation, ReserveRefusal, Store
+from cornplug.store.payload import get_payload
 from cornplug.testing.store_stage import (
     DEADLINE_S,
     StoreStage,
@@ -114,7 +114,7 @@ class WritingContract:
         assert present(store, "a") == b"\0"
         assert other.commit([(rooms[0], b"theirs")], deadline_s=DEADLINE_S) == [False]
         assert write_part(store, rooms[0], payload, 8, range(4))
-        found = entry.get(other, key("a"), deadline_s=DEADLINE_S)
+        found = get_payload(other, key("a"), deadline_s=DEADLINE_S)
         assert found is not None
         assert found[1] == payload
         assert len(found[0].checksums) == 8

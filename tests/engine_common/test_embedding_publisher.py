@@ -22,7 +22,7 @@ def test_waiting_embeddings_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch
         assert go.wait(20)
         return "stored"
 
-    monkeypatch.setattr(embedding_publisher.entry, "put", put)
+    monkeypatch.setattr(embedding_publisher, "put_payload", put)
 
     class Here:
         app, background_timeout_s, store = "test", 1.0, FaultyStore

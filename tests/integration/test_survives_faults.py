@@ -30,8 +30,8 @@ from integration.stack import (
 
 from cornplug.config import load
 from cornplug.encoder_service.client.sync_client import EncoderClient
-from cornplug.store import payload as entry
 from cornplug.store.client import PoolStore
+from cornplug.store.payload import get_payload
 from devkit.engines import EngineServer, photos, wait_until
 from devkit.processes import at_once
 
@@ -174,7 +174,7 @@ def test_the_engine_publishes_what_the_service_would_have_given(
     store = PoolStore(config.store, autostart=False, connect_timeout_s=5)
     with contextlib.closing(store), EncoderClient(stack.encoder.url, store=store) as client:
         ref = client.encode(photo, model=str(stack.models[subject.model]))
-        published = entry.get(store, ref.key, deadline_s=5)
+        published = get_payload(store, ref.key, deadline_s=5)
         assert published is not None
         header, payload = published
         theirs = np.frombuffer(payload, np.float32).reshape(header.shape)

@@ -260,7 +260,7 @@ def test_a_daemon_that_does_not_come_up_is_started_less_and_less_often(
     store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[float] = []
-    monkeypatch.setattr(autostart, "spawn", lambda *a, **k: starts.append(time.monotonic()))
+    monkeypatch.setattr("cornplug.store.client.spawn", lambda *a, **k: starts.append(time.monotonic()))
     monkeypatch.setattr("cornplug.store.client._START_WAIT_S", 0.01)
     monkeypatch.setattr("cornplug.store.client._LAST_BACKOFF_S", 0.01)
     monkeypatch.setattr("cornplug.store.client._FIRST_PAUSE_S", 0.2)

@@ -19,11 +19,12 @@ from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.local_socket import receive_frame
 from cornplug.private_paths import read_secret
-from cornplug.store import messages as wire
+from cornplug.store import messages
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.index import MAX_LOOKS, SWEEP, StoreIndex
+from cornplug.store.daemon.index import SWEEP, StoreIndex
+from cornplug.store.daemon.placement import MAX_LOOKS
 from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, present, reserve
 
@@ -53,7 +54,7 @@ def test_a_very_long_prompt_is_leased_whole(connect: Connect, start_daemon: Star
     meta = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, keys[0], "bfloat16", (8, 126, 2, 64, 128), tuple(range(1008)))
     )
-    assert len(keys) * len(meta) > wire.MAX_FRAME_BYTES
+    assert len(keys) * len(meta) > messages.MAX_FRAME_BYTES
     _commit_many(store, keys, 64, meta=meta)
     leases = store.lease([*keys, key("absent")], ttl_s=30, deadline_s=20)
     assert [each.key if each else None for each in leases] == [*keys, None]
@@ -123,14 +124,14 @@ def test_giant_questions_hold_up_nobody(
     _commit_many(large, keys, 64)
     blob = b"".join(keys)
 
-    def portions(make: Callable[[bytes], wire.Request]) -> bytes:
-        step = 32 * wire.MAX_KEYS
-        return b"".join(wire.frame(make(blob[at : at + step]), 1) for at in range(0, len(blob), step))
+    def portions(make: Callable[[bytes], messages.Request]) -> bytes:
+        step = 32 * messages.MAX_KEYS
+        return b"".join(messages.frame(make(blob[at : at + step]), 1) for at in range(0, len(blob), step))
 
     frames = {
-        "lease": portions(lambda some: wire.TakeLeases(some, 600.0)),
+        "lease": portions(lambda some: messages.TakeLeases(some, 600.0)),
         "disconnect": b"",
-        "delete": portions(wire.DeleteRequest),
+        "delete": portions(messages.DeleteRequest),
     }
     for what, frame in frames.items():
         if what != "disconnect":
@@ -144,8 +145,8 @@ def test_giant_questions_hold_up_nobody(
                 raw.close()
                 eventually(lambda: small.stat(deadline_s=5).leases == 0)
             else:
-                for _ in range(-(-len(keys) // wire.MAX_KEYS)):
-                    assert not isinstance(_reply(raw), wire.RequestFault)
+                for _ in range(-(-len(keys) // messages.MAX_KEYS)):
+                    assert not isinstance(_reply(raw), messages.RequestFault)
             took_s, meanwhile = time.perf_counter() - began_s, len(waits)
             sending.join()
         # Answered as one question, each of these let one or two others through. (How long the worst
@@ -159,15 +160,15 @@ def _greeted(config: StoreConfig) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.settimeout(20)
     raw.connect(str(config.socket))
-    tag = wire.secret_tag(read_secret(config.secret_file))
-    raw.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, tag)))
+    tag = messages.secret_tag(read_secret(config.secret_file))
+    raw.sendall(messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, tag)))
     assert raw.recv(4096)
     return raw
 
 
-def _reply(raw: socket.socket) -> wire.Reply:
-    body = receive_frame(raw, limit=wire.MAX_FRAME_BYTES)
-    return wire.reply_decoder.decode(wire.take_number(body)[1])
+def _reply(raw: socket.socket) -> messages.Reply:
+    body = receive_frame(raw, limit=messages.MAX_FRAME_BYTES)
+    return messages.reply_decoder.decode(messages.take_number(body)[1])
 
 
 def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreIndex:
@@ -357,7 +358,7 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
         peer.recv(4096)
         arena, fences = os.memfd_create("test"), WriteFences(shared=True)
         os.truncate(arena, 4096)
-        socket.send_fds(peer, [wire.frame(wire.DaemonWelcome(b"\1" * 16, 4096))], [arena, fences.fd])
+        socket.send_fds(peer, [messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096))], [arena, fences.fd])
         os.close(arena)
         fences.close()
         received = bytearray()
@@ -378,9 +379,9 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
                 except BlockingIOError:
                     break
             peer.settimeout(0.5)
-            while (body := wire.take_frame(received)) is not None:
-                number, _ = wire.take_number(body)
-                peer.sendall(wire.frame(wire.ContainsReply(b"\0"), number))
+            while (body := messages.take_frame(received)) is not None:
+                number, _ = messages.take_number(body)
+                peer.sendall(messages.frame(messages.ContainsReply(b"\0"), number))
 
 
 def test_circuit_breaker_counts_each_deadline_apart() -> None:

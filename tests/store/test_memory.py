@@ -8,9 +8,9 @@ import pytest
 
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import payload as entry
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore, StoreContract
 from cornplug.testing.store import StoreStage, fill, key, present, put, reserve
 
@@ -54,7 +54,7 @@ def faulty() -> FaultyStore:
 
 def test_no_fault_no_difference(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
-    assert entry.get(faulty, key("e"), deadline_s=1) is not None
+    assert get_payload(faulty, key("e"), deadline_s=1) is not None
     assert faulty.calls == {"reserve": 1, "view": 2, "commit": 1, "lease": 1, "release": 1}
 
 
@@ -84,14 +84,14 @@ def test_corrupt_reads_are_found(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
     faulty.corrupt_reads = True
     with pytest.raises(CodecError):
-        entry.get(faulty, key("e"), deadline_s=1)
+        get_payload(faulty, key("e"), deadline_s=1)
     assert present(faulty, "e") == b"\0"
 
 
 def test_a_header_of_another_key_is_dropped(faulty: FaultyStore) -> None:
     fill(faulty, "a", b"payload")
     with pytest.raises(CodecError):
-        entry.get(faulty, key("a"), deadline_s=1)
+        get_payload(faulty, key("a"), deadline_s=1)
     assert present(faulty, "a") == b"\0"
 
 
@@ -100,7 +100,7 @@ def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> N
         put(faulty, b"x" * 1280, 3)
     arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
     with pytest.raises(CodecError):
-        entry.put(faulty, b"x", kind=PayloadKind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
+        put_payload(faulty, b"x", kind=PayloadKind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
     stat = faulty.stat(deadline_s=1)
     assert (stat.reservations, stat.bytes_by_app) == (0, {}), "its room is in quarantine"
 

@@ -16,11 +16,11 @@ from cornplug.config import StoreConfig
 from cornplug.errors import CodecError, ConfigError, StoreUnavailable
 from cornplug.local_socket import SocketClaim
 from cornplug.store import autostart
-from cornplug.store import payload as entry
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.main import EXIT_TAKEN
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload, get_payload_into
 from cornplug.testing.store import fill, key, present, reserve
 
 from .conftest import answers, eventually
@@ -196,7 +196,7 @@ def test_each_protocol_has_a_socket_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [entry.get, lambda s, k, **d: entry.get_into(s, k, memoryview(bytearray(4)), **d)]
+    "read", [get_payload, lambda s, k, **d: get_payload_into(s, k, memoryview(bytearray(4)), **d)]
 )
 def test_an_entry_of_another_release_is_a_miss_and_stays(
     read: Callable[..., object], monkeypatch: pytest.MonkeyPatch

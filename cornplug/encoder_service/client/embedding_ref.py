@@ -13,8 +13,8 @@ import numpy.typing as npt
 from cornplug.codec import ITEM_BYTES, PayloadKind
 from cornplug.encoder_service.client import openai_parts
 from cornplug.errors import CodecError, StoreError
-from cornplug.store import payload as entry
 from cornplug.store.base import Store
+from cornplug.store.payload import get_payload
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def from_store(
     the bytes.
     """
     try:
-        found = entry.get(store, key, deadline_s=deadline_s)
+        found = get_payload(store, key, deadline_s=deadline_s)
         if found is None:
             return None
         header, data = found

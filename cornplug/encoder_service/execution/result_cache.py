@@ -17,8 +17,8 @@ from cornplug.encoder_service.execution.store_quota import StoreQuota
 from cornplug.encoder_service.towers.input_checks import from_bytes
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CodecError, StoreError
-from cornplug.store import payload as entry
 from cornplug.store.base import Store
+from cornplug.store.payload import get_payload, put_payload
 
 KEPT_BYTES: Final = 256 << 20
 _ROOM: Final = ("growing", "full", "too_large", "pending")
@@ -65,7 +65,7 @@ class ResultCache:
         if self._store is None:
             return None
         try:
-            found = entry.get(self._store, key, deadline_s=self._deadline_s)
+            found = get_payload(self._store, key, deadline_s=self._deadline_s)
             if found is None:
                 return None
             header, payload = found
@@ -91,7 +91,7 @@ class ResultCache:
             if account is not None and not self._quota.make_room(account, tensor.nbytes):
                 self.on_failure("over_quota")
                 return False
-            outcome = entry.put(
+            outcome = put_payload(
                 self._store,
                 kind=kind,
                 key=key,

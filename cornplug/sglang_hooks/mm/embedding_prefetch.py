@@ -33,7 +33,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
-from cornplug.store import payload as entry
+from cornplug.store.payload import put_payload
 
 WHAT: Final = "embedding"
 _SOURCE: Final = "cornplug_source"
@@ -136,7 +136,7 @@ class EmbeddingPrefetcher:
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
         """Store what the service itself could not."""
-        outcome = entry.put(
+        outcome = put_payload(
             self._run.store,
             tensor.data,
             kind=PayloadKind.EMBEDDING,

@@ -35,7 +35,7 @@ from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm.embedding_prefetch import WHAT, source_of
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of, rows_of
 from cornplug.sglang_hooks.model.model_config import engine_model
-from cornplug.store import payload as entry
+from cornplug.store.payload import get_payload
 
 EmbedItems = Callable[[list[Any]], Any]
 
@@ -106,7 +106,7 @@ class EmbeddingSource:
             return None
         began = time.perf_counter()
         try:
-            found = entry.get(self._run.store, key, deadline_s=self._run.deadline_s)
+            found = get_payload(self._run.store, key, deadline_s=self._run.deadline_s)
             if found is None:
                 raise CodecError("it was there a moment ago", reason="evicted")
             header, payload = found

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from cornplug.errors import ProtocolError
-from cornplug.store import messages as wire
+from cornplug.store import messages
 from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.arena_growth import ArenaGrowth
@@ -67,7 +67,7 @@ class StoreServer:
         self._renew = renew
         self._accepting = True
         self._arena = arena
-        self._tag = wire.secret_tag(secret)
+        self._tag = messages.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
         self._fences = WriteFences(shared=True)
         self._index = StoreIndex(
@@ -100,7 +100,7 @@ class StoreServer:
             busy = bool(self._eager or self._ending) or now_s < alert_until_s
             events = self._selector.select(0.0 if busy else max(0.0, next_tick_s - now_s))
             if events:
-                alert_until_s = time.monotonic() + wire.ALERT_S
+                alert_until_s = time.monotonic() + messages.ALERT_S
             eager, self._eager = self._eager, {}
             for session in eager.values():
                 self._attend(session, 0)
@@ -165,72 +165,76 @@ class StoreServer:
             self._greet(session, body)
             return
         try:
-            number, message = wire.take_number(body)
+            number, message = messages.take_number(body)
         except ProtocolError as e:
             raise ClientFault(str(e)) from e
         try:
-            reply = self._reply(session.owner, wire.request_decoder.decode(message))
+            reply = self._reply(session.owner, messages.request_decoder.decode(message))
         except _REQUEST_FAULTS as e:
             _log.warning("client %d: a request that is none: %s", session.owner, e)
-            reply = wire.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
+            reply = messages.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
         if reply is not None:
             session.send(reply, number=number)
 
     def _greet(self, session: ClientSession, body: bytes) -> None:
         try:
-            hello = wire.request_decoder.decode(body)
+            hello = messages.request_decoder.decode(body)
         except _REQUEST_FAULTS as e:
             raise ClientFault(f"not a request: {e}") from e
-        if not isinstance(hello, wire.ClientHello):
+        if not isinstance(hello, messages.ClientHello):
             raise ClientFault("a request before its hello")
-        if hello.version != wire.PROTOCOL_VERSION:
-            message = f"this store speaks protocol {wire.PROTOCOL_VERSION}, the client {hello.version}"
-            session.send(wire.ClientRejected("version", message))
+        if hello.version != messages.PROTOCOL_VERSION:
+            message = f"this store speaks protocol {messages.PROTOCOL_VERSION}, the client {hello.version}"
+            session.send(messages.ClientRejected("version", message))
             raise ClientFault(message)
         if hello.secret_tag != self._tag:
             message = "this store was started with another secret (store.secret_file)"
-            session.send(wire.ClientRejected("secret", message))
+            session.send(messages.ClientRejected("secret", message))
             raise ClientFault(message)
         session.welcomed = True
         session.send(
-            wire.DaemonWelcome(self._arena.id, self._arena.capacity_bytes),
+            messages.DaemonWelcome(self._arena.id, self._arena.capacity_bytes),
             fds=[self._arena.fd, self._fences.fd],
         )
 
-    def _reply(self, owner: int, request: wire.Request) -> wire.Reply | None:
+    def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
         """Raises one of _REQUEST_FAULTS, before anything has changed."""
         index, now_s = self._index, time.monotonic()
         match request:
-            case wire.ContainsRequest(keys):
-                return wire.ContainsReply(index.contains(wire.split_keys(keys, wire.MAX_LOOKUP_KEYS)))
-            case wire.TakeLeases(keys, ttl_s):
+            case messages.ContainsRequest(keys):
+                return messages.ContainsReply(
+                    index.contains(messages.split_keys(keys, messages.MAX_LOOKUP_KEYS))
+                )
+            case messages.TakeLeases(keys, ttl_s):
                 check_ttl(ttl_s)
-                asked = wire.split_keys(keys)
-                leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=wire.BATCH_BYTES)
-                return wire.LeaseReply(leases)
-            case wire.ReserveRequest(keys, sizes, app, part):
-                wanted = list(zip(wire.split_keys(keys), sizes, strict=True))
+                asked = messages.split_keys(keys)
+                leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=messages.BATCH_BYTES)
+                return messages.LeaseReply(leases)
+            case messages.ReserveRequest(keys, sizes, app, part):
+                wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
                 check_app(app)
                 check_part(part)
                 answers = index.reserve(
-                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=wire.CUT_LOOKS
+                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=messages.CUT_LOOKS
                 )
-                return wire.ReserveReply([a.value if isinstance(a, ReserveRefusal) else a for a in answers])
-            case wire.CommitRequest(tokens, metas):
-                wire.check_count(len(tokens))
+                return messages.ReserveReply(
+                    [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
+                )
+            case messages.CommitRequest(tokens, metas):
+                messages.check_count(len(tokens))
                 for meta in metas:
                     check_meta(meta)
                 pairs = list(zip(tokens, metas, strict=True))
-                return wire.CommitReply([index.commit(owner, token, meta) for token, meta in pairs])
-            case wire.ReleaseRequest(tokens):
-                wire.check_count(len(tokens))
+                return messages.CommitReply([index.commit(owner, token, meta) for token, meta in pairs])
+            case messages.ReleaseRequest(tokens):
+                messages.check_count(len(tokens))
                 index.release(owner, tokens, now_s=now_s)
                 return None
-            case wire.DeleteRequest(keys):
-                return wire.DeleteReply(index.delete(wire.split_keys(keys)))
-            case wire.StatRequest():
-                return wire.StatReply(index.stat())
+            case messages.DeleteRequest(keys):
+                return messages.DeleteReply(index.delete(messages.split_keys(keys)))
+            case messages.StatRequest():
+                return messages.StatReply(index.stat())
             case _:
                 raise ValueError(f"no request: {type(request).__name__}")
 
@@ -280,7 +284,7 @@ class StoreServer:
         """What clients that have gone still hold ends bit by bit, between the questions of the others."""
         if not self._ending:
             return
-        if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=wire.MAX_KEYS):
+        if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):
             return
         self._ending.popleft()
         if not self._sessions and not self._ending:

@@ -13,7 +13,7 @@ from typing import Final
 
 from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user
-from cornplug.store import messages as wire
+from cornplug.store import messages
 
 _CHUNK_BYTES: Final = 256 << 10
 
@@ -61,16 +61,16 @@ class ClientSession:
         if self.stuck:
             return None
         try:
-            return wire.take_frame(self._received)
+            return messages.take_frame(self._received)
         except ProtocolError as e:
             raise ClientFault(f"no frames: {e}") from e
 
-    def send(self, reply: wire.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
+    def send(self, reply: messages.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
         """Send, or keep for `flush` what the socket does not take. Raises ClientFault when it is gone."""
         try:
-            data = wire.frame(reply, number)
+            data = messages.frame(reply, number)
         except ValueError as e:
-            data = wire.frame(wire.RequestFault(str(e)), number)
+            data = messages.frame(messages.RequestFault(str(e)), number)
         try:
             sent = self.sock.send(data) if not fds else socket.send_fds(self.sock, [data], fds)
         except BlockingIOError:

@@ -34,9 +34,9 @@ from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
-from cornplug.store import payload as entry
 from cornplug.store.backends import open_store
 from cornplug.store.base import Store
+from cornplug.store.payload import get_payload
 
 PREFIX: Final = "cpv1-"
 """Begins the `mm_hash` of a handle's embedding; the media digest and the handle's key follow. An image's
@@ -75,7 +75,9 @@ class ReceivedHandles:
         """The rows that a handle stands for. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
-            found = entry.get(self._opened(), claims.key, deadline_s=self._config.store.background_timeout_s)
+            found = get_payload(
+                self._opened(), claims.key, deadline_s=self._config.store.background_timeout_s
+            )
         except CornplugError as e:
             raise _refused(str(e)) from e
         identity = self._identity()

@@ -36,7 +36,7 @@ from cornplug.errors import (
     StoreError,
 )
 from cornplug.metrics import Tally
-from cornplug.store import payload as entry
+from cornplug.store.payload import get_payload
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECAcks, ECMoves
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
@@ -262,7 +262,7 @@ class ECScheduler:
     def _from_store(self, item: _Item, source: str) -> bool:
         began = time.monotonic()
         try:
-            found = entry.get(self._run.store, item.key, deadline_s=self._run.deadline_s)
+            found = get_payload(self._run.store, item.key, deadline_s=self._run.deadline_s)
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
             return False

@@ -10,8 +10,8 @@ import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import put_payload
 from cornplug.testing.store import fill, key, present
 
 ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
@@ -24,7 +24,7 @@ class _Host:
         self.now_s = 1000.0
         store = MemoryStore(capacity_bytes=1 << 16, clock=lambda: self.now_s)
         self.mine, self.other = store.connect(), store.connect()
-        outcome = entry.put(
+        outcome = put_payload(
             self.other, memoryview(ROWS), kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float32",
             shape=ROWS.shape, app="test", deadline_s=1,
         )  # fmt: skip
@@ -70,7 +70,7 @@ def test_kept_for_longer_than_any_lease(host: _Host) -> None:
 def test_bfloat16_as_well(host: _Host) -> None:
     narrow = torch.from_numpy(ROWS).to(torch.bfloat16)
     raw = narrow.view(torch.uint16).numpy()
-    entry.put(
+    put_payload(
         host.other, memoryview(raw), kind=PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16",
         shape=raw.shape, app="test", deadline_s=1,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
 
 
 def test_an_entry_of_another_kind_is_no_reference(host: _Host) -> None:
-    entry.put(
+    put_payload(
         host.other, b"12345678", kind=PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
         app="test", deadline_s=1,
     )  # fmt: skip

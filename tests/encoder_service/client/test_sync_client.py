@@ -22,8 +22,8 @@ from cornplug.encoder_service.client.media_payload import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload
 from cornplug.testing.store import fill, present
 from devkit.processes import EncoderProcess
 
@@ -407,7 +407,7 @@ def test_the_stores_bytes_are_read_and_nothing_is_kept_of_it(
     with EncoderClient("http://e", transport=asgi(app), store=mine) as client:
         ref = client.encode(picture(1), model=llava)
         assert ref.in_store
-        found = entry.get(mine, ref.key, deadline_s=1)
+        found = get_payload(mine, ref.key, deadline_s=1)
         assert found is not None
         assert ref.numpy().tobytes() == bytes(found[1])
         assert not ref.numpy().flags.writeable

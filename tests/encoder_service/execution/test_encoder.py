@@ -22,8 +22,8 @@ from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload, put_payload
 from devkit import checkpoints
 
 from ..conftest import MakeEncoder, Requests, eventually
@@ -120,7 +120,7 @@ def test_published_and_then_reused(
     first = ok(encoder.submit(request))
     assert (first.origin, first.stored, first.tensor) == ("computed", True, None)
     reader = memory_store.connect()
-    found = entry.get(reader, request.key, deadline_s=1)
+    found = get_payload(reader, request.key, deadline_s=1)
     assert found is not None
     header, payload = found
     assert (header.kind, header.dtype, header.shape) == (PayloadKind.EMBEDDING, "float32", (16, 64))
@@ -372,7 +372,7 @@ def test_features_of_another_dtype_are_not_believed(
         loaded.tower.prepare(request.inputs).digests,
         None,
     )
-    entry.put(
+    put_payload(
         writer,
         b"x" * 64,
         kind=PayloadKind.FEATURE,

@@ -20,8 +20,8 @@ from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import embedding_prefetch, placeholder_tokens
 from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher, source_of
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
 from devkit.strangers import NOBODY, listener
 
@@ -60,7 +60,7 @@ class Stage:
         return [source_of(one) for one in items]
 
     def publish(self, key: bytes) -> None:
-        entry.put(
+        put_payload(
             self.store,
             bytes(96),
             kind=PayloadKind.EMBEDDING,
@@ -234,7 +234,7 @@ def test_prefetch_of_inline_reply_stores_it(here: Stage) -> None:
     tensor = WireTensor("float32", (4, 6), bytes(range(96)))
     here.service.answer = encoded("computed", tensor)
     assert here.prepare(KEYS[0]) == ["service_computed"]
-    found = entry.get(here.store, KEYS[0], deadline_s=1)
+    found = get_payload(here.store, KEYS[0], deadline_s=1)
     assert found is not None
     assert bytes(found[1]) == tensor.data
     here.store.full = True

@@ -16,9 +16,9 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.mm import encoder_bypass, placeholder_tokens
 from cornplug.sglang_hooks.mm.encoder_bypass import EmbeddingSource, EncoderBypass
-from cornplug.store import payload as entry
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
 
 from ..media_rig import item, runtime
@@ -98,7 +98,7 @@ def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
 
 
 def put(store: Store, seed: int, tensor: torch.Tensor) -> None:
-    entry.put(
+    put_payload(
         store,
         memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
         kind=PayloadKind.EMBEDDING,
@@ -154,13 +154,13 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
     assert told.encode_row_s() is None, "the tower has not run"
     encoding([picture(2, None)])
     assert 0 < (told.encode_row_s() or 0) < 0.1
-    slow = entry.get
+    slow = get_payload
 
     def get(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.05)
         return slow(*args, **kwargs)
 
-    monkeypatch.setattr(entry, "get", get)
+    monkeypatch.setattr(encoder_bypass, "get_payload", get)
     for _ in range(8):
         encoding([picture(1)])
     encoding([picture(3, None)])
@@ -201,7 +201,7 @@ def test_encoder_bypass_entry_shorter_than_header_is_miss(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     """Whole and of the right key: whoever wrote it was wrong."""
-    entry.put(
+    put_payload(
         store.connect(), bytes(8), kind=PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
         shape=(4, WIDTH), app="other", deadline_s=1,
     )  # fmt: skip

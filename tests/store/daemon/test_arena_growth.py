@@ -19,7 +19,6 @@ from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, reserve_retry
-from cornplug.store import payload as entry
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
@@ -27,6 +26,7 @@ from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import put_payload
 from cornplug.testing.store import fill, key, lease, present, reserve
 
 from ..conftest import answers, eventually
@@ -282,7 +282,7 @@ class _Growing:
 
 def test_what_is_put_while_room_is_made_is_stored() -> None:
     store = _Growing(3)
-    done = entry.put(
+    done = put_payload(
         store,
         b"abcd",
         kind=PayloadKind.EMBEDDING,

@@ -20,8 +20,7 @@ import pytest
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError
 from cornplug.private_paths import read_secret
-from cornplug.store import autostart
-from cornplug.store import messages as wire
+from cornplug.store import autostart, messages
 from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import main as daemon
@@ -114,8 +113,8 @@ def _raw(config: StoreConfig, *, hello: bool) -> socket.socket:
     raw.settimeout(5)
     raw.connect(str(config.socket))
     if hello:
-        tag = wire.secret_tag(read_secret(config.secret_file))
-        raw.sendall(wire.frame(wire.ClientHello(wire.PROTOCOL_VERSION, tag)))
+        tag = messages.secret_tag(read_secret(config.secret_file))
+        raw.sendall(messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, tag)))
         assert raw.recv(4096)
     return raw
 
@@ -125,7 +124,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _numbered(body: bytes, number: int = 7) -> bytes:
-    return _framed(wire.NUMBER.pack(number) + body)
+    return _framed(messages.NUMBER.pack(number) + body)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +132,9 @@ def _numbered(body: bytes, number: int = 7) -> bytes:
     [
         (False, b"\xff" * 64),
         (False, _framed(b"\xc1garbage")),
-        (False, wire.frame(wire.StatRequest())),
+        (False, messages.frame(messages.StatRequest())),
         (False, _framed(b"\x91" * 100_000)),
-        (True, struct.pack("<I", wire.MAX_FRAME_BYTES + 1)),
+        (True, struct.pack("<I", messages.MAX_FRAME_BYTES + 1)),
         (True, _framed(b"\x07")),
     ],
 )
@@ -159,19 +158,22 @@ def test_a_client_that_sends_no_frames_goes_alone(
 @pytest.mark.parametrize(
     "sent",
     [
-        wire.frame(wire.ContainsRequest(b"k" * 33), 7),
-        wire.frame(wire.ContainsRequest(b"k" * 32 * (wire.MAX_LOOKUP_KEYS + 1)), 7),
-        wire.frame(wire.TakeLeases(b"k" * 32 * (wire.MAX_KEYS + 1), 1.0), 7),
-        *[wire.frame(wire.TakeLeases(b"k" * 32, ttl_s), 7) for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)],
-        wire.frame(wire.ReserveRequest(b"k" * 32, [1, 2], "a"), 7),
-        wire.frame(wire.ReserveRequest(b"k" * 32, [-5], "a"), 7),
-        wire.frame(wire.ReserveRequest(b"k" * 32, [5], "a" * 10_000), 7),
-        wire.frame(wire.ReserveRequest(b"k" * 32, [5], "a", WriterPart(b"g", 0, 1)), 7),
-        wire.frame(wire.CommitRequest([1], [b"m" * (2 << 20)]), 7),
-        wire.frame(wire.CommitRequest([1, 2], [b""]), 7),
-        wire.frame(wire.DeleteRequest(b"k" * 32 * (wire.MAX_KEYS + 1)), 7),
-        wire.frame(wire.ReleaseRequest([1] * (wire.MAX_KEYS + 1)), 7),
-        wire.frame(wire.ClientHello(99, b""), 7),
+        messages.frame(messages.ContainsRequest(b"k" * 33), 7),
+        messages.frame(messages.ContainsRequest(b"k" * 32 * (messages.MAX_LOOKUP_KEYS + 1)), 7),
+        messages.frame(messages.TakeLeases(b"k" * 32 * (messages.MAX_KEYS + 1), 1.0), 7),
+        *[
+            messages.frame(messages.TakeLeases(b"k" * 32, ttl_s), 7)
+            for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)
+        ],
+        messages.frame(messages.ReserveRequest(b"k" * 32, [1, 2], "a"), 7),
+        messages.frame(messages.ReserveRequest(b"k" * 32, [-5], "a"), 7),
+        messages.frame(messages.ReserveRequest(b"k" * 32, [5], "a" * 10_000), 7),
+        messages.frame(messages.ReserveRequest(b"k" * 32, [5], "a", WriterPart(b"g", 0, 1)), 7),
+        messages.frame(messages.CommitRequest([1], [b"m" * (2 << 20)]), 7),
+        messages.frame(messages.CommitRequest([1, 2], [b""]), 7),
+        messages.frame(messages.DeleteRequest(b"k" * 32 * (messages.MAX_KEYS + 1)), 7),
+        messages.frame(messages.ReleaseRequest([1] * (messages.MAX_KEYS + 1)), 7),
+        messages.frame(messages.ClientHello(99, b""), 7),
         _numbered(b"\x92\x02\x01"),
         _numbered(b""),
         _numbered(b"\xc1garbage"),
@@ -190,19 +192,19 @@ def test_a_request_that_is_none_is_told_so(
         raw.sendall(sent)
         number, answer = _answer(raw)
         assert number == 7
-        assert isinstance(answer, wire.RequestFault)
-        raw.sendall(wire.frame(wire.StatRequest(), 8))
+        assert isinstance(answer, messages.RequestFault)
+        raw.sendall(messages.frame(messages.StatRequest(), 8))
         number, answer = _answer(raw)
-        assert (number, type(answer)) == (8, wire.StatReply)
+        assert (number, type(answer)) == (8, messages.StatReply)
     assert present(store, "a") == b"\1"
 
 
-def _answer(raw: socket.socket) -> tuple[int, wire.Reply]:
+def _answer(raw: socket.socket) -> tuple[int, messages.Reply]:
     received = bytearray()
-    while (body := wire.take_frame(received)) is None:
+    while (body := messages.take_frame(received)) is None:
         received += raw.recv(1 << 16)
-    number, message = wire.take_number(body)
-    return number, wire.reply_decoder.decode(message)
+    number, message = messages.take_number(body)
+    return number, messages.reply_decoder.decode(message)
 
 
 def test_a_client_that_never_reads_holds_up_nobody(
@@ -212,7 +214,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
     store = connect()
     with _raw(store_config, hello=True) as raw:
         raw.setblocking(False)
-        request = wire.frame(wire.ContainsRequest(b"k" * 32 * 4000), 1)
+        request = messages.frame(messages.ContainsRequest(b"k" * 32 * 4000), 1)
         sent = 0
         with pytest.raises(BlockingIOError):
             while sent < 100 << 20:

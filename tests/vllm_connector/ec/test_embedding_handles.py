@@ -28,8 +28,8 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import put_payload
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
@@ -86,7 +86,7 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
     """What the service answers: rows in the store under the key, and a handle."""
     rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
     key = embedding_key(SECRET, identity, MEDIA, salt)
-    entry.put(
+    put_payload(
         store.connect(), rows.tobytes(), kind=PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
         app="t", deadline_s=1,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import ECAcks
@@ -163,7 +163,7 @@ def put(store: Any, picture: int, **changes: Any) -> None:
         **changes,
     }
     payload = fields.pop("payload", embedding().tobytes())
-    assert entry.put(store, payload, app="other", deadline_s=1, **fields) == "stored"
+    assert put_payload(store, payload, app="other", deadline_s=1, **fields) == "stored"
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from vllm.multimodal.inputs import (
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import embedding_publisher
 from cornplug.errors import EncoderRefused
-from cornplug.store import payload as entry
 from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECMoves
@@ -50,7 +50,7 @@ def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtyp
     value = torch.randn(9, 8).to(dtype)[::3]  # not contiguous
     worker.save(NAME, value, ECMoves())
     assert published(worker) == [("stored", 3 * 8 * value.element_size())]
-    found = entry.get(store.connect(), KEY, deadline_s=1)
+    found = get_payload(store.connect(), KEY, deadline_s=1)
     assert found is not None
     header, payload = found
     assert (header.kind, header.shape) == (PayloadKind.EMBEDDING, (3, 8))
@@ -96,7 +96,7 @@ def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
 
 def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
-    with mock.patch.object(entry, "put", side_effect=RuntimeError("device")):
+    with mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")):
         for _ in range(3 * embedding_publisher._MAX_WAITING):
             worker.save(NAME, torch.ones(2, 2), ECMoves())
             published(worker)
@@ -109,7 +109,9 @@ def test_ec_worker_slow_store_bounds_publish_queue(
 ) -> None:
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
     go = threading.Event()
-    with mock.patch.object(entry, "put", side_effect=lambda *a, **k: go.wait(5) and "stored"):
+    with mock.patch.object(
+        embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(5) and "stored"
+    ):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
         for _ in range(5):
             worker.save(NAME, torch.ones(2, 2), ECMoves())
