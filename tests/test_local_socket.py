@@ -17,7 +17,7 @@ import pytest
 
 from cornplug import local_socket
 from cornplug.encoder_service.wire import handshake
-from cornplug.encoder_service.wire import messages as encoder_messages
+from cornplug.encoder_service.wire.messages import DescribeRequest
 from cornplug.errors import ConfigError, ProtocolError, SocketTaken
 from cornplug.local_socket import (
     FrameBuffer,
@@ -59,13 +59,11 @@ STORE = {
     "ClientRejected": (store_messages.ClientRejected("secret", "why"), None),
     "RequestFault": (store_messages.RequestFault("why"), 7),
 }
-ENCODER: dict[str, msgspec.Struct] = {
-    "EngineHello": handshake.EngineHello(version=encoder_messages.PROTOCOL_VERSION, nonce=NONCE),
-    "ServiceChallenge": handshake.ServiceChallenge(
-        version=encoder_messages.PROTOCOL_VERSION, nonce=b"m" * 32, proof=PROOF
-    ),
+ENCODER: dict[str, msgspec.Struct] = {  # the version is a field: another one changes one byte
+    "EngineHello": handshake.EngineHello(version=2, nonce=NONCE),
+    "ServiceChallenge": handshake.ServiceChallenge(version=2, nonce=b"m" * 32, proof=PROOF),
     "EngineProof": handshake.EngineProof(proof=PROOF),
-    "DescribeRequest": encoder_messages.DescribeRequest(),
+    "DescribeRequest": DescribeRequest(version=2),
 }
 
 
