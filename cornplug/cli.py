@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
 }
 
-# Top-level module -> the extra of ours that brings it.
+# Top-level module -> cornplug's extra that brings it.
 EXTRAS: Mapping[str, str] = {
     "torch": "encoder",
     "transformers": "encoder",

@@ -5,9 +5,9 @@
     │   └── SocketTaken        another process serves the socket's path
     ├── CheckpointError        a checkpoint cannot be read or is of no known family
     ├── MediaError             an image or sound cannot be decoded, or is refused
-    ├── CodecError             bytes are not what their envelope says
+    ├── CodecError             bytes do not match their envelope
     ├── LayoutError            an engine's KV cache does not map to pages
-    ├── PlanInfeasible         no plan meets the SLOs with this pool: says what is lacking
+    ├── PlanInfeasible         no plan meets the SLOs with this pool: names the shortage
     ├── ProtocolError          another process sent bytes that are no frame or message of the protocol
     ├── PlanUnfinished         the solver's time was up before it had found any plan
     ├── ProcessFailed          a process that cornplug started has ended, or was not ready in time

@@ -6,12 +6,12 @@ vectors in tests/golden/identity.json freeze them.
 
     tower fp ─┐
     projector fp ┼─ model identity ─┐
-    spec fp ──┘                     ├─ embedding key     (what a tower gave for a medium)
+    spec fp ──┘                     ├─ embedding key     (a tower's rows for a medium)
     media digest ───────────────────┤
     tenant salt, store secret ──────┘
     LM fp, kv spec ── kv root ── chain of 16-token links ── page key   (KV of a prefix)
-                                  └ of text its tokens, of a medium what its lineage (embedding
-                                    key and number of rows) makes of its placeholders
+                                  └ of text its tokens, of a medium the placeholders that its
+                                    lineage (embedding key and number of rows) makes
 
 `tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoints.checkpoint`.
 """
@@ -53,8 +53,8 @@ def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
 def canonical(value: Mapping[str, Any]) -> bytes:
     """Canonical JSON (sorted keys, no spaces, no NaN) of a spec.
 
-    Raises TypeError or ValueError for what JSON cannot carry, rather than guess a form:
-    a spec that lost a field would share what differs.
+    Raises TypeError or ValueError for a value that JSON cannot carry, rather than guess a form:
+    a spec that lost a field would share different results.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -156,7 +156,7 @@ def feature_key(
     """Key of a tower's output before any per-model parameter: shared by different LLMs.
 
     `inputs` are `array_digest`s of the tower's very input tensors in a fixed order, so
-    preprocessing needs no name here: what it did is in the bytes.
+    preprocessing needs no name here: its effect is in the bytes.
     """
     return keyed(
         secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _salt(salt)
@@ -190,10 +190,10 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     """The four wide values that stand, in rotation, for a medium's placeholder tokens.
 
-    `lineage` is `medium_lineage`. This is what SGLang's own
-    `MultimodalDataItem.set_identity(lineage)` puts into its token stream
+    `lineage` is `medium_lineage`. SGLang's own
+    `MultimodalDataItem.set_identity(lineage)` puts the same values into its token stream
     (sglang/srt/managers/schedule_batch.py, 0.5.23): 1_000_000 + 62 bits of
-    sha256(tag || lineage) each, which no vocabulary reaches.
+    sha256(tag || lineage) each, beyond every vocabulary.
     """
     if len(lineage) != DIGEST_BYTES:
         raise ValueError(f"lineage must be {DIGEST_BYTES} bytes, not {len(lineage)}")

@@ -6,7 +6,7 @@ A page holds `page_tokens` tokens of every layer, head outermost:
 
 (MLA: one head and one plane of latent vectors, which every rank holds and the first writes),
 so that a tensor-parallel rank with a contiguous range of heads reads and writes contiguous
-bytes, and any TP or PP degree can read what another wrote. The unit of integrity is the
+bytes, and any TP or PP degree can read pages that another wrote. The unit of integrity is the
 *segment*: one head of one layer. Keys are cached after rotary embedding, as both engines do.
 """
 

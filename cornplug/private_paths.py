@@ -1,7 +1,7 @@
 """Folders and files that only this user can change, and the secret that is one of them.
 
 Everything is checked on the descriptor that is then used, and no symbolic link is followed: in /tmp
-a stranger may have made the folder first, or put a link where our log is to be.
+another user may have made the folder first, or put a link in the place of the log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_folder(path: Path, *, setting: str) -> int:
 
 
 def folder_problem(about: os.stat_result) -> str:
-    """Why a folder is not ours alone to write to; "" when it is."""
+    """The reason why a folder is not writable by this user alone; "" when it is."""
     if about.st_uid != os.getuid():
         return f"belongs to user {about.st_uid}"
     if about.st_mode & 0o022:

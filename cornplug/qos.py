@@ -1,14 +1,14 @@
 """Classes of service: the class of each caller, and its guarantees. Pure policy, no I/O and no clock.
 
     [qos]
-    default = "standard"                 # who matches nothing else
+    default = "standard"                 # for callers that match no other class
 
     [qos.classes.premium]
     share = 0.5                          # of the tower's time, whenever it wants it
-    priority = 10                        # of what is left over, the highest first
-    deadline_s = 2                       # of requests that name none
+    priority = 10                        # for unreserved time, the highest first
+    deadline_s = 2                       # of requests that name no deadline
     api_keys = ["sha256:9f86d081884c..."]  # Authorization: Bearer KEY
-    tenants = { acme = ["sha256:60303ae22b99..."] }  # keys whose holders' entries nobody else shares
+    tenants = { acme = ["sha256:60303ae22b99..."] }  # holders' entries are shared inside the tenant
     apps = ["checkout"]                  # engines, by their app
 
     [qos.classes.standard]
@@ -120,7 +120,7 @@ class QosClasses:
     def of_headers(self, headers: Mapping[str, str]) -> QosCaller:
         """The caller that sent these headers (names in lower case).
 
-        A class that has keys is given to their holders only. Who asks for it without one, or names
+        A class that has keys is given to their holders only. A caller that asks for it without one, or names
         a class that does not exist, is served as if it had asked for none.
         """
         mine, tenant = self._of_key(headers.get("authorization", ""))
@@ -157,7 +157,7 @@ class QosClasses:
 
 
 def _guaranteed(asked: Mapping[str, float]) -> dict[str, float]:
-    """Shares with `LEAST_SHARE` for whoever asked less, all scaled where that adds up to over 1."""
+    """Shares with `LEAST_SHARE` for classes that asked less, all scaled where that adds up to over 1."""
     if len(asked) == 1:
         return dict.fromkeys(asked, 1.0)
     share = {name: max(one, LEAST_SHARE) for name, one in asked.items()}

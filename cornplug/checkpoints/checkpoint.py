@@ -72,7 +72,7 @@ class Checkpoint:
             return cls(path, config, processors)
         assert family is not None
         assert family.base is not None
-        # As the engines: no revision of its own, and its config in place of what config.json says.
+        # As the engines: without a revision, and its config in place of config.json's field.
         base = cls.open(str(elsewhere))
         processors = {modality: own or base.preprocessors[modality] for modality, own in processors.items()}
         return cls(path, {**config, family.base.config_field: base.config}, processors, base)

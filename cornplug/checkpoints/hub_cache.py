@@ -17,7 +17,7 @@ _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
     "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
     "audio": ("feature_extractor", ("preprocessor_config.json",)),
 }
-"""Where transformers 5 looks for a processor: its field in processor_config.json, then files of its own."""
+"""Where transformers 5 looks for a processor: its field in processor_config.json, then separate files."""
 
 
 def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The shared memory of a pool: an unnamed file that lives exactly as long as someone maps it.
 
 Sealed memory of the kernel's (memfd), not a file in /dev/shm: containers have 64 MiB of that, and
-nobody who has the descriptor can cut this short under the others. Nothing is left when a daemon is
+no holder of the descriptor can cut this short under the others. Nothing is left when a daemon is
 killed, and there is no name for a stranger to open. The daemon has the kernel set pages aside
 *before* it hands out room, and leaves the host enough to live, so that no writer ever dies of it.
 """
@@ -32,9 +32,9 @@ _REMEDY: Final = "Give a smaller store.size_bytes (--size), or this host or cont
 
 
 def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | None = None) -> int:
-    """The capacity to use: what was asked, if there is as much memory; a quarter of that for None.
+    """The capacity to use: `size_bytes` where there is so much; for None, a quarter of the memory left.
 
-    Otherwise half of what is available when `clamp`, else ConfigError naming store.size_bytes.
+    Where there is less: half of the free memory with `clamp`, else ConfigError naming store.size_bytes.
     """
     memory = memory or host_memory()
     free = memory.available_bytes
@@ -58,12 +58,12 @@ def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | N
 
 
 def _kept_free(memory: MemoryBound) -> int:
-    """What a store leaves to others: beyond that the kernel would kill somebody."""
+    """Memory that a store leaves free, so that the kernel kills no process for want of it."""
     return memory.total_bytes // 20
 
 
 class SharedArena:
-    """The daemon's side: owns the memory and sets aside what is safe to write."""
+    """The daemon's side: owns the memory and sets aside the part that is safe to write."""
 
     def __init__(self, capacity_bytes: int) -> None:
         """Raises ConfigError where the kernel gives no such memory."""

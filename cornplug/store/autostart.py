@@ -1,7 +1,7 @@
 """Start a store on this host when none answers, as sccache and ccache do.
 
-The daemon belongs to nobody: a session of its own, no inherited descriptor, its log in a
-file beside the socket. It ends by itself once nobody has used it for a while.
+The daemon belongs to no client: it has a separate session, no inherited descriptor, and its log in a
+file beside the socket. It ends by itself some time after its last client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOG_BYTES: Final = 1 << 20
 
 # The daemon's own module rather than the whole command line: it starts in a third of the time, and no
 # optional room can keep the store from starting. Its package comes last on the path, and the engine's
-# folder not at all: a user's secrets.py there is none of ours.
+# folder not at all: a user's secrets.py there is not the standard library's.
 _START: Final = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:]))"

@@ -13,18 +13,18 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
 
 * Nothing is visible before `commit`; after it, `meta` and payload never change.
 * Two writers of one key: the first `reserve` wins, the other is told `PENDING`, and
-  `PRESENT` once it is committed. Nobody overwrites.
+  `PRESENT` once it is committed. No writer overwrites.
 * Several connections may write one entry together (`WriterPart`): each reserves the key as its part of
-  one group, gets a token of its own for the same room, writes its bytes and commits what it knows
-  of the header. The entry is visible when every part is in. A part that is given up, or whose
-  connection ends, ends the reservation of all.
+  one group, gets a separate token for the same room, writes its bytes and commits its checksums
+  of the header. The entry is visible when every part is in. Giving up one part, or the end of its
+  connection, ends the reservation of all.
 * A lease keeps its entry in place until released, until it expires, or until the
   connection that took it ends.
 * A reservation ends when it is given up, when its connection ends, or after `reservation_s`: its
   key is free for others at once. Its room is not, as its writer may be writing still: not before
   the writer has spoken (a commit that comes too late: it writes no more) or, after a release or
   the end of its connection, the quarantine has passed, or `reclaim_s` has passed. From its end on
-  nobody, in any process, gets a writable view of it.
+  no process gets a writable view of it.
 * Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
 * One connection's leases keep at most three quarters of the store in place (and one entry always);
   beyond that a present key is answered like an absent one.
@@ -81,7 +81,7 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     heads of one tensor-parallel rank. Its `commit` gives a `cornplug.codec.encode_part`."""
 
     group: bytes
-    """16 to 32 bytes that all writers know and nobody else has: random, new at each start of an engine."""
+    """16 to 32 bytes that only the writers know: random, new at each start of an engine."""
     index: int
     """Which part this is, from 0."""
     count: int
@@ -89,8 +89,8 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReserveRefusal(enum.Enum):
-    """Why `reserve` gave no room. Only FULL and TOO_LARGE mean that something is lost: GROWING says
-    that room is being made, and will be there for who asks again in a moment."""
+    """The reason why `reserve` gave no room. Only FULL and TOO_LARGE mean that an entry is lost: GROWING says
+    that room is being made, and a caller that asks again in a moment gets it."""
 
     PRESENT = "present"
     PENDING = "pending"
@@ -148,7 +148,7 @@ class Store(Protocol):
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         """End leases, or give up reservations. Unknown tokens are ignored.
 
-        What this connection asks next sees it done; others may see it a moment later."""
+        The next call of this connection sees it done; other connections may see it a moment later."""
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Drop entries, leased ones as soon as they are released; the number dropped.

@@ -1,7 +1,7 @@
 """The embedded default: a client of the host's daemon, payloads in shared memory.
 
 While there is no daemon every call raises `StoreUnavailable("store_down")` at once; a
-thread of its own looks for one, starts one if allowed, and shares again when it is there.
+background thread looks for one, starts one if allowed, and shares again when it is there.
 No caller ever waits for a connection, except in the constructor.
 """
 
@@ -82,7 +82,7 @@ class PoolStore:
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._keeping = threading.Lock()
-        """Held for ever by whoever started the thread that keeps this process connected."""
+        """Held for ever once the thread runs that keeps this process connected."""
         _open_stores.add(self)
         self._keep()
         if connect_timeout_s is None:
@@ -174,7 +174,7 @@ class PoolStore:
             connection.shutdown()
 
     def _asker(self, deadline_s: float) -> _Ask:
-        """What asks one question after the other, all of them within `deadline_s`."""
+        """A function that asks one request after the other, all of them within `deadline_s`."""
         end_s = time.monotonic() + deadline_s
 
         def ask(request: messages.Request, kind: type[R]) -> R:
@@ -204,7 +204,7 @@ class PoolStore:
 
     def _granted(self, count: int, some: Callable[[int], list[G]]) -> list[G]:
         """Answers for all of `count` keys, asked for in the portions that the daemon cuts. Where
-        one portion fails, what the others granted is given back."""
+        one portion fails, the leases and reservations of the others are given back."""
         out: list[G] = []
         try:
             while True:

@@ -1,11 +1,11 @@
 """One connection of a client to the daemon, for all threads of the process.
 
-    ask: number the request, queue it, send what the socket takes   ──> daemon, in order
+    ask: number the request, queue it, send as the socket takes it  ──> daemon, in order
     wait: one of the waiting threads reads, for itself and the others, until its own answer is there
 
-Nobody waits for another's answer, only, in the daemon, for the work of requests before. Who stops
-waiting leaves his number behind: when that answer comes, what it grants is given back at once. So a
-late answer costs one miss, and only the socket's end ends the connection.
+No thread waits for another's answer, only, in the daemon, for the work of earlier requests. A thread that
+stops waiting leaves its number behind: when that answer comes, its leases and reservations are given back
+at once. So a late answer costs one miss, and only the socket's end ends the connection.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DaemonConnection:
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
         """Connect and say hello.
 
-        Raises OSError when nobody answers in time, ConfigError when the store will not talk
-        to us (other protocol, other secret, other user)."""
+        Raises OSError when no daemon answers in time, ConfigError when the store refuses
+        this client (other protocol, other secret, other user)."""
         self._received = bytearray()
         self._outbox = bytearray()
         self._answered_s = 0.0
@@ -96,13 +96,13 @@ class DaemonConnection:
         return self._decoded(body)
 
     def tell(self, message: messages.ReleaseRequest) -> None:
-        """Send what has no answer, or keep it until the socket takes it. Never waits for the daemon."""
+        """Send a message without an answer, or keep it until the socket takes it. Waits for no daemon."""
         with self._turns:
             self._queue(message, 0)
             self._flush()
 
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
-        """Raises Slow where waiting would be in vain, as far as one can tell."""
+        """Raises StoreSlow where waiting would probably be in vain."""
         oldest = next(iter(self._waiting.values()), None)
         if oldest is not None and not self._reading:
             self._take_in()
@@ -121,7 +121,7 @@ class DaemonConnection:
             raise ConnectionResetError(str(self._ended))
 
     def _flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send as much as the socket takes now."""
         while self._outbox:
             try:
                 sent = self._sock.send(self._outbox)
@@ -171,7 +171,7 @@ class DaemonConnection:
             poller.poll(left_ms)
 
     def _take_in(self) -> None:
-        """Read what is there, hand out the answers, send what waits to be sent."""
+        """Read, hand out the answers, and send the queued requests, as far as the socket allows now."""
         try:
             data = self._sock.recv(_CHUNK_BYTES)
             if not data:
@@ -205,7 +205,7 @@ class DaemonConnection:
             raise self._end(ConnectionAbortedError(f"no frames: {e}")) from e
 
     def _give_back(self, body: memoryview) -> None:
-        """What a late answer grants, nobody will use."""
+        """Release the leases and reservations of an answer that came too late for its caller."""
         reply = self._decoded(body)
         granted: Sequence[Lease | Reservation | str | None] = ()
         if isinstance(reply, messages.LeaseReply):
@@ -224,7 +224,7 @@ class DaemonConnection:
         return reply
 
     def _end(self, why: OSError) -> OSError:
-        """This connection is over, for everybody; `why`, to be raised."""
+        """End this connection for all threads; returns `why`, to be raised."""
         self._ended = self._ended or why
         self.shutdown()
         return why

@@ -10,7 +10,7 @@ from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefu
 
 
 class OffStore:
-    """A `Store` that is never there. `why` is told to whoever asks."""
+    """A `Store` that is never there. `why` is the text of every error."""
 
     def __init__(self, why: str) -> None:
         self._why = why

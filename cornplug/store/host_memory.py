@@ -1,4 +1,4 @@
-"""How much memory there is for a store: what the host has, and what every cgroup of ours allows."""
+"""The memory that a store can have: the narrowest of the host's and of every cgroup of this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class MemoryBound(NamedTuple):
     available_bytes: int
     """Without the page cache, which the kernel gives back."""
     of: str
-    """Whose bound it is, for people."""
+    """The name of the bound, for messages."""
 
 
 def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> MemoryBound:
-    """What this process may take now. Raises OSError where there is no /proc."""
+    """The memory that this process may take now. Raises OSError where there is no /proc."""
     return min([_host(proc), *_limits(proc, cgroups)], key=lambda memory: memory.available_bytes)
 
 
@@ -36,7 +36,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            # Beyond "high" nobody is killed, but all that allocate there are slowed down.
+            # Beyond "high" no process is killed, but all that allocate there are slowed down.
             for limit in ("memory.max", "memory.high"):
                 yield from _walk(cgroups, path, limit, "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):

@@ -45,7 +45,7 @@ class MemoryStore:
         self._owners = itertools.count(1)
 
     def connect(self) -> MemoryConnection:
-        """A connection of its own: its leases and reservations end when it is closed."""
+        """A new connection. Closing it ends its leases and reservations."""
         return MemoryConnection(self, next(self._owners))
 
 

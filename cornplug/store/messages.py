@@ -1,11 +1,11 @@
-"""What crosses the pool's unix socket: frames, each a u32 little-endian length and a body.
+"""Messages between a client and the daemon, each in a frame of `cornplug/local_socket.py`.
 
-    Hello, Welcome, Rejected    one msgpack message (any protocol's: the versions are compared here)
-    all others                  u32 number | one msgpack message; an answer has its request's number
+    ClientHello, DaemonWelcome, ClientRejected    one msgpack message: of any version, as they compare it
+    all others                                    u32 number | one msgpack message; an answer has its request's
 
-One request, one reply (but for `ReleaseRequest`), in order. Who no longer waits for an answer knows it by
-its number when it comes. No request and no answer is large: the client cuts its questions
-(`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that nobody waits for another's. Keys travel
+One request, one reply (but for `ReleaseRequest`), in order. A client that no longer waits for an answer
+knows it by its number when it comes. No request and no answer is large: the client cuts its requests
+(`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that no client waits for another's. Keys travel
 joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
 travel; the arena does, once, as a file descriptor beside `DaemonWelcome`.
 """
@@ -38,7 +38,7 @@ BATCH_BYTES: Final = 1 << 20
 """An answer or a `CommitRequest` grows no further once it is as large as this."""
 ALERT_S: Final = 150e-6
 """How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
-more than any answer, and who asks once (reserve) soon asks again (commit)."""
+more than any answer, and a client that reserves soon commits."""
 NUMBER: Final = struct.Struct("<I")
 
 
@@ -72,7 +72,7 @@ class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The one request without an answer: a reader of one entry would wait as long for it as
-    for a quarter of a MiB. What the same client asks next sees it done."""
+    for a quarter of a MiB. The same client's next request sees it done."""
 
     tokens: list[int]
 
@@ -162,7 +162,7 @@ reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
 
 
 def secret_tag(secret: bytes) -> bytes:
-    """What both sides show each other of the secret: they share entries only when it is the same."""
+    """The 8 bytes by which both sides see whether they have the same secret; else they share nothing."""
     return hashlib.sha256(secret).digest()[:8]
 
 

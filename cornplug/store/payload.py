@@ -23,7 +23,7 @@ PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
 
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
-"""What became of a `put_payload`. "lost": the reservation ended before the commit."""
+"""The result of a `put_payload`. "lost": the reservation ended before the commit."""
 
 
 def copy_checksummed(
@@ -32,7 +32,7 @@ def copy_checksummed(
     """Copy flat bytes and give the XXH3-64 of each of `segments` equal parts.
 
     A writer sums the source, so that a fault of the copy is found by readers; a reader sums
-    the target, which is what it will use. Raises ValueError when the lengths differ or do not divide.
+    the target, which it will use. Raises ValueError when the lengths differ or do not divide.
     """
     if target.nbytes != source.nbytes or segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes into {target.nbytes}, in {segments} segments")
@@ -46,7 +46,7 @@ def get_payload(
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     """The header and a verified copy of a payload, or None when it is absent.
 
-    Raises CodecError for an entry that is not what it says (it is dropped from the store
+    Raises CodecError for an entry that does not match its header (it is dropped from the store
     first), StoreUnavailable when the store does not answer.
     """
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
@@ -69,8 +69,8 @@ def get_payload_into(
 ) -> codec.PayloadHeader | None:
     """`get_payload` into memory of the caller's: faster for large payloads, as no page is new.
 
-    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. What
-    `target` holds after an error is undefined.
+    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. After
+    an error the bytes of `target` are undefined.
     """
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
     if lease is None:

@@ -1,4 +1,4 @@
-"""Reserving where one can wait: room that is being made is asked for again."""
+"""Reservations of a caller that can wait: it asks again for room that is being made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reserve(
     deadline_s: float,
     part: WriterPart | None = None,
 ) -> list[Reservation | ReserveRefusal]:
-    """As `Store.reserve`, whose GROWING is asked again until the deadline. Raises StoreUnavailable."""
+    """As `Store.reserve`, but asked again for GROWING until the deadline. Raises StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:

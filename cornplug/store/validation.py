@@ -1,4 +1,4 @@
-"""What a caller may not ask of any store; raised in the caller, before anything is sent."""
+"""Checks of arguments that every store refuses; they raise in the caller, before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who may write into the arena now: a table that the daemon writes and every client maps, read-only.
+"""The reservations that may be written now: a table that the daemon writes and every client maps, read-only.
 
 A reservation has a slot, which holds its room's generation for as long as its writers may write.
-Nobody can take a mapping back from a writer that comes late, perhaps in another process than the
-one that reserved; but `view` looks here first, and who passes has the quarantine to finish in.
+The store cannot take a mapping back from a writer that comes late, perhaps in another process than the
+one that reserved; but `view` looks here first, and a writer that passes has the quarantine to finish in.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WriteFences:
         return slot
 
     def shut(self, slot: int) -> None:
-        """From now on nobody begins to write there."""
+        """From now on no write begins there."""
         self._table[slot] = 0
         self._free.append(slot)
 

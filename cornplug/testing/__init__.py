@@ -1,4 +1,4 @@
-"""For those who write a store: the contract every one must pass, and faults to pass it under.
+"""For authors of a store: the contract that every store must pass, and faults to pass it under.
 
 Loaded when asked for: `StoreContract` needs pytest, which the other modules here do not.
 """

@@ -1,4 +1,4 @@
-"""Any store, with faults: what a caller must survive, on demand."""
+"""Any store, with the faults that a caller must survive, on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store's contract and other tests of stores act on, and with."""
+"""The stage and the helpers of the store's contract and of other tests of stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 5.0
 
 @dataclass(frozen=True)
 class StoreStage:
-    """What a test acts on. One store of `capacity_bytes`, whose times are below."""
+    """The stage of a test: one store of `StoreContract.capacity_bytes`, with these times."""
 
     connect: Callable[[], Store]
     """A new connection to the one store; the stage closes it."""
@@ -28,7 +28,7 @@ class StoreStage:
     reclaim_s: float
     """When its room is given to others although its writer, alive, has said nothing."""
     raw: Callable[[Store, PayloadLocation], memoryview]
-    """The bytes of a location, writable, past all checks of `view`: what a stray write would reach."""
+    """The bytes of a location, writable, past all checks of `view`, as a stray write would reach them."""
 
 
 def key(name: object) -> bytes:

@@ -83,7 +83,7 @@ class WritingContract:
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
         """A stopped or hung client: its key must not stay taken for ever, nor its room be given away
-        under a write of its own."""
+        while it may write there."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         assert reserve(other, "a", 64) is ReserveRefusal.PENDING

@@ -1,6 +1,6 @@
-"""Model families: where tower and projector lie in a checkpoint, and what else shapes them.
+"""Model families: where tower and projector lie in a checkpoint, and the settings that shape them.
 
-One module a family, found by its `FAMILY`; those without one hold what several share. `FAMILIES`:
+One module a family, found by its `FAMILY`; modules without one hold code that several share. `FAMILIES`:
 `model_type` of config.json -> the family.
 """
 

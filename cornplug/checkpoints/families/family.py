@@ -1,4 +1,4 @@
-"""What a family is: a row of names, and pure functions from published JSON to specs.
+"""The description of a family: a row of names, and pure functions from published JSON to specs.
 
 Specs hold every field that can change a tower's output, with the defaults of transformers
 filled in, so that an absent field and its explicit default agree. A field unknown here is
@@ -84,27 +84,27 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """A part that a family may keep in a checkpoint of its own, which config.json names."""
+    """A part that a family may keep in another checkpoint, which config.json names."""
 
     part: Part
     name: Callable[[Json], str | None]
     """config.json -> the other checkpoint, a folder or hub id; None where the part is in this one."""
     prefixes: tuple[str, ...]
-    """Of the part's tensors there; its other tensors are none of ours."""
+    """Prefixes of the part's tensors there; the other tensors are not read."""
     config_field: str
     """Field of config.json that the other's config.json stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One `model_type`. The three spec functions raise CheckpointError for what they do not know."""
+    """One `model_type`. The three spec functions raise CheckpointError for a config that they do not know."""
 
     name: str
     """`model_type` of config.json."""
     network: str
-    """What runs it: "module:Class" under `cornplug.encoder_service.towers`."""
+    """The class that runs it: "module:Class" under `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
-    """What the tower takes of each modality: the processor's outputs by their Hugging Face names."""
+    """The tower's inputs of each modality: the processor's outputs by their Hugging Face names."""
     tower_prefixes: tuple[str, ...]
     projector_prefixes: tuple[str, ...]
     language_model_prefixes: tuple[tuple[str, str], ...]
@@ -112,18 +112,18 @@ class ModelFamily:
     shares_features: bool
     """Whether the tower's output is worth keeping before the projector, for other LLMs."""
     tower_spec: Callable[[Json], Spec]
-    """config.json -> what shapes the tower up to the cut, besides weights and dtype."""
+    """config.json -> the settings that shape the tower up to the cut, besides weights and dtype."""
     projector_spec: Callable[[Json], Spec]
-    """config.json -> what shapes the projector, besides weights and dtype."""
+    """config.json -> the settings that shape the projector, besides weights and dtype."""
     preprocess_spec: Callable[[Json], Spec]
     """The JSON of the first modality's processor -> every field that changes the tower's input."""
     before_cut: Callable[[Json, str], bool]
     """(config.json, normalised tower tensor) -> whether it can reach the tower's output."""
     processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
-    """What the model's processor class asks of the modality's own processor, whatever that one's JSON
-    says: transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
+    """Arguments that the model's processor class sets over the JSON of the modality's own processor:
+    transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
-    """`preprocess_spec` of each further modality in `inputs`, whose processor is another one."""
+    """`preprocess_spec` of each further modality in `inputs`, which has another processor."""
     base: BaseCheckpoint | None = None
 
     @property
@@ -197,7 +197,7 @@ def pixel_spec(
 
 
 def _pixel_library(backend: object, use_fast: object) -> Spec:
-    """Who resizes, as transformers 5 chooses: torchvision unsaid, another in so many words.
+    """The library that resizes, as transformers 5 chooses it: {} for torchvision, else its name.
 
     Pillow's pixels differ from torchvision's by up to 2 of 255.
     """

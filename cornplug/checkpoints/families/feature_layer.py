@@ -48,7 +48,7 @@ _PAST_THE_CUT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaCut:
-    """What a family's config class fills in where config.json is silent."""
+    """Defaults that a family's config class fills in where config.json is silent."""
 
     vision: Json
     """The whole vision_config; its `model_type` counts also for one that names none."""

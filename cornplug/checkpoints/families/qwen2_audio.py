@@ -1,6 +1,6 @@
 """Qwen2-Audio: a Whisper-shaped tower that halves its rows, then one linear layer.
 
-What is true of every Whisper is here too: other families import it.
+Facts of every Whisper are here too: other families import them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _NO_MELS: Final = frozenset(
 
 
 def whisper_spec(audio: Json, defaults: Json = WHISPER_DEFAULTS) -> Spec:
-    """A Whisper's config -> what shapes its encoder's output besides weights."""
+    """A Whisper's config -> the settings that shape its encoder's output besides weights."""
     given = {k: v for k, v in without_inert(audio).items() if v is not None}
     for other, name in _OTHER_NAMES.items():
         if other in given:

@@ -1,4 +1,4 @@
-"""Qwen2-VL: a tower of its own per size, and a merger that shrinks its output."""
+"""Qwen2-VL: another tower for each size, and a merger that shrinks its output."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Where the tower was frozen it is not in the checkpoint: `audio_model_id` names the Whisper that
 holds it, and every Ultravox over that Whisper shares its features. The hub's remote code is
-never run; what is here and in `towers/ultravox.py` follows vLLM's model of the same name.
+never run; this module and `towers/ultravox.py` follow vLLM's model of the same name.
 """
 
 from __future__ import annotations

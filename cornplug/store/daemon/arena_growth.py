@@ -1,4 +1,4 @@
-"""Memory set aside ahead of what the index hands out, on a thread of its own.
+"""Memory set aside ahead of the index, which hands it out, on a separate thread.
 
 The kernel needs about 2 ms for 8 MiB, without the interpreter's lock: meanwhile the daemon answers.
 
@@ -17,13 +17,13 @@ from cornplug.store.arena import SharedArena
 
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
-"""How long memory that ran out is left alone before it is asked for again."""
+"""Pause before the kernel is asked again for memory that had run out."""
 
 _log = logging.getLogger("cornplug.store")
 
 
 class ArenaGrowth:
-    """The thread, and what it has made. `fileno` is readable when there is something to collect."""
+    """The thread, and the memory that it has made. `fileno` is readable when there is some to collect."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena

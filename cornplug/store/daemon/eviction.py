@@ -1,9 +1,9 @@
-"""Whom to evict so that one payload fits: least recently used first, and then his neighbours.
+"""The choice of entries to evict so that one payload fits: the least recently used, then its neighbours.
 
 Payloads lie in one piece, so freeing enough bytes is not freeing enough room: taking
 victims by age alone from an arena of small entries could empty most of it before two holes
 happen to meet. Instead the oldest entry's hole grows over its neighbours until the payload
-fits. About `room` bytes are lost, whatever the fragmentation, and nothing at all is lost
+fits. About `room` bytes are lost, at any fragmentation, and nothing at all is lost
 when it cannot succeed. A search that takes too long ends without success; the next one goes on
 from there.
 """
@@ -34,7 +34,7 @@ E = TypeVar("E", bound=EvictableEntry)
 
 @dataclass(slots=True)
 class LookBudget:
-    """How many entries may still be looked at: everybody waits while this goes on."""
+    """The number of entries that may still be looked at: all clients wait meanwhile."""
 
     left: int
     most: int
@@ -42,7 +42,7 @@ class LookBudget:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan(Generic[E]):
-    """What a search has come to."""
+    """The result of a search."""
 
     victims: list[E]
     """To drop: for the whole room, or so far, where the looks ended while it still grew."""
@@ -90,7 +90,7 @@ def _run_around(
     holes: ArenaAllocator,
     looks: LookBudget,
 ) -> tuple[list[E], int, bool]:
-    """The run of what could be dropped around an entry, its size, and whether it can grow no more."""
+    """The run of evictable entries around one, its size, and whether it can grow no more."""
     victims = [oldest]
     start = oldest.location.offset
     end = start + oldest.room

@@ -1,4 +1,4 @@
-"""What ends when: items in buckets of time, so that one taken back early leaves nothing behind.
+"""Items by the time at which they end, in buckets, so that one taken back early leaves nothing behind.
 
 A heap would keep each released lease until its time: at 50,000 leases a second, a million of them.
 """

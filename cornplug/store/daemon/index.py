@@ -36,10 +36,10 @@ from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEnt
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
-"""At least what a lease takes in an answer, without its meta."""
+"""Least size of a lease in an answer, without its meta."""
 STAT_APPS: Final = 256
 SWEEP: Final = 1024
-"""Most that one call ends of what has expired: about 2 ms."""
+"""Most expired leases and reservations that one call ends: about 2 ms."""
 
 _log = logging.getLogger("cornplug.store")
 
@@ -70,12 +70,12 @@ class StoreIndex:
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
         self._entries: dict[bytes, StoredEntry] = {}
-        self._drafts = OpenEntries(
+        self._open_entries = OpenEntries(
             quarantine_s=quarantine_s,
             reservation_s=reservation_s,
             reclaim_s=reclaim_s,
-            on_end=self._end_draft,
-            free=self._free_draft,
+            on_end=self._end_open_entry,
+            free=self._free_open_entry,
             disown=self._disown,
         )
         self._reading: dict[int, _Reading] = {}
@@ -101,9 +101,10 @@ class StoreIndex:
         now_s: float,
         reply_bytes: int | None = None,
     ) -> list[Lease | None]:
-        """A lease per present key, held by `owner` until `now_s + ttl_s`, within what one owner may
-        keep in place; of the first keys only, and at least of one, where the leases take more than
-        `reply_bytes`."""
+        """A lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`.
+
+        Where the leases take more than `reply_bytes`: of the first keys only, and at least of one.
+        """
         self.sweep(now_s)
         out: list[Lease | None] = []
         for key in keys:
@@ -143,45 +144,45 @@ class StoreIndex:
         for key, size in entries:
             if cut_looks is not None and self.placement.looks > cut_looks:
                 break
-            draft = self._draft(key, size, app, part, now_s)
-            if isinstance(draft, OpenEntry):
-                out.append(self._drafts.join(draft, owner, self._new_token(owner), part))
+            open_entry = self._join_or_open(key, size, app, part, now_s)
+            if isinstance(open_entry, OpenEntry):
+                out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), part))
             else:
-                out.append(draft)
+                out.append(open_entry)
         self.placement.end_call()
         return out
 
     def commit(self, owner: int, token: int, meta: bytes) -> bool:
         """This owner's part is written; with the last part the entry is published. False when it
         has no reservation by this token (any more), or the parts do not make a whole."""
-        draft = self._drafts.put(token, meta) if self._drafts.owns(owner, token) else None
-        if draft is None or not draft.whole:
-            return draft is not None
+        open_entry = self._open_entries.put(token, meta) if self._open_entries.owns(owner, token) else None
+        if open_entry is None or not open_entry.whole:
+            return open_entry is not None
         try:
-            meta = draft.meta()
+            meta = open_entry.meta()
         except CodecError as e:
             _log.warning("parts of an entry do not fit: %s", e)
-            self._drafts.end(draft)
+            self._open_entries.end(open_entry)
             return False
-        self._drafts.publish(draft)
-        location = draft.location
+        self._open_entries.publish(open_entry)
+        location = open_entry.location
         self._fences.shut(location.fence)
-        entry = StoredEntry(draft.key, meta, draft.app, location, draft.room)
+        entry = StoredEntry(open_entry.key, meta, open_entry.app, location, open_entry.room)
         self._entries[entry.key] = entry
         self.placement.add(entry)
         return True
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
-        """End this owner's leases, and its reservations, whose rooms go to quarantine."""
+        """End this owner's leases and reservations; rooms of reservations go to quarantine."""
         for token in tokens:
             reading = self._reading.get(token)
             if reading is not None and reading.owner == owner:
                 self._end_lease(token)
-            elif self._drafts.owns(owner, token):
-                self._drafts.lose(token, now_s=now_s)
+            elif self._open_entries.owns(owner, token):
+                self._open_entries.lose(token, now_s=now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Make entries invisible; their room is free once nobody leases it. The number dropped."""
+        """Make entries invisible; their room is free once they have no lease. The number dropped."""
         dropped = 0
         for key in keys:
             entry = self._entries.get(key)
@@ -197,8 +198,8 @@ class StoreIndex:
         for token in list(itertools.islice(owned, limit)):
             if token in self._reading:
                 self._end_lease(token)
-            elif self._drafts.owns(owner, token):
-                self._drafts.lose(token, now_s=now_s)
+            elif self._open_entries.owns(owner, token):
+                self._open_entries.lose(token, now_s=now_s)
             owned.discard(token)
         if owned:
             return False
@@ -206,10 +207,10 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End what has expired; at most SWEEP leases and drafts at once, the rest at the next call."""
+        """End expired leases and reservations: at most SWEEP of each at once, the rest at the next call."""
         for token in self._expiries.due(now_s, SWEEP):
             self._end_lease(token)
-        self._drafts.sweep(now_s, SWEEP)
+        self._open_entries.sweep(now_s, SWEEP)
 
     def stat(self) -> StoreStat:
         """A snapshot. `used_bytes` counts aligned room, also of reservations and quarantine."""
@@ -217,7 +218,7 @@ class StoreIndex:
             capacity_bytes=self.capacity_bytes,
             used_bytes=self.placement.used_bytes,
             entries=len(self._entries),
-            reservations=len(self._drafts),
+            reservations=len(self._open_entries),
             leases=len(self._reading),
             bytes_by_app=self._largest_apps(),
             evictions=self.placement.evictions,
@@ -232,13 +233,13 @@ class StoreIndex:
             largest[OTHER_APPS] = sum(self._bytes_by_app.values()) - sum(largest.values())
         return largest
 
-    def _draft(
+    def _join_or_open(
         self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float
     ) -> OpenEntry | ReserveRefusal:
-        """The draft that this writer may join, begun if need be."""
+        """The open entry that this writer may join, begun if need be."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
-        found = self._drafts.find(key, size, part)
+        found = self._open_entries.find(key, size, part)
         if found is not None:
             return found
         room = align_up(size)
@@ -258,7 +259,7 @@ class StoreIndex:
             return ReserveRefusal.FULL
         self._charge(app, room)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
-        return self._drafts.begin(key, location, room, app=app, part=part, now_s=now_s)
+        return self._open_entries.begin(key, location, room, app=app, part=part, now_s=now_s)
 
     def _drop(self, entry: StoredEntry) -> None:
         del self._entries[entry.key]
@@ -290,12 +291,12 @@ class StoreIndex:
         else:
             self._unplace(entry)
 
-    def _end_draft(self, draft: OpenEntry) -> None:
-        self._fences.shut(draft.location.fence)
-        self._charge(draft.app, -draft.room)
+    def _end_open_entry(self, open_entry: OpenEntry) -> None:
+        self._fences.shut(open_entry.location.fence)
+        self._charge(open_entry.app, -open_entry.room)
 
-    def _free_draft(self, draft: OpenEntry) -> None:
-        self.placement.free(draft.location.offset, draft.room)
+    def _free_open_entry(self, open_entry: OpenEntry) -> None:
+        self.placement.free(open_entry.location.offset, open_entry.room)
 
     def _disown(self, owner: int, token: int) -> None:
         if owner in self._owned:

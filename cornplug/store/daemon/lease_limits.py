@@ -1,4 +1,4 @@
-"""What the leases of each client keep in place, so that no client keeps all of it.
+"""Bytes that the leases of each client keep in place, limited so that no client keeps the whole store.
 
 An entry counts once for a client, however many leases it has on it: requests share prefixes.
 """

@@ -109,7 +109,7 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 def _serve(options: argparse.Namespace) -> int:
     path: Path = options.socket.absolute()
     secret = read_secret(options.secret_file)
-    # Who sees the socket may end us: not before we can do so in good order.
+    # A process that sees the socket may end this one: not before it can end in good order.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
@@ -153,7 +153,7 @@ def _serve_claimed(claim: SocketClaim, options: argparse.Namespace, secret: byte
 
 def _leave_the_starters_cores() -> None:
     """Run on any core: a vLLM worker that starts us is bound to the very cores that it keeps busy,
-    and there an answer takes seconds. The kernel keeps to what our container allows."""
+    and there an answer takes seconds. The kernel keeps the process inside its container's cores."""
     cores = os.sysconf("SC_NPROCESSORS_CONF")
     try:
         os.sched_setaffinity(0, range(cores))

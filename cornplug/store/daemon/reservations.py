@@ -1,13 +1,12 @@
-"""Entries being written: who may write where, until when, and when their room is safe to give away.
+"""Open entries: their writers, their deadlines, and the time at which their room is safe to give away.
 
     absent ──reserve──> writing ──last part committed──> an entry
                            │
-                           └─given up, expired, a writer's end──> ended ──nobody writes there──> free
+                           └─given up, expired, a writer's end──> ended ──no writer left──> free
 
-Nobody can take a mapping back from a writer. So an ended draft keeps its room until each of its
+The store cannot take a mapping back from a writer. So an ended entry keeps its room until each of its
 writers has committed, if too late, or has given up or gone and `quarantine_s` passed, or until
-`reclaim_s` passed. Its key is free for others at once, and nobody begins to write there
-(`write_fences.py`).
+`reclaim_s` passed. Its key is free for others at once, and no write begins there (`write_fences.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RECLAIM_S: Final = 600.0
 
 @dataclass(slots=True, eq=False)
 class OpenEntry:
-    """Room for one entry and what is in already. One without a group has one part, 0."""
+    """Room for one entry and its committed parts. One without a group has one part, 0."""
 
     key: bytes
     app: str
@@ -64,16 +63,16 @@ class OpenEntry:
 class _Writer:
     owner: int
     part: int
-    draft: OpenEntry
+    open_entry: OpenEntry
 
 
 class OpenEntries:
-    """All drafts of one store.
+    """All open entries of one store.
 
     Args:
-        on_end: told of each draft that will be no entry, once, before its room is free.
-        free: takes back the room of such a draft.
-        disown: told of each (owner, token) that means nothing any more.
+        on_end: told of each open entry that will not be committed, once, before its room is free.
+        free: takes back the room of such an entry.
+        disown: told of each (owner, token) that has ended.
     """
 
     def __init__(
@@ -99,19 +98,19 @@ class OpenEntries:
         self._quarantine: list[tuple[float, int, OpenEntry]] = []
 
     def __len__(self) -> int:
-        """Drafts that may still become entries."""
+        """Open entries that may still become entries."""
         return len(self._by_key)
 
     def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
-        """The draft to join as `part`, PENDING where that cannot be, None where there is none."""
-        draft = self._by_key.get(key)
-        if draft is None:
+        """The open entry to join as `part`, PENDING where that cannot be, None where there is none."""
+        open_entry = self._by_key.get(key)
+        if open_entry is None:
             return None
-        if part is None or (draft.group, draft.count) != (part.group, part.count):
+        if part is None or (open_entry.group, open_entry.count) != (part.group, part.count):
             return ReserveRefusal.PENDING
-        if draft.location.size != size or part.index in draft.tokens:
+        if open_entry.location.size != size or part.index in open_entry.tokens:
             return ReserveRefusal.PENDING
-        return draft
+        return open_entry
 
     def begin(
         self,
@@ -123,80 +122,80 @@ class OpenEntries:
         part: WriterPart | None,
         now_s: float,
     ) -> OpenEntry:
-        """A draft that nobody writes yet."""
+        """A new open entry, without a writer yet."""
         group, count = (b"", 1) if part is None else (part.group, part.count)
-        draft = self._by_key[key] = OpenEntry(key, app, room, location, group, count)
-        draft.expires = self._expiries.add(draft, now_s + self._reservation_s)
-        return draft
+        open_entry = self._by_key[key] = OpenEntry(key, app, room, location, group, count)
+        open_entry.expires = self._expiries.add(open_entry, now_s + self._reservation_s)
+        return open_entry
 
-    def join(self, draft: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
+    def join(self, open_entry: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
         """Let `owner` write its part."""
         index = 0 if part is None else part.index
-        draft.tokens[index] = token
-        draft.busy.add(token)
-        self._writers[token] = _Writer(owner, index, draft)
-        return Reservation(token, draft.key, draft.location)
+        open_entry.tokens[index] = token
+        open_entry.busy.add(token)
+        self._writers[token] = _Writer(owner, index, open_entry)
+        return Reservation(token, open_entry.key, open_entry.location)
 
     def owns(self, owner: int, token: int) -> bool:
         writer = self._writers.get(token)
         return writer is not None and writer.owner == owner
 
     def put(self, token: int, meta: bytes) -> OpenEntry | None:
-        """A writer is done with its part; None when its draft has ended or it was done before."""
+        """A writer is done with its part; None when its entry has ended or it was done before."""
         writer = self._writers[token]
-        draft = writer.draft
-        if draft.ended:
+        open_entry = writer.open_entry
+        if open_entry.ended:
             self._forget(token)
             return None
-        if writer.part in draft.metas:
+        if writer.part in open_entry.metas:
             return None
-        draft.metas[writer.part] = meta
-        draft.busy.discard(token)
-        return draft
+        open_entry.metas[writer.part] = meta
+        open_entry.busy.discard(token)
+        return open_entry
 
-    def publish(self, draft: OpenEntry) -> None:
-        """Forget a draft that has become an entry."""
-        del self._by_key[draft.key]
-        self._expiries.discard(draft, draft.expires)
-        for token in draft.tokens.values():
+    def publish(self, open_entry: OpenEntry) -> None:
+        """Forget an open entry that has become an entry."""
+        del self._by_key[open_entry.key]
+        self._expiries.discard(open_entry, open_entry.expires)
+        for token in open_entry.tokens.values():
             self._pop(token)
 
     def lose(self, token: int, *, now_s: float) -> None:
-        """A writer's connection has ended, or gives up what another process of the writer's may
-        be writing for a moment yet."""
+        """End a writer's part: its connection has ended, or it gives up while another process of its engine
+        may write for a moment yet."""
         writer = self._writers[token]
-        draft = writer.draft
-        if writer.part not in draft.metas:
-            draft.free_after_s = now_s + self._quarantine_s
-        self.end(draft)
+        open_entry = writer.open_entry
+        if writer.part not in open_entry.metas:
+            open_entry.free_after_s = now_s + self._quarantine_s
+        self.end(open_entry)
         self._forget(token)
 
-    def end(self, draft: OpenEntry) -> None:
-        """This will be no entry: its key is free for others, its room once nobody writes there."""
-        if draft.ended:
+    def end(self, open_entry: OpenEntry) -> None:
+        """End an open entry: its key is free for others now, its room once it has no writer."""
+        if open_entry.ended:
             return
-        draft.ended = True
-        del self._by_key[draft.key]
-        self._expiries.discard(draft, draft.expires)
-        for part in draft.metas:
-            self._pop(draft.tokens[part])
-        self._on_end(draft)
-        if draft.busy:
-            draft.expires = self._expiries.add(draft, self._now_s + self._reclaim_s)
+        open_entry.ended = True
+        del self._by_key[open_entry.key]
+        self._expiries.discard(open_entry, open_entry.expires)
+        for part in open_entry.metas:
+            self._pop(open_entry.tokens[part])
+        self._on_end(open_entry)
+        if open_entry.busy:
+            open_entry.expires = self._expiries.add(open_entry, self._now_s + self._reclaim_s)
         else:
-            self._settle(draft)
+            self._settle(open_entry)
 
     def sweep(self, now_s: float, limit: int) -> None:
-        """End what has expired and free what nobody writes any more, at most `limit` of each."""
+        """End expired open entries and free rooms without a writer, at most `limit` of each."""
         self._now_s = now_s
-        for draft in self._expiries.due(now_s, limit):
-            if not draft.ended:
-                self.end(draft)
+        for open_entry in self._expiries.due(now_s, limit):
+            if not open_entry.ended:
+                self.end(open_entry)
                 continue
-            for token in list(draft.busy):
+            for token in list(open_entry.busy):
                 self._pop(token)
-            draft.busy.clear()
-            self._settle(draft)
+            open_entry.busy.clear()
+            self._settle(open_entry)
         for _ in range(limit):
             if not self._quarantine or self._quarantine[0][0] > now_s:
                 return
@@ -205,21 +204,23 @@ class OpenEntries:
     def _forget(self, token: int) -> None:
         if token not in self._writers:
             return
-        draft = self._pop(token)
-        if token not in draft.busy:
+        open_entry = self._pop(token)
+        if token not in open_entry.busy:
             return
-        draft.busy.discard(token)
-        if draft.ended and not draft.busy:
-            self._expiries.discard(draft, draft.expires)
-            self._settle(draft)
+        open_entry.busy.discard(token)
+        if open_entry.ended and not open_entry.busy:
+            self._expiries.discard(open_entry, open_entry.expires)
+            self._settle(open_entry)
 
     def _pop(self, token: int) -> OpenEntry:
         writer = self._writers.pop(token)
         self._disown(writer.owner, token)
-        return writer.draft
+        return writer.open_entry
 
-    def _settle(self, draft: OpenEntry) -> None:
-        if draft.free_after_s > self._now_s:
-            heapq.heappush(self._quarantine, (draft.free_after_s, draft.location.offset, draft))
+    def _settle(self, open_entry: OpenEntry) -> None:
+        if open_entry.free_after_s > self._now_s:
+            heapq.heappush(
+                self._quarantine, (open_entry.free_after_s, open_entry.location.offset, open_entry)
+            )
         else:
-            self._free(draft)
+            self._free(open_entry)

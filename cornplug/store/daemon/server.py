@@ -1,9 +1,9 @@
-"""What the pool's daemon does: one thread, one index, one arena, any number of clients.
+"""The daemon's loop: one thread, one index, one arena, any number of clients.
 
 It answers a request before it looks at the next, so the index needs no lock, and `contains`
 costs one round trip of a socket. No request takes more than a few milliseconds; after two of one
-client's requests the others have their turn, and what is no request is answered with a `Fault`. What
-takes long (setting memory aside) is done on a thread of its own (`arena_growth.py`), ahead of who needs it.
+client's requests the others have their turn, and bytes that are no request get a `RequestFault`.
+Setting memory aside takes long: a separate thread does it ahead of need (`arena_growth.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cornplug.store.validation import check_app, check_entries, check_meta, chec
 from cornplug.store.write_fences import WriteFences
 
 HEADROOM_BYTES: Final = 64 << 20
-"""Room kept ready beyond what is in use, or a sixteenth of the store when that is more."""
+"""Room kept ready beyond the room in use, or a sixteenth of the store when that is more."""
 _MOST_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
 HELLO_WITHIN_S: Final = 5.0
@@ -41,7 +41,7 @@ _TURN_S: Final = 2e-3
 """How long one client's requests are answered before the others are asked for theirs."""
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
-"""All that bytes of a stranger's choice can raise in decoding and checking them."""
+"""All errors that decoding and checking of hostile bytes can raise."""
 
 _log = logging.getLogger("cornplug.store")
 
@@ -49,7 +49,7 @@ _log = logging.getLogger("cornplug.store")
 class StoreServer:
     """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never).
 
-    `renew` is asked now and then what to listen on from now; None: another serves there, so end."""
+    `renew` is called now and then for the socket to listen on; None: another daemon serves there, so end."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class StoreServer:
         self._eager: dict[int, ClientSession] = {}
         """Those whose turn ended with requests unanswered."""
         self._ending: deque[int] = deque()
-        """Owners whose client has gone and whose tokens have not all ended."""
+        """Owners without a client that still have tokens."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._last_busy_s = time.monotonic()
@@ -91,7 +91,7 @@ class StoreServer:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
-        # Who comes first finds room.
+        # The first client finds room.
         self._index.placement.extend(self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES)))
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
@@ -124,7 +124,7 @@ class StoreServer:
             return
         except OSError as e:
             _log.error("cannot accept a client: %s", e.strerror)
-            # Out of file descriptors: the listener stays readable, and those who are in would wait for
+            # Out of file descriptors: the listener stays readable, and connected clients would wait for
             # a loop that spins on it. The next tick looks at it again.
             self._selector.unregister(self._listener)
             self._accepting = False
@@ -281,14 +281,14 @@ class StoreServer:
         self._ending.append(session.owner)
 
     def _end_owners(self) -> None:
-        """What clients that have gone still hold ends bit by bit, between the questions of the others."""
+        """End leases and reservations of clients that have gone bit by bit, between the others' requests."""
         if not self._ending:
             return
         if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):
             return
         self._ending.popleft()
         if not self._sessions and not self._ending:
-            # The process runs without automatic collection (see daemon.py): do it while nobody waits.
+            # The process runs without automatic collection (see `main.py`): do it while no client waits.
             gc.collect()
 
     def _close_all(self) -> None:

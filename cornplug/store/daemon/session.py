@@ -1,7 +1,7 @@
-"""One client of the daemon: its socket, what it has sent so far, what it has not read yet.
+"""One client of the daemon: its socket, its received bytes, the bytes that it has not read yet.
 
 Knows frames and credentials; knows nothing of keys. Raises ClientFault where a connection
-cannot go on: its other end is gone, or what it sends is no frames. Nobody else notices.
+cannot go on: its other end is gone, or sends bytes that are no frames. Other clients do not notice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ClientSession:
             raise ClientFault(f"user {uid} is not user {os.getuid()}")
 
     def read(self) -> None:
-        """Take what the socket has. Raises ClientFault at the end."""
+        """Read the bytes that have come. Raises ClientFault at the end."""
         try:
             data = self.sock.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -66,7 +66,7 @@ class ClientSession:
             raise ClientFault(f"no frames: {e}") from e
 
     def send(self, reply: messages.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
-        """Send, or keep for `flush` what the socket does not take. Raises ClientFault when it is gone."""
+        """Send, and keep bytes that the socket does not take for `flush`. Raises ClientFault at its end."""
         try:
             data = messages.frame(reply, number)
         except ValueError as e:
@@ -80,7 +80,7 @@ class ClientSession:
         self._unsent = data[sent:]
 
     def flush(self) -> None:
-        """Send more of what is kept. Raises ClientFault when the client is gone."""
+        """Send more of the kept bytes. Raises ClientFault when the client is gone."""
         try:
             self._unsent = self._unsent[self.sock.send(self._unsent) :]
         except BlockingIOError:
