@@ -1,1 +1,1 @@
-"""Identity -> bytes, shared by every process of a host. The seam is `base`; `pool` is the default."""
+"""Key -> bytes, shared by every process of a host. The contract is `base`; `backends` chooses a store."""

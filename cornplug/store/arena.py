@@ -1,4 +1,4 @@
-"""The shared memory of a pool: an unnamed file that lives exactly as long as someone maps it.
+"""The shared memory of a store: an unnamed file that lives exactly as long as a process maps it.
 
 Sealed memory of the kernel's (memfd), not a file in /dev/shm: containers have 64 MiB of that, and
 no holder of the descriptor can cut this short under the others. Nothing is left when a daemon is

@@ -1,7 +1,7 @@
 """Messages between a client and the daemon, each in a frame of `cornplug/local_socket.py`.
 
-    ClientHello, DaemonWelcome, ClientRejected    one msgpack message: of any version, as they compare it
-    all others                                    u32 number | one msgpack message; an answer has its request's
+    greetings     one msgpack message, of any version: `ClientHello`, `DaemonWelcome`, `ClientRejected`
+    all others    u32 number | one msgpack message; an answer has its request's number
 
 One request, one reply (but for `ReleaseRequest`), in order. A client that no longer waits for an answer
 knows it by its number when it comes. No request and no answer is large: the client cuts its requests
