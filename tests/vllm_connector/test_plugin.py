@@ -76,7 +76,7 @@ def test_register_with_missing_method_gives_reason(fresh: None) -> None:
     assert "no such method" in plugin.why_not()
 
 
-def test_supported_versions_contain_installed_vllm() -> None:
+def test_vllm_installed_version_is_supported() -> None:
     assert compat.SUPPORTED_VERSIONS.refusal() == ""
 
 
