@@ -53,7 +53,7 @@ def test_a_family_is_one_file_found_by_itself(scratch: Path) -> None:
 
 
 def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> None:
-    """`PROVEN` of the engine's room, beside the line in tests/integration/test_families.py."""
+    """`VALIDATED_FAMILIES` of the engine's room, beside the line in tests/integration/test_families.py."""
     compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
     text = compat.read_text()
     assert '"gemma3"' in text
@@ -64,10 +64,10 @@ def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> 
         "from cornplug.engine_common.model_identity import EngineModel\n"
         "from cornplug.errors import CheckpointError\n"
         "from devkit.checkpoints.tiles import gemma3\n"
-        "from cornplug.vllm_connector.compat import PROVEN\n"
+        "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES\n"
         "found = Checkpoint.open(str(gemma3(Path(tempfile.mkdtemp()))))\n"
         "model = EngineModel(checkpoint=found, dtype='float32',\n"
-        "    max_model_len=512, engine='vllm', proven=PROVEN)\n"
+        "    max_model_len=512, engine='vllm', proven=VALIDATED_FAMILIES)\n"
         "try:\n    print('shared', model.tower_identity().identity.hex())\n"
         "except CheckpointError as e:\n    print('refused', e.reason)\n"
     )

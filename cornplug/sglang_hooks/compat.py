@@ -18,7 +18,7 @@ logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
 
-PROVEN: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
+VALIDATED_FAMILIES: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Families whose images are shared here: `tests/integration/test_families.py` has compared what SGLang
 makes of them with what the encoder service makes. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,

@@ -31,7 +31,7 @@ EC_CONNECTOR: Final = "CornplugECConnector"
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
 
-PROVEN: Final = frozenset(
+VALIDATED_FAMILIES: Final = frozenset(
     {
         "gemma3",
         "internvl",

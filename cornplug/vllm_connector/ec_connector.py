@@ -12,7 +12,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.ec.metadata import ECAcks, ECMoves
+from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.runtime import runtime
@@ -60,9 +60,9 @@ class CornplugECConnector(ECConnectorBase):
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
         return self._worker.acks() if self._worker is not None else None
 
-    def _moves(self) -> ECMoves:
+    def _moves(self) -> CornplugECMetadata:
         moves = self._get_connector_metadata()
-        assert isinstance(moves, ECMoves)
+        assert isinstance(moves, CornplugECMetadata)
         return moves
 
     # -- scheduler half ---------------------------------------------------------------------
@@ -78,11 +78,13 @@ class CornplugECConnector(ECConnectorBase):
             self._scheduler.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
-        return self._scheduler.moves(scheduler_output) if self._scheduler is not None else ECMoves()
+        return (
+            self._scheduler.moves(scheduler_output) if self._scheduler is not None else CornplugECMetadata()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         acks = connector_output.ec_connector_worker_meta
-        if self._scheduler is not None and isinstance(acks, ECAcks):
+        if self._scheduler is not None and isinstance(acks, CornplugECWorkerMetadata):
             self._scheduler.acknowledged(acks)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -18,8 +18,8 @@ from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.disabled_worker import OffWorker
-from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves
+from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.runtime import runtime
@@ -96,7 +96,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally = Tally()
         self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
-        self._worker: KVWorker | OffWorker | None = None
+        self._worker: KVWorker | DisabledKVWorker | None = None
         engine = self._runtime.config.engine
         try:
             if not engine.share_kv:
@@ -111,7 +111,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             if role == KVConnectorRole.WORKER:
-                self._worker = OffWorker(vllm_config.cache_config.block_size, e.reason)
+                self._worker = DisabledKVWorker(vllm_config.cache_config.block_size, e.reason)
 
     # -- worker half ------------------------------------------------------------------------
 
@@ -123,13 +123,13 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(ordered, self._vllm_config.compilation_config.static_forward_context)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, KVMoves)
+        assert isinstance(kv_connector_metadata, CornplugKVMetadata)
         if self._worker is not None and kv_connector_metadata.preempted:
             self._worker.give_up_saves(kv_connector_metadata.preempted)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
-        assert isinstance(moves, KVMoves)
+        assert isinstance(moves, CornplugKVMetadata)
         if self._worker is not None:
             self._worker.start_loads(moves.loads)
 
@@ -141,7 +141,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         moves = self._get_connector_metadata()
-        assert isinstance(moves, KVMoves)
+        assert isinstance(moves, CornplugKVMetadata)
         if self._worker is not None:
             self._worker.start_saves(moves.saves)
             self._worker.finishing(moves.finishing)
@@ -182,13 +182,15 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.moves(scheduler_output) if self._scheduler is not None else KVMoves()
+        return (
+            self._scheduler.moves(scheduler_output) if self._scheduler is not None else CornplugKVMetadata()
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
             return
         acks = connector_output.kv_connector_worker_meta
-        if isinstance(acks, KVAcks):
+        if isinstance(acks, CornplugKVWorkerMetadata):
             self._scheduler.acknowledged(acks)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.loaded(request_id)

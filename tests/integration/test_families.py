@@ -4,7 +4,7 @@ tower makes.
 One service knows all models. An engine is asked about two images, one of them wide: it takes both
 embeddings from the service, then those that a client had made, and, under another salt and with the service
 stopped, it encodes them.
-`PROVEN` in each room's `compat.py` is the list of the lines here.
+`VALIDATED_FAMILIES` in each room's `compat.py` is the list of the lines here.
 """
 
 from __future__ import annotations
@@ -183,5 +183,5 @@ def test_what_was_not_compared_runs_as_stock(scene: Scene, family: str) -> None:
 
 
 def test_each_room_shares_what_is_compared_here() -> None:
-    assert set(VLLM) == vllm_room.PROVEN
-    assert set(SGLANG) == sglang_room.PROVEN
+    assert set(VLLM) == vllm_room.VALIDATED_FAMILIES
+    assert set(SGLANG) == sglang_room.VALIDATED_FAMILIES

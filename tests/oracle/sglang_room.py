@@ -73,7 +73,7 @@ def pages(
     rows: int,
     secret: bytes,
 ) -> tuple[bytes, ...]:
-    """The keys of the prompt's whole pages, out of the book that the scheduler's process keeps."""
+    """The keys of the prompt's whole pages, out of the index that the scheduler's process keeps."""
     space = CacheNamespace(_loaded(adapter) if adapter is not None else None, deployment.salt)
     four = placeholder_tokens(medium_lineage(medium, rows))
     wide = [four[i % 4] for i in range(rows)]
@@ -81,15 +81,15 @@ def pages(
     whole = tokens[: len(tokens) // PAGE * PAGE]
     key = RadixKey(array("q", whole), extra_key=space.extra_key, cache_salt=space.cache_salt)
     hashes = get_storage_hash_str(key, None, page_size=PAGE)
-    book = PageHashIndex(PAGE, PAGE)
-    book.record(None, hashes, whole, space)
+    index = PageHashIndex(PAGE, PAGE)
+    index.record(None, hashes, whole, space)
     roots = NamespaceRoots(secret, page, lambda: identity)
     assert roots.wait(10)
     root = roots.root(space)
     links = []
-    for found in book.find(hashes):
+    for found in index.find(hashes):
         assert found is not None
-        (part,) = book.parts(found)
+        (part,) = index.overlaps(found)
         links.append(part.links[-1])
     return tuple(page_key(secret, root, PAGE, link) for link in links)
 

@@ -160,18 +160,18 @@ class Engine:
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = FaultyStore(self.store)
         self.tally = Tally()
-        self.book = PageHashIndex(self.page_size, self.page_tokens)
+        self.index = PageHashIndex(self.page_size, self.page_tokens)
         self.run = RigRuntime(self.faulty)
         self.roots = NamespaceRoots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
         held = RankSlice(heads=self.heads, layers=range(LAYERS), writes=writes)
         mine = RankPages(self.geometry, held, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
-        self.reader = PageReader(self.run, self.roots, self.book, mine, self.pages, self.tally)
-        self.writer = PageWriter(self.run, self.reader, self.book, mine, self.pages, part, self.tally)
+        self.reader = PageReader(self.run, self.roots, self.index, mine, self.pages, self.tally)
+        self.writer = PageWriter(self.run, self.reader, self.index, mine, self.pages, part, self.tally)
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)
-        self.book.record(None, hashes, tokens, space)
+        self.index.record(None, hashes, tokens, space)
         return hashes
 
     def put(self, kv: torch.Tensor, first: int, count: int) -> list[int]:

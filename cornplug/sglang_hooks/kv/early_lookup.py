@@ -23,31 +23,31 @@ class EarlyLookup:
     """One a rank."""
 
     def __init__(
-        self, book: PageHashIndex, reader: PageReader, pace: LoadPace, tally: Tally, app: str
+        self, index: PageHashIndex, reader: PageReader, pace: LoadPace, tally: Tally, app: str
     ) -> None:
-        self._book, self._reader, self._pace, self._tally, self._app = book, reader, pace, tally, app
+        self._index, self._reader, self._pace, self._tally, self._app = index, reader, pace, tally, app
 
     def worth(
         self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
     ) -> int:
         """How many of `tokens`, which follow `prefix` in a request, are stored and quicker to fetch than to
         compute. Counts the misses. Raises CornplugError."""
-        first = first_page(self._book, tokens, prefix, last_hash, space)
+        first = first_page(self._index, tokens, prefix, last_hash, space)
         if not self._reader.begins(first, len(tokens)):
             return 0
-        names = pages(self._book, tokens[:_NEAR_TOKENS], prefix, last_hash, space)
+        names = pages(self._index, tokens[:_NEAR_TOKENS], prefix, last_hash, space)
         count = self._reader.count(names)
         # Where every page of the lookup is stored, the pages behind them are likely to be.
-        ahead = len(tokens) if count == len(names) else count * self._book.page_size
+        ahead = len(tokens) if count == len(names) else count * self._index.page_size
         if self._pace.pays(ahead):
             return ahead
-        missed = max(1, ahead // self._book.page_tokens)
+        missed = max(1, ahead // self._index.page_tokens)
         self._tally.count("cornplug_misses_total", self._app, WHAT, "cheaper", by=missed)
         return 0
 
 
 def pages(
-    book: PageHashIndex,
+    index: PageHashIndex,
     tokens: Sequence[int],
     prefix: Sequence[int],
     last_hash: str | None,
@@ -59,19 +59,19 @@ def pages(
 
     def hashed(run: Sequence[int], prior: str | None) -> list[str]:
         key = RadixKey(array("q", run), extra_key=space.extra_key, cache_salt=space.cache_salt)
-        aligned = key.page_aligned(book.page_size)
-        found: list[str] = get_storage_hash_str(aligned, prior, page_size=book.page_size)
-        book.record(prior, found, run, space)
+        aligned = key.page_aligned(index.page_size)
+        found: list[str] = get_storage_hash_str(aligned, prior, page_size=index.page_size)
+        index.record(prior, found, run, space)
         return found
 
-    if last_hash is not None and prefix and book.find([last_hash])[0] is None:
+    if last_hash is not None and prefix and index.find([last_hash])[0] is None:
         # Hashed anew, as `last_hash` may be of other tokens: then it is not recorded.
         hashed(prefix, None)
     return hashed(tokens, last_hash)
 
 
 def first_page(
-    book: PageHashIndex,
+    index: PageHashIndex,
     tokens: Sequence[int],
     prefix: Sequence[int],
     last_hash: str | None,
@@ -81,6 +81,6 @@ def first_page(
 
     Records every page of SGLang's inside the store page in which that page begins.
     """
-    whole = max(book.page_size, book.page_tokens - len(prefix) % book.page_tokens)
-    names = pages(book, tokens[:whole], prefix, last_hash, space)
+    whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
+    names = pages(index, tokens[:whole], prefix, last_hash, space)
     return names[0] if names else None

@@ -105,7 +105,7 @@ class CornplugStorage(HiCacheStorage):
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)
         try:
-            book = page_hash_hooks.open_book(pages.page_size, tokens)
+            index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
@@ -116,15 +116,15 @@ class CornplugStorage(HiCacheStorage):
         token_bytes = mine.bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
-        self._reader = PageReader(self._run, roots, book, mine, pages, self._tally)
-        self._ahead = EarlyLookup(book, self._reader, self.pace, self._tally, self._run.app)
+        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally)
+        self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
         group = activation.group() if ranks > 1 else b""
         if ranks > 1 and not group:
             raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
-        self._writer = PageWriter(self._run, self._reader, book, mine, pages, part, self._tally)
+        self._writer = PageWriter(self._run, self._reader, index, mine, pages, part, self._tally)
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
             " %d, verified by writing",
@@ -143,13 +143,13 @@ class CornplugStorage(HiCacheStorage):
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
-        page_hash_hooks.close_book()
+        page_hash_hooks.close_index()
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
         """End the sharing of KV; the process keeps its store connection, for embeddings."""
         self._off = "closed"
-        page_hash_hooks.close_book()
+        page_hash_hooks.close_index()
         if self._reader is not None:
             self._reader.close()
 

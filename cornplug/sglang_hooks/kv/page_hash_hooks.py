@@ -19,7 +19,7 @@ from cornplug.sglang_hooks.compat import Hook, arguments, logger
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens
 
-_book: PageHashIndex | None = None
+_index: PageHashIndex | None = None
 _writing: Final = threading.local()
 _attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", default=None)
 
@@ -29,13 +29,13 @@ def attaching() -> Any:
     return _attaching.get()
 
 
-def open_book(page_size: int, page_tokens: int) -> PageHashIndex:
+def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
     """A new index, which this process's hooks fill from now on. Raises ValueError as `PageHashIndex`."""
-    global _book
-    _book = PageHashIndex(
-        page_size, page_tokens, is_foreign=placeholder_tokens.is_foreign, advance=_fastest_chain()
+    global _index
+    _index = PageHashIndex(
+        page_size, page_tokens, is_unkeyed=placeholder_tokens.is_unkeyed, advance=_fastest_chain()
     )
-    return _book
+    return _index
 
 
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
@@ -57,23 +57,23 @@ def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
     return _native_chain
 
 
-def close_book() -> None:
+def close_index() -> None:
     """Drop the index: the hooks do nothing from now on."""
-    global _book
-    _book = None
+    global _index
+    _index = None
 
 
 def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's hashing of the tokens that it will ask storage for."""
     result = original(*args, **kwargs)
-    book = _book
-    if book is None or not activation.is_on() or not isinstance(result, list):
+    index = _index
+    if index is None or not activation.is_on() or not isinstance(result, list):
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
     # A speculative draft's pages are of pairs of tokens, the last of which lies beyond the page.
-    if call["page_size"] == book.page_size and not key.is_bigram:
-        book.record(
+    if call["page_size"] == index.page_size and not key.is_bigram:
+        index.record(
             call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
         )
     return result
@@ -83,7 +83,7 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a node's backup: `_writing_storage` needs its namespace."""
     call = arguments(original, args, kwargs)
     cache = call["self"]
-    if _book is None or not activation.is_on() or cache.tree_core.is_eagle:
+    if _index is None or not activation.is_on() or cache.tree_core.is_eagle:
         return original(*args, **kwargs)
     _writing.space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
     try:
@@ -94,12 +94,12 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the queueing of a backup: its pages are recorded first."""
-    book, space = _book, getattr(_writing, "space", None)
-    if book is not None and space is not None:
+    index, space = _index, getattr(_writing, "space", None)
+    if index is not None and space is not None:
         call = arguments(original, args, kwargs)
         hashes, tokens, prefix = call["hash_value"], call["token_ids"], call["prefix_keys"]
-        if hashes and prefix is not None and len(tokens) == len(hashes) * book.page_size:
-            book.record(prefix[-1] if prefix else None, hashes, tokens, space)
+        if hashes and prefix is not None and len(tokens) == len(hashes) * index.page_size:
+            index.record(prefix[-1] if prefix else None, hashes, tokens, space)
     return original(*args, **kwargs)
 
 

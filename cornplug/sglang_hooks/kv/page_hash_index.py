@@ -67,7 +67,7 @@ class PageHashIndex:
     Args:
         page_size: tokens of SGLang's page. page_tokens: of the store's. One divides the
             other and both are multiples of 16, else ValueError.
-        is_foreign: whether a placeholder value stands for a medium without an embedding key;
+        is_unkeyed: whether a placeholder value stands for a medium without an embedding key;
             pages from it on are not recorded.
         advance: `identity.chain`, or a quicker function with the same results.
         max_bytes: memory of all entries, about.
@@ -78,7 +78,7 @@ class PageHashIndex:
         page_size: int,
         page_tokens: int,
         *,
-        is_foreign: Callable[[int], bool] = lambda token: False,
+        is_unkeyed: Callable[[int], bool] = lambda token: False,
         advance: Callable[[bytes, Sequence[int]], list[bytes]] = chain,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
@@ -87,7 +87,7 @@ class PageHashIndex:
         if page_size % page_tokens and page_tokens % page_size:
             raise ValueError(f"of pages of {page_size} and {page_tokens} tokens neither divides the other")
         self.page_size, self.page_tokens = page_size, page_tokens
-        self._is_foreign = is_foreign
+        self._is_foreign = is_unkeyed
         self._advance = advance
         # A page's hash, its entry, and the chain values in it.
         self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
@@ -136,7 +136,7 @@ class PageHashIndex:
             while len(self._pages) > self._max_pages:
                 self._pages.popitem(last=False)
 
-    def parts(self, page: HashedPage) -> list[PageOverlap]:
+    def overlaps(self, page: HashedPage) -> list[PageOverlap]:
         """The overlaps of a page with store pages; [] while those are unknown."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:

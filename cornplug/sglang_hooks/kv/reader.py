@@ -27,12 +27,12 @@ class PageReader:
         self,
         runtime: EngineRuntime,
         roots: NamespaceRoots,
-        book: PageHashIndex,
+        index: PageHashIndex,
         mine: RankPages,
         host: HostPages,
         tally: Tally,
     ) -> None:
-        self._run, self._roots, self._book = runtime, roots, book
+        self._run, self._roots, self._index = runtime, roots, index
         self._mine, self._host, self._tally = mine, host, tally
         self._asking = runtime.another_connection()
 
@@ -48,14 +48,14 @@ class PageReader:
         """The store's keys of a part, newest continuation first. Raises CheckpointError."""
         root = roots.root(page.space)
         return [
-            page_key(self._run.secret, root, self._book.page_tokens, link) for link in reversed(part.links)
+            page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
         ]
 
     def begins(self, first: str | None, tokens: int) -> bool:
         """Whether the store has the page `first`, with which `tokens` begin that the engine lacks; counts
         them as missed where not. From the scheduler's thread, by a connection of its own: nobody's
         question to the store is waited for. Raises CornplugError."""
-        plan = list(self._plan(self._book.find([first]))) if first is not None else []
+        plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
             self._missed("no_page_key", tokens)
             return False
@@ -71,7 +71,7 @@ class PageReader:
     def count(self, hashes: Sequence[str]) -> int:
         """How many of these pages, from the first, the store has. From the scheduler's thread, as `begins`.
         Raises CornplugError."""
-        wanted = [[keys for _, keys in parts] for parts in self._plan(self._book.find(hashes))]
+        wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
             return 0
@@ -83,10 +83,10 @@ class PageReader:
     def present(self, hashes: Sequence[str]) -> int:
         """How many pages, from the first, the store has whole; counts those that it lacks.
         Raises CornplugError."""
-        wanted = [[keys for _, keys in parts] for parts in self._plan(self._book.find(hashes))]
+        wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
-            self._missed("no_page_key", len(hashes) * self._book.page_size)
+            self._missed("no_page_key", len(hashes) * self._index.page_size)
             return 0
         mask = self._run.store.contains(keys, deadline_s=self._run.deadline_s)
         there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
@@ -95,8 +95,8 @@ class PageReader:
             if not all(there.intersection(part) for part in whole):
                 break
             count += 1
-        self._missed("absent", (len(wanted) - count) * self._book.page_size)
-        self._missed("no_page_key", (len(hashes) - len(wanted)) * self._book.page_size)
+        self._missed("absent", (len(wanted) - count) * self._index.page_size)
+        self._missed("no_page_key", (len(hashes) - len(wanted)) * self._index.page_size)
         return count
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
@@ -105,7 +105,7 @@ class PageReader:
         `slots` are the first slots of the pages.
         """
         done, reason = 0, ""
-        pages = self._book.find(hashes)
+        pages = self._index.find(hashes)
         try:
             plan = list(self._plan(pages))
             with self._leased([key for parts in plan for _, keys in parts for key in keys]) as leases:
@@ -134,7 +134,7 @@ class PageReader:
     def borrow(self, page: HashedPage) -> torch.Tensor | None:
         """A page of SGLang's, (heads, layers, planes, tokens, dim), out of a larger one of the
         store; None where the store has none. Raises CornplugError."""
-        parts = self._book.parts(page)
+        parts = self._index.overlaps(page)
         if not parts:
             return None
         keys = self.keys(page, parts[0], self.roots())
@@ -147,7 +147,7 @@ class PageReader:
         made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
-            parts = self._book.parts(page) if page is not None else []
+            parts = self._index.overlaps(page) if page is not None else []
             if page is None or not parts:
                 return
             for part in parts:
@@ -179,17 +179,17 @@ class PageReader:
 
     def _missed(self, reason: str, tokens: int) -> None:
         # In whole pages of the store: the rest of one is nothing that anybody could have saved.
-        if pages := tokens // self._book.page_tokens:
+        if pages := tokens // self._index.page_tokens:
             self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
-        app, tokens = self._run.app, done * self._book.page_size
+        app, tokens = self._run.app, done * self._index.page_size
         if done:
             # Of the store's pages: what any other engine would have counted.
-            pages = max(1, tokens // self._book.page_tokens)
+            pages = max(1, tokens // self._index.page_tokens)
             self._tally.count("cornplug_hits_total", app, WHAT, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
-            moved = tokens * self._mine.bytes / self._book.page_tokens
+            moved = tokens * self._mine.bytes / self._index.page_tokens
             self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=moved)
         if reason:
             self._tally.count("cornplug_misses_total", app, WHAT, reason)

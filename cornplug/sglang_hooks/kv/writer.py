@@ -70,13 +70,13 @@ class PageWriter:
         self,
         runtime: EngineRuntime,
         reader: PageReader,
-        book: PageHashIndex,
+        index: PageHashIndex,
         mine: RankPages,
         host: HostPages,
         part: WriterPart | None,
         tally: Tally,
     ) -> None:
-        self._run, self._reader, self._book = runtime, reader, book
+        self._run, self._reader, self._index = runtime, reader, index
         self._mine, self._host, self._part, self._tally = mine, host, part, tally
         self._memory = mine.memory()
         self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -108,16 +108,16 @@ class PageWriter:
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
         found: dict[bytes, list[_Piece]] = {}
-        for name, page in zip(hashes, self._book.find(hashes), strict=True):
+        for name, page in zip(hashes, self._index.find(hashes), strict=True):
             try:
                 if page is None:
                     outcomes["no_page_key"] += 1
-                elif self._book.page_size >= self._book.page_tokens:
+                elif self._index.page_size >= self._index.page_tokens:
                     whole = self._host.page(at[name])
-                    for part in self._book.parts(page):
+                    for part in self._index.overlaps(page):
                         key = self._reader.keys(page, part, roots)[0]
                         found[key] = [_Piece(part.inside, whole[..., part.page, :])]
-                elif self._book.is_closing(page):
+                elif self._index.is_closing(page):
                     if pieces := self._gathered(name, at):
                         found[self._closing_key(page, roots)] = pieces
                     else:
@@ -127,14 +127,14 @@ class PageWriter:
         return found
 
     def _closing_key(self, page: HashedPage, roots: RootsOfCall) -> bytes:
-        (part,) = self._book.parts(page)
+        (part,) = self._index.overlaps(page)
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[_Piece] | None:
         """The small pages of one store page; None where one of them is nowhere any more."""
         pieces = []
-        for name, page in self._book.siblings(closing):
-            parts = self._book.parts(page)
+        for name, page in self._index.siblings(closing):
+            parts = self._index.overlaps(page)
             if not parts:
                 return None
             source: torch.Tensor | HashedPage = page
@@ -143,17 +143,17 @@ class PageWriter:
             elif name in self._tails:
                 source = self._tails[name]
             pieces.append(_Piece(parts[0].inside, source))
-        complete = len(pieces) == self._book.page_tokens // self._book.page_size
+        complete = len(pieces) == self._index.page_tokens // self._index.page_size
         return pieces if complete else None
 
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Copy the pages after the last complete store page: what follows them may come later."""
-        size, book = self._book.page_size, self._book
-        if size >= book.page_tokens:
+        size, index = self._index.page_size, self._index
+        if size >= index.page_tokens:
             return
-        pages = book.find(hashes)
+        pages = index.find(hashes)
         for name, page, slot in reversed(list(zip(hashes, pages, slots, strict=True))):
-            if page is None or book.is_closing(page):
+            if page is None or index.is_closing(page):
                 break
             if name not in self._tails:
                 self._tails[name] = self._host.page(slot).clone(memory_format=torch.contiguous_format)

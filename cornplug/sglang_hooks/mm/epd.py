@@ -1,7 +1,7 @@
 """Embedding keys for embeddings that come by SGLang's encoder disaggregation.
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
-                          └ statement: model, media digests, signed      └ `give` (embedding key)
+                          └ statement: model, media digests, signed      └ `assign_key` (embedding key)
 
 A statement is valid where the store's secret signed it over these very rows. The key is never
 taken from the wire: it is made here, of this engine's own model identity, the media digests and the
@@ -64,7 +64,7 @@ _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_e
 """Of the request under way in the tokenizer: part -> media."""
 
 
-def believed(data: Any, identity: bytes | None, secret: bytes) -> Media:
+def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
     """Digests of the media in a received EmbeddingData, from its statement, which is verified.
 
     Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
@@ -173,7 +173,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 def _judged(data: Any) -> Media:
     """The media of a part; None without a valid statement, counted as a miss. Raises EncoderRefused."""
     try:
-        return believed(data, _here.identity, activation.runtime().secret)
+        return verify_claims(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
         activation.tally().count("cornplug_misses_total", activation.runtime().app, _WHAT, e.reason)
         return None
@@ -187,7 +187,7 @@ def _threads() -> ThreadPoolExecutor:
 # -- tokenizer -------------------------------------------------------------------------------
 
 
-def _tell_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
+def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
     """Send the request's salt to the service, which stores the embedding under it."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
@@ -229,7 +229,7 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
         for item in mm_inputs.mm_items:
             key = item.__dict__.get(_KEY)
             if key is not None:
-                placeholder_tokens.give(item, key)
+                placeholder_tokens.assign_key(item, key)
 
 
 # -- scheduler -------------------------------------------------------------------------------
@@ -262,14 +262,14 @@ def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     media = {index: check.result() for index, check in _checks(waiting).items()}
     keys = keys_of(image_items, media, salt_of_request(waiting.recv_req))
     for item, key in zip(image_items, keys or (), strict=bool(keys)):
-        placeholder_tokens.give(item, key)
+        placeholder_tokens.assign_key(item, key)
     _count(image_items)
 
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
-    Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _tell_salt),
+    Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _send_salt),
     Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _part_came),
     Hook(f"{_RECEIVER}.WaitingZmqRequest._prepare_embedding_buffer", "around", _prepared),
     Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _assembled),

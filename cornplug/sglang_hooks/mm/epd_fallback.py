@@ -51,7 +51,7 @@ def _falls_back() -> bool:
     return activation.is_on() and _here.tower
 
 
-def _spared() -> bool:
+def _skipped_by_backoff() -> bool:
     with _here.lock:
         return _here.backoff.spares(time.monotonic())
 
@@ -108,7 +108,7 @@ async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwa
 async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
     if not activation.is_on():
         return await original(receiver, *args, **kwargs)
-    if _falls_back() and _spared():
+    if _falls_back() and _skipped_by_backoff():
         return None
     began = time.monotonic()
     mm_inputs = await epd.receive(original, receiver, *args, **kwargs)
@@ -128,7 +128,7 @@ def _reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: 
 
 
 def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    if _falls_back() and _spared():
+    if _falls_back() and _skipped_by_backoff():
         _miss("encoder_backoff")
         obj.need_wait_for_mm_inputs = False
         return None

@@ -4,7 +4,7 @@ SGLang names a medium by 64 bits of a hash of its processed features, by a clien
 or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
 pages, and the key of its embedding cache. Here every image whose digest we have gets
 
-    named.give(item, embedding key)
+    named.assign_key(item, embedding key)
 
 the same key as in vLLM, so that both engines see one token stream. Whatever else was
 there before, a client's included, gives way. What has no digest keeps SGLang's name and has no
@@ -60,7 +60,7 @@ class MediaIdentifiers:
 def _tower_identity(processor: Any) -> TowerIdentity:
     model = engine_model()
     tower = model.tower_identity()
-    differs = preprocessing_probe.peculiarity(processor, model)
+    differs = preprocessing_probe.preprocessing_difference(processor, model)
     if differs is None:
         return tower
     compat.logger.info(
@@ -86,9 +86,9 @@ def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
         if media is not None and tower is not None and options is not None:
             key = _key(tower.identity, media, options.get(id(item), {}), salt)
         if key is None:
-            placeholder_tokens.withhold(item)
+            placeholder_tokens.clear_key(item)
             continue
-        placeholder_tokens.give(item, key)
+        placeholder_tokens.assign_key(item, key)
         if placeholder_tokens.key_of(item) is not None:
             ours.append(item)
     padded = mm_inputs.padded_input_ids
@@ -136,9 +136,9 @@ class _Tokenizer:
 
     def __init__(self, processor: Any) -> None:
         self.names = MediaIdentifiers(processor)
-        self.asker = EmbeddingPrefetcher(activation.runtime(), activation.tally())
-        self.asks = _one_host()
-        if not self.asks:
+        self.prefetcher = EmbeddingPrefetcher(activation.runtime(), activation.tally())
+        self.prefetches = _one_host()
+        if not self.prefetches:
             compat.logger.warning(
                 "cornplug: embeddings are not shared: ranks of several hosts (--nnodes) have a store each"
             )
@@ -170,9 +170,9 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
         tower = await here.names.tower()
         await media_digests.settle(mm_inputs.mm_items)
         items = name(mm_inputs, tower, obj)
-        if here.asks and items and tower is not None and activation.config().engine.share_embeddings:
+        if here.prefetches and items and tower is not None and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
-            await here.asker.prepare(wanted, tower, salt_of_request(obj))
+            await here.prefetcher.prepare(wanted, tower, salt_of_request(obj))
     return tokenized
 
 

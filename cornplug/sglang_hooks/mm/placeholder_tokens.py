@@ -12,7 +12,7 @@ So SGLang's own caches, too, tell a medium of more rows from the same of fewer.
 
 The scheduler process fills the set from the identities in requests; the code of page keys reads it, on any
 thread. SGLang's own processors may set an item's identity too (Kimi's do, from a value that a client may
-choose): only an identity with the mark of `give` counts.
+choose): only an identity with the mark of `assign_key` counts.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ def rows_of(item: Any) -> int:
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
-def give(item: Any, key: bytes) -> None:
+def assign_key(item: Any, key: bytes) -> None:
     """Assign an item its embedding key, which is sent with it to the scheduler.
 
     An item without offsets gets none.
     """
     rows = rows_of(item)
     if not rows:
-        withhold(item)
+        clear_key(item)
         return
     item.set_identity(medium_lineage(key, rows))
     item.model_specific_data[_KEY] = key
 
 
-def withhold(item: Any) -> None:
+def clear_key(item: Any) -> None:
     """Clear an item's embedding key, and the identity that SGLang or a client has set."""
     item.identity = None
     item.model_specific_data.pop(_KEY, None)
 
 
 def key_of(item: Any) -> bytes | None:
-    """The embedding key that `give` assigned to an item; None without one.
+    """The embedding key that `assign_key` assigned to an item; None without one.
 
     None, too, where SGLang or a client has set another identity since, and where the item has another number
     of rows by now.
@@ -86,12 +86,12 @@ def add(identity: bytes) -> None:
             _values.difference_update(_identities.popitem(last=False)[1])
 
 
-def is_named(token: int) -> bool:
+def is_keyed(token: int) -> bool:
     """Whether a wide value belongs to a medium with an embedding key."""
     return token in _values
 
 
-def is_foreign(token: int) -> bool:
+def is_unkeyed(token: int) -> bool:
     """Whether a token is a placeholder of a medium without an embedding key."""
     return token >= FIRST_PLACEHOLDER and token not in _values
 

@@ -47,7 +47,7 @@ def probes() -> list[Image.Image]:
     return made
 
 
-def peculiarity(processor: Any, model: EngineModel) -> str | None:
+def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
     """A digest in hex of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the
     probes; None where they agree with those of transformers.
 

@@ -46,7 +46,7 @@ _IDENTIFIED: Final = {
     "as `sglang_quantization`, unless the checkpoint says it itself": "quantization",
     "the page's dtype is part of its geometry; other dtypes are not shared": "kv_cache_dtype",
     "as the image processor's arguments; video and audio are not shared": "mm_process_config",
-    "pixels are compared with transformers': `preprocessing.peculiarity`": (
+    "pixels are compared with transformers': `preprocessing.preprocessing_difference`": (
         "image_processor_backend disable_fast_image_processor"
     ),
     "adapters' files are digested, each with the modules that it adapts: `lora_adapters.py`": (

@@ -22,7 +22,7 @@ class ArrivedEmbedding:
 
 
 @dataclass(slots=True)
-class ECMoves(ECConnectorMetadata):
+class CornplugECMetadata(ECConnectorMetadata):
     """Scheduler half -> worker halves, one step."""
 
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
@@ -31,7 +31,7 @@ class ECMoves(ECConnectorMetadata):
 
 
 @dataclass(slots=True)
-class ECAcks(ECConnectorWorkerMetadata):
+class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
     """Worker half -> scheduler half."""
 
     saves: list[tuple[str, int]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class ECAcks(ECConnectorWorkerMetadata):
     """(bytes, seconds) of embeddings put into the engine's cache."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
-        assert isinstance(other, ECAcks)
+        assert isinstance(other, CornplugECWorkerMetadata)
         self.saves += other.saves
         self.encoded += other.encoded
         self.copied += other.copied

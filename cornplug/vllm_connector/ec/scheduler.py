@@ -38,7 +38,7 @@ from cornplug.errors import (
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECAcks, ECMoves
+from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.model.model_config import embedding_width, tower_identity
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 WHAT = "embedding"
 _MAX_WAITING_BYTES = 1 << 30
 """Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
-_REST_S = 0.005
+_IDLE_WAIT_S = 0.005
 """Longest that an idle engine notices a new request later than it would without us."""
 
 
@@ -149,14 +149,14 @@ class ECScheduler:
         if item is not None and item.arrived is not None and not weights_guard.replaced():
             self._to_load.append(item)
 
-    def moves(self, output: SchedulerOutput) -> ECMoves:
+    def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
         """The embeddings that this step's forward needs."""
         # What one step evicts and then takes in again is held.
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
         if not output.total_num_scheduled_tokens:
-            self._rest()
+            self._idle_wait()
         items, self._to_load = self._to_load, []
         app = self._run.app
         for item in items:
@@ -164,7 +164,7 @@ class ECScheduler:
             self._tally.count("cornplug_hits_total", app, WHAT, item.source)
             self._tally.count("cornplug_saved_tower_passes_total", app)
             self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=len(item.arrived.data))
-        return ECMoves(
+        return CornplugECMetadata(
             arrived=[item.arrived for item in items if item.arrived is not None],
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
         )
@@ -178,7 +178,7 @@ class ECScheduler:
                 if not item.waiting:
                     self._drop(feature.identifier)
 
-    def acknowledged(self, acks: ECAcks) -> None:
+    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
         """Count what became of embeddings that a worker offered; learn what its work took."""
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
@@ -194,11 +194,11 @@ class ECScheduler:
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
 
-    def _rest(self) -> None:
+    def _idle_wait(self) -> None:
         """Where the engine has nothing to do but wait for the service, wait instead of asking 650
         times a second: that takes two cores (its own and the worker's) from whoever encodes."""
         if any(not item.settled for item in self._items.values()):
-            self._news.wait(_REST_S)
+            self._news.wait(_IDLE_WAIT_S)
             self._news.clear()
 
     # -- fetching ---------------------------------------------------------------------------

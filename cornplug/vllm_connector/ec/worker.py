@@ -10,7 +10,7 @@ import torch
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
-from cornplug.vllm_connector.ec.metadata import ECAcks, ECMoves
+from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
@@ -26,7 +26,7 @@ class ECWorker:
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
 
-    def load(self, cache: dict[str, torch.Tensor], moves: ECMoves) -> None:
+    def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
         """Put arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
         began = time.perf_counter()
         for item in moves.arrived:
@@ -38,7 +38,7 @@ class ECWorker:
                 self._copied.append((size, time.perf_counter() - began))
             self._tower.begin()
 
-    def save(self, identifier: str, embedding: torch.Tensor, moves: ECMoves) -> None:
+    def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
         """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
@@ -47,13 +47,13 @@ class ECWorker:
             return
         self._publisher.offer(key, embedding)
 
-    def acks(self) -> ECAcks | None:
+    def acks(self) -> CornplugECWorkerMetadata | None:
         """Outcomes of earlier offers and new measurements; None where there are none."""
         with self._lock:
             saves, self._saves = self._saves, []
         copied, self._copied = self._copied, []
         encoded = self._tower.measured()
-        return ECAcks(saves, encoded, copied) if saves or encoded or copied else None
+        return CornplugECWorkerMetadata(saves, encoded, copied) if saves or encoded or copied else None
 
     def close(self) -> None:
         """Finish the embeddings that are being published."""

@@ -10,7 +10,7 @@ from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import LoadRule
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.metadata import KVAcks
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,7 +97,7 @@ class LoadCosts:
         self._timed[self._steps] = time.monotonic(), tokens
         return self._steps
 
-    def acknowledged(self, acks: KVAcks) -> None:
+    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Take the measurements in the workers' acknowledgements."""
         for number in acks.steps:
             began, tokens = self._timed.pop(number, (0.0, 0))

@@ -10,19 +10,19 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.kv_page import MAX_SEGMENTS
-from cornplug.vllm_connector.kv.metadata import KVAcks, PageLoad, PageSave
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 
 if TYPE_CHECKING:
     import torch
 
 
-class OffWorker:
+class DisabledKVWorker:
     """See the module. `reason` is why this rank shares nothing."""
 
     def __init__(self, block_size: int, reason: str) -> None:
         self._block_size = block_size
         self._reason = reason
-        self._acks = KVAcks(unusable=reason)
+        self._acks = CornplugKVWorkerMetadata(unusable=reason)
         self._loaded: set[str] = set()
         self._finishing: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -63,9 +63,9 @@ class OffWorker:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def acks(self) -> KVAcks | None:
+    def acks(self) -> CornplugKVWorkerMetadata | None:
         """The acknowledgements since the last call; None where there are none."""
-        acks, self._acks = self._acks, KVAcks()
+        acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
     def close(self) -> None:

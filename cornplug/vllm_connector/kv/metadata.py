@@ -58,7 +58,7 @@ class PageSave:
 
 
 @dataclass(slots=True)
-class KVMoves(KVConnectorMetadata):
+class CornplugKVMetadata(KVConnectorMetadata):
     """Scheduler half -> worker halves: the moves of one step."""
 
     loads: list[PageLoad] = field(default_factory=list)
@@ -72,7 +72,7 @@ class KVMoves(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class KVAcks(KVConnectorWorkerMetadata):
+class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Worker halves -> scheduler half."""
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class KVAcks(KVConnectorWorkerMetadata):
     """Why this worker's cache cannot be mapped to pages; "" when it can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, KVAcks)
+        assert isinstance(other, CornplugKVWorkerMetadata)
         for token, sums in other.written.items():
             self.written.setdefault(token, {}).update(sums)
         for token, segments in other.failed_writes.items():

@@ -21,7 +21,14 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import provenance
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import WHAT, DeferredStoreOps, OpenSave
-from cornplug.vllm_connector.kv.metadata import KVAcks, KVMoves, PageLoad, PageRead, PageSave, PageWrite
+from cornplug.vllm_connector.kv.metadata import (
+    CornplugKVMetadata,
+    CornplugKVWorkerMetadata,
+    PageLoad,
+    PageRead,
+    PageSave,
+    PageWrite,
+)
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 from cornplug.vllm_connector.model.model_config import kv_identity
@@ -261,11 +268,13 @@ class KVScheduler:
 
     # -- saving -----------------------------------------------------------------------------
 
-    def moves(self, output: SchedulerOutput) -> KVMoves:
+    def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
         loads, self._loads = self._loads, []
         finishing, self._finishing = self._finishing, []
-        moves = KVMoves(loads=loads, finishing=finishing, preempted=list(output.preempted_req_ids or ()))
+        moves = CornplugKVMetadata(
+            loads=loads, finishing=finishing, preempted=list(output.preempted_req_ids or ())
+        )
         for request_id in moves.preempted:
             self._give_up_saves(request_id)
         if self._errands:
@@ -345,7 +354,7 @@ class KVScheduler:
 
     # -- what the workers answer ------------------------------------------------------------
 
-    def acknowledged(self, acks: KVAcks) -> None:
+    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Commit what every rank has written; give up what one could not."""
         self._costs.acknowledged(acks)
         self._unusable = self._unusable or acks.unusable

@@ -27,7 +27,13 @@ from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, CpuSide, kernel_table
 from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
-from cornplug.vllm_connector.kv.metadata import KVAcks, PageLoad, PageRead, PageSave, PageWrite
+from cornplug.vllm_connector.kv.metadata import (
+    CornplugKVWorkerMetadata,
+    PageLoad,
+    PageRead,
+    PageSave,
+    PageWrite,
+)
 from cornplug.vllm_connector.kv.mover import Job, KVMover
 
 Table = NDArray[np.int64]
@@ -56,7 +62,7 @@ class KVWorker:
         self._mover = KVMover(lambda: self._side.enter_thread())
         self._side: Any = CpuSide()
         self._lock = threading.Lock()
-        self._acks = KVAcks()
+        self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
         """Reservation token -> request, of what `_acks` says was written."""
         self._loaded: set[str] = set()
@@ -165,12 +171,12 @@ class KVWorker:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def acks(self) -> KVAcks | None:
+    def acks(self) -> CornplugKVWorkerMetadata | None:
         """What the scheduler half has to know, None when nothing is new."""
         with self._lock:
             if self._acks.is_empty():
                 return None
-            acks, self._acks = self._acks, KVAcks()
+            acks, self._acks = self._acks, CornplugKVWorkerMetadata()
             self._unsent.clear()
         return acks
 

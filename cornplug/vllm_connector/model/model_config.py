@@ -9,7 +9,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.compat import EPOCHS, PROVEN
+from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
@@ -81,7 +81,7 @@ def _engine_model(
         max_model_len=model.max_model_len,
         processor_kwargs=processor_kwargs or {},
         engine="vllm",
-        proven=PROVEN,
+        proven=VALIDATED_FAMILIES,
         began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=overrides,

@@ -54,7 +54,7 @@ def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tal
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
     monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
     yield tally
-    page_hash_hooks.close_book()
+    page_hash_hooks.close_index()
 
 
 def config(**more: Any) -> HiCacheStorageConfig:
@@ -92,8 +92,8 @@ def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tupl
 
 def name(tokens: list[int], page_size: int) -> list[str]:
     hashes = hashes_of(tokens, page_size)
-    assert page_hash_hooks._book is not None
-    page_hash_hooks._book.record(None, hashes, tokens, CacheNamespace(None, None))
+    assert page_hash_hooks._index is not None
+    page_hash_hooks._index.record(None, hashes, tokens, CacheNamespace(None, None))
     return hashes
 
 

@@ -29,18 +29,18 @@ def test_page_keys_of_media_equal_vectors_of_both_engines(
     items = []
     for medium in vectors.CASES[case]:
         items.append(item(start=medium.offset, rows=medium.rows))
-        placeholder_tokens.give(items[-1], medium.key)
+        placeholder_tokens.assign_key(items[-1], medium.key)
     padded = MultimodalProcessorOutput.build_padded_input_ids(vectors.tokens(vectors.CASES[case]), items)
     assert padded is not None
     hashes = hashes_of(padded, page_size)
-    book = PageHashIndex(page_size, vectors.PAGE_TOKENS, is_foreign=placeholder_tokens.is_foreign)
-    book.record(None, hashes, padded, PLAIN)
-    assert None in book.find(hashes)  # nobody has named them yet
+    index = PageHashIndex(page_size, vectors.PAGE_TOKENS, is_unkeyed=placeholder_tokens.is_unkeyed)
+    index.record(None, hashes, padded, PLAIN)
+    assert None in index.find(hashes)  # nobody has named them yet
     placeholder_tokens._multimodal_inputs(SimpleNamespace(mm_items=items), None, None)
-    book.record(None, hashes, padded, PLAIN)
+    index.record(None, hashes, padded, PLAIN)
     links = []
-    for page in book.find(hashes):
+    for page in index.find(hashes):
         assert page is not None
-        links += [part.links[-1] for part in book.parts(page)]
+        links += [part.links[-1] for part in index.overlaps(page)]
     keys = [page_key(vectors.SECRET, vectors.ROOT, vectors.PAGE_TOKENS, link).hex() for link in links]
     assert list(dict.fromkeys(keys)) == vectors.known()[case]

@@ -1,4 +1,4 @@
-"""The book of names against the plain chain of the whole sequence."""
+"""The index of names against the plain chain of the whole sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks, page_hash_index
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import placeholder_tokens as named
+from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
 from cornplug.sglang_hooks.model import lora_adapters
 
 from ..kv_rig import PLAIN, SECRET, hashes_of
@@ -41,22 +41,22 @@ def expected(tokens: list[int], page_tokens: int) -> list[bytes]:
     return links[step - 1 :: step]
 
 
-def check(book: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
+def check(index: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
     """Every page's parts are those of the store pages that hold its tokens."""
-    wanted = expected(tokens, book.page_tokens)
-    for i, page in enumerate(book.find(hashes)):
+    wanted = expected(tokens, index.page_tokens)
+    for i, page in enumerate(index.find(hashes)):
         assert page is not None
-        start = i * book.page_size
-        parts = book.parts(page)
+        start = i * index.page_size
+        parts = index.overlaps(page)
         covered = 0
         for part in parts:
             at = start + part.page.start
-            assert wanted[at // book.page_tokens] in part.links
-            assert part.inside.start == at % book.page_tokens
+            assert wanted[at // index.page_tokens] in part.links
+            assert part.inside.start == at % index.page_tokens
             assert part.inside.stop - part.inside.start == part.page.stop - part.page.start
             covered += part.page.stop - part.page.start
-        known = (start + book.page_size - 1) // book.page_tokens < len(wanted)
-        assert covered == (book.page_size if known else 0)
+        known = (start + index.page_size - 1) // index.page_tokens < len(wanted)
+        assert covered == (index.page_size if known else 0)
 
 
 @pytest.mark.parametrize(("page_size", "page_tokens"), PAIRS)
@@ -65,7 +65,7 @@ def check(book: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
 def test_page_hash_index_parts_equal_plain_chain(
     page_size: int, page_tokens: int, data: st.DataObject
 ) -> None:
-    book = PageHashIndex(page_size, page_tokens)
+    index = PageHashIndex(page_size, page_tokens)
     pages = data.draw(st.integers(1, 20))
     tokens = prompt(pages * page_size, data.draw(st.integers(0, 9)))
     hashes = hashes_of(tokens, page_size)
@@ -73,64 +73,64 @@ def test_page_hash_index_parts_equal_plain_chain(
     while done < pages:  # as nodes of a tree come, in pieces
         more = data.draw(st.integers(1, pages - done))
         piece = tokens[done * page_size : (done + more) * page_size]
-        book.record(hashes[done - 1] if done else None, hashes[done : done + more], piece, PLAIN)
+        index.record(hashes[done - 1] if done else None, hashes[done : done + more], piece, PLAIN)
         done += more
         if data.draw(st.booleans()):
-            book.record(None, hashes[:done], tokens[: done * page_size], PLAIN)
-    check(book, tokens, hashes)
+            index.record(None, hashes[:done], tokens[: done * page_size], PLAIN)
+    check(index, tokens, hashes)
 
 
 @pytest.mark.parametrize(("page_size", "page_tokens"), [(16, 64), (32, 64), (64, 64), (128, 64)])
 def test_page_hash_index_forked_prefix_keeps_both(page_size: int, page_tokens: int) -> None:
-    book = PageHashIndex(page_size, page_tokens)
+    index = PageHashIndex(page_size, page_tokens)
     shared = prompt(5 * page_size)
     a, b = shared + prompt(11 * page_size, 1), shared + prompt(11 * page_size, 2)
     for tokens in (a, b, a):
-        book.record(None, hashes_of(tokens, page_size), tokens, PLAIN)
-    check(book, a, hashes_of(a, page_size))
-    check(book, b, hashes_of(b, page_size))
+        index.record(None, hashes_of(tokens, page_size), tokens, PLAIN)
+    check(index, a, hashes_of(a, page_size))
+    check(index, b, hashes_of(b, page_size))
 
 
 def test_siblings_of_small_page_fill_store_page() -> None:
-    book = PageHashIndex(16, 64)
+    index = PageHashIndex(16, 64)
     tokens = prompt(128)
     hashes = hashes_of(tokens, 16)
-    book.record(None, hashes, tokens, PLAIN)
-    assert [name for name, _ in book.siblings(hashes[7])] == hashes[4:8]
+    index.record(None, hashes, tokens, PLAIN)
+    assert [name for name, _ in index.siblings(hashes[7])] == hashes[4:8]
 
 
 def test_page_hash_index_page_without_prefix_is_not_recorded() -> None:
-    book = PageHashIndex(64, 64)
+    index = PageHashIndex(64, 64)
     tokens = prompt(192)
     hashes = hashes_of(tokens, 64)
-    book.record(hashes[0], hashes[1:], tokens[64:], PLAIN)
-    assert book.find(hashes) == [None, None, None]
-    book.record(None, hashes[:1], tokens[:64], PLAIN)
-    book.record(hashes[0], hashes[1:], tokens[64:], CacheNamespace(None, "tenant"))
-    assert book.find(hashes)[1:] == [None, None]
+    index.record(hashes[0], hashes[1:], tokens[64:], PLAIN)
+    assert index.find(hashes) == [None, None, None]
+    index.record(None, hashes[:1], tokens[:64], PLAIN)
+    index.record(hashes[0], hashes[1:], tokens[64:], CacheNamespace(None, "tenant"))
+    assert index.find(hashes)[1:] == [None, None]
 
 
 def test_page_hash_index_over_limit_drops_oldest() -> None:
-    book = PageHashIndex(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
+    index = PageHashIndex(16, 16, max_bytes=10 * (page_hash_index._PAGE_BYTES + page_hash_index._END_BYTES))
     old, new = prompt(128), prompt(128, 3)
-    book.record(None, hashes_of(old, 16), old, PLAIN)
-    book.record(None, hashes_of(new, 16), new, PLAIN)
-    assert len(book) == 10
-    check(book, new, hashes_of(new, 16))
-    assert book.find(hashes_of(old, 16))[0] is None
+    index.record(None, hashes_of(old, 16), old, PLAIN)
+    index.record(None, hashes_of(new, 16), new, PLAIN)
+    assert len(index) == 10
+    check(index, new, hashes_of(new, 16))
+    assert index.find(hashes_of(old, 16))[0] is None
 
 
 def test_page_hash_index_ends_before_foreign_medium() -> None:
     ours, foreign = placeholder_tokens(b"o" * 32), placeholder_tokens(b"f" * 32)
-    book = PageHashIndex(16, 16, is_foreign=lambda token: token in foreign)
+    index = PageHashIndex(16, 16, is_unkeyed=lambda token: token in foreign)
     tokens = prompt(96)
     tokens[20:24], tokens[70:74] = ours, foreign
     hashes = hashes_of(tokens, 16)
-    book.record(None, hashes, tokens, PLAIN)
-    assert [page is not None for page in book.find(hashes)] == [True] * 4 + [False] * 2
-    assert [page.link for page in book.find(hashes[:4]) if page] == chain(b"", tokens[:64])
-    book.record(hashes[4], hashes[5:], tokens[80:], PLAIN)
-    assert book.find(hashes)[5] is None
+    index.record(None, hashes, tokens, PLAIN)
+    assert [page is not None for page in index.find(hashes)] == [True] * 4 + [False] * 2
+    assert [page.link for page in index.find(hashes[:4]) if page] == chain(b"", tokens[:64])
+    index.record(hashes[4], hashes[5:], tokens[80:], PLAIN)
+    assert index.find(hashes)[5] is None
 
 
 def test_page_hash_index_unaligned_sizes_are_refused() -> None:
@@ -153,11 +153,11 @@ def test_page_keys_equal_golden_keys_of_vllm(name: str, salt: str | None, page: 
     golden = [bytes.fromhex(key) for key in json.loads(GOLDEN.read_text())[name]]
     tokens = [(11 * i) % 997 for i in range(128)]
     space = CacheNamespace(None, salt)
-    book = PageHashIndex(page_size, page)
+    index = PageHashIndex(page_size, page)
     hashes = hashes_of(tokens, page_size, space)
-    book.record(None, hashes, tokens, space)
+    index.record(None, hashes, tokens, space)
     root = roots().root(space)
-    links = [link for p in book.find(hashes) if p for part in book.parts(p) for link in part.links]
+    links = [link for p in index.find(hashes) if p for part in index.overlaps(p) for link in part.links]
     keys = [page_key(SECRET, root, page, link) for link in dict.fromkeys(links)]
     assert keys[: len(golden)] == golden
 
@@ -275,10 +275,10 @@ def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: 
 
 
 @pytest.fixture
-def book(monkeypatch: pytest.MonkeyPatch) -> Any:
+def index(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: True)
-    yield page_hash_hooks.open_book(16, 64)
-    page_hash_hooks.close_book()
+    yield page_hash_hooks.open_index(16, 64)
+    page_hash_hooks.close_index()
 
 
 def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, salt: str | None = None) -> Any:
@@ -288,36 +288,36 @@ def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, sal
     return page_hash_hooks._hashed(original, key, prior, page_size=16)
 
 
-def test_page_hash_hooks_lookup_is_recorded(book: PageHashIndex) -> None:
+def test_page_hash_hooks_lookup_is_recorded(index: PageHashIndex) -> None:
     tokens = prompt(160)
-    check(book, tokens, looked_up(tokens, None))
+    check(index, tokens, looked_up(tokens, None))
     salted = looked_up(tokens, None, salt="a")
-    assert all(page and page.space == CacheNamespace(None, "a") for page in book.find(salted))
+    assert all(page and page.space == CacheNamespace(None, "a") for page in index.find(salted))
 
 
-def test_page_hash_hooks_draft_bigrams_are_not_recorded(book: PageHashIndex) -> None:
-    assert set(book.find(looked_up(prompt(161), None, bigram=True))) == {None}
+def test_page_hash_hooks_draft_bigrams_are_not_recorded(index: PageHashIndex) -> None:
+    assert set(index.find(looked_up(prompt(161), None, bigram=True))) == {None}
 
 
-def test_first_page_of_forgotten_prefix_records_it(book: PageHashIndex) -> None:
+def test_first_page_of_forgotten_prefix_records_it(index: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
     first = early_lookup.first_page(
-        book, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN
+        index, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN
     )
     assert first == hashes[8]
     # As far as the page of the store goes, which the next pages are a part of.
-    assert [page is not None for page in book.find(hashes)] == [True] * 12 + [False] * 4
+    assert [page is not None for page in index.find(hashes)] == [True] * 12 + [False] * 4
     looked_up(tokens[128:], hashes[7])
-    check(book, tokens, hashes)
+    check(index, tokens, hashes)
 
 
-def test_first_page_with_wrong_prefix_records_nothing(book: PageHashIndex) -> None:
+def test_first_page_with_wrong_prefix_records_nothing(index: PageHashIndex) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
-    early_lookup.first_page(book, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
+    early_lookup.first_page(index, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
     looked_up(tokens[128:], hashes[7])
-    assert set(book.find(hashes[8:])) == {None}
+    assert set(index.find(hashes[8:])) == {None}
 
 
 class Tree:
@@ -341,38 +341,38 @@ def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] |
     page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
 
 
-def test_page_hash_hooks_backup_is_recorded(book: PageHashIndex) -> None:
+def test_page_hash_hooks_backup_is_recorded(index: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16, CacheNamespace(None, "tenant"))
     back_up(1, tokens[:96], hashes[:6], [])
     back_up(1, tokens[96:], hashes[6:], hashes[:6])
-    check(book, tokens, hashes)
-    assert all(page and page.space.cache_salt == "tenant" for page in book.find(hashes))
+    check(index, tokens, hashes)
+    assert all(page and page.space.cache_salt == "tenant" for page in index.find(hashes))
 
 
-def test_page_hash_hooks_backup_without_prefix_is_not_recorded(book: PageHashIndex) -> None:
+def test_page_hash_hooks_backup_without_prefix_is_not_recorded(index: PageHashIndex) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
     page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
-    assert len(book) == 0
+    assert len(index) == 0
 
 
 def test_page_hash_hooks_inactive_record_nothing(
-    book: PageHashIndex, monkeypatch: pytest.MonkeyPatch
+    index: PageHashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: False)
     looked_up(prompt(64), None)
     back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
-    assert len(book) == 0
+    assert len(index) == 0
 
 
-def test_page_hash_hooks_record_only_known_media(book: PageHashIndex) -> None:
+def test_page_hash_hooks_record_only_known_media(index: PageHashIndex) -> None:
     identity = b"\x07" * 32
     tokens = prompt(128)
     tokens[64:68] = placeholder_tokens(identity)
-    assert set(book.find(looked_up(tokens, None))[4:]) == {None}
-    named.add(identity)
-    check(book, tokens, looked_up(tokens, None))
+    assert set(index.find(looked_up(tokens, None))[4:]) == {None}
+    tokens_module.add(identity)
+    check(index, tokens, looked_up(tokens, None))
 
 
 @pytest.mark.parametrize("prior", [b"", bytes(range(32))])

@@ -128,9 +128,9 @@ def test_kv_load_of_corrupt_page_is_miss_and_deletes(store: MemoryStore) -> None
     kv = sequence(writer.geometry, 256)
     writer.save(TOKENS[:256], kv)
     hashes = reader.knows(TOKENS[:256])
-    page = reader.book.find(hashes)[2]
+    page = reader.index.find(hashes)[2]
     assert page is not None
-    key = reader.reader.keys(page, reader.book.parts(page)[0], reader.reader.roots())[0]
+    key = reader.reader.keys(page, reader.index.overlaps(page)[0], reader.reader.roots())[0]
     (lease,) = reader.store.lease([key], ttl_s=9, deadline_s=1)
     assert lease is not None
     store.arena[lease.location.offset + 100] ^= 4
@@ -150,9 +150,9 @@ def test_kv_load_of_page_evicted_after_lookup_is_miss(store: MemoryStore) -> Non
     writer.save(TOKENS[:256], sequence(writer.geometry, 256))
     hashes = reader.knows(TOKENS[:256])
     assert reader.reader.present(hashes) == 4
-    page = reader.book.find(hashes)[2]
+    page = reader.index.find(hashes)[2]
     assert page is not None
-    keys = reader.reader.keys(page, reader.book.parts(page)[0], reader.reader.roots())
+    keys = reader.reader.keys(page, reader.index.overlaps(page)[0], reader.reader.roots())
     reader.store.delete(keys, deadline_s=1)
     assert reader.reader.load(hashes, [0, 64, 128, 192]) == 2
     assert reader.counts()["cornplug_misses_total", "evicted"] == 1

@@ -45,7 +45,7 @@ class Stage:
         self.service = Service()
         monkeypatch.setattr(embedding_prefetch, "SocketEncoder", lambda path, secret: self.service)
         self.tally = Tally()
-        self.asker = EmbeddingPrefetcher(runtime(store), self.tally)
+        self.prefetcher = EmbeddingPrefetcher(runtime(store), self.tally)
         self.store = store
 
     def prepare(
@@ -54,9 +54,9 @@ class Stage:
         items = []
         for i, key in enumerate(keys):
             one = item(i)
-            placeholder_tokens.give(one, key)
+            placeholder_tokens.assign_key(one, key)
             items.append(one)
-        asyncio.run(self.asker.prepare(items, tower(served), salt))
+        asyncio.run(self.prefetcher.prepare(items, tower(served), salt))
         return [source_of(one) for one in items]
 
     def publish(self, key: bytes) -> None:
@@ -135,7 +135,7 @@ def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
     assert not here.service.asked
     assert here.missed() == {"cheaper": 2}
     always = StoreConfig(load_when="always")
-    here.asker._run.config = here.asker._run.config.model_copy(update={"store": always})
+    here.prefetcher._run.config = here.prefetcher._run.config.model_copy(update={"store": always})
     assert here.prepare(KEYS[0]) == ["store"]
 
 
@@ -160,10 +160,10 @@ def test_prefetch_of_unkeyed_items_is_skipped(here: Stage) -> None:
     """Nor is what SGLang itself has named since."""
     here.service.answer = encoded()
     nameless, renamed, ours = item(1), item(2), item(3)
-    placeholder_tokens.give(renamed, KEYS[2])
+    placeholder_tokens.assign_key(renamed, KEYS[2])
     renamed.set_hash(7)
-    placeholder_tokens.give(ours, KEYS[3])
-    asyncio.run(here.asker.prepare([nameless, renamed, ours], tower(), None))
+    placeholder_tokens.assign_key(ours, KEYS[3])
+    asyncio.run(here.prefetcher.prepare([nameless, renamed, ours], tower(), None))
     assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_computed"]
     assert [asked.key for asked in here.service.asked] == [KEYS[3]]
 
@@ -217,8 +217,8 @@ def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
     async def run() -> None:
         nonlocal turns
         one = item()
-        placeholder_tokens.give(one, KEYS[0])
-        waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
+        placeholder_tokens.assign_key(one, KEYS[0])
+        waiting = asyncio.create_task(here.prefetcher.prepare([one], tower(), None))
         while not waiting.done():
             turns += 1
             await asyncio.sleep(0.005)
@@ -253,16 +253,16 @@ def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
 def test_prefetch_of_remote_features_is_miss(here: Stage) -> None:
     one = item()
     one.feature = object()
-    placeholder_tokens.give(one, KEYS[0])
-    asyncio.run(here.asker.prepare([one], tower(), None))
+    placeholder_tokens.assign_key(one, KEYS[0])
+    asyncio.run(here.prefetcher.prepare([one], tower(), None))
     assert here.missed() == {"no_inputs": 1}
 
 
 def test_prefetch_cancelled_cancels_encode_request(here: Stage) -> None:
     async def run() -> None:
         one = item()
-        placeholder_tokens.give(one, KEYS[0])
-        waiting = asyncio.create_task(here.asker.prepare([one], tower(), None))
+        placeholder_tokens.assign_key(one, KEYS[0])
+        waiting = asyncio.create_task(here.prefetcher.prepare([one], tower(), None))
         while not here.service.futures:
             await asyncio.sleep(0.001)
         waiting.cancel()
@@ -285,11 +285,11 @@ def test_prefetch_from_untrusted_socket_publishes_nothing(uid: int | None, store
     # Another user's listener has the secret here, ours has another one: either is enough to be a stranger.
     secret = SECRET if uid is not None else b"o" * 32
     one, tally = item(), Tally()
-    placeholder_tokens.give(one, KEYS[0])
+    placeholder_tokens.assign_key(one, KEYS[0])
     with listener(path, uid=uid, secret=secret) as heard:
-        asker = EmbeddingPrefetcher(runtime(store, socket=path), tally)
-        asyncio.run(asker.prepare([one], tower(), None))
-        asker.close()
+        prefetcher = EmbeddingPrefetcher(runtime(store, socket=path), tally)
+        asyncio.run(prefetcher.prepare([one], tower(), None))
+        prefetcher.close()
     path.parent.rmdir()
     assert b"pixel_values" not in heard()
     assert store.contains([KEYS[0]], deadline_s=1) == b"\x00"

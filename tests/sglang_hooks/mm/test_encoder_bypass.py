@@ -78,7 +78,7 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., EncoderBypass]]:
 
 def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     one = item(seed, rows=rows)
-    placeholder_tokens.give(one, bytes([seed]) * 32)
+    placeholder_tokens.assign_key(one, bytes([seed]) * 32)
     if source is not None:
         one.model_specific_data["cornplug_source"] = source
     return one

@@ -29,7 +29,7 @@ from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.mm import epd, epd_fallback
-from cornplug.sglang_hooks.mm import placeholder_tokens as named
+from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
 
 SECRET, MODEL = b"s" * 32, b"i" * 32
 GOLDEN = Path(__file__).parents[2] / "golden" / "sglang_embedding_header.hex"
@@ -86,8 +86,8 @@ def test_sglang_reads_golden_embedding_header() -> None:
     assert set(vars(EmbeddingData("r", 1, 0, None, Modality.IMAGE))) - set(vars(data)) == {"_mr_ptr"}
 
 
-def test_believed_claim_needs_secret_digests_and_model() -> None:
-    assert epd.believed(part([A, B]), MODEL, SECRET) == (A, B)
+def test_verify_claims_needs_secret_digests_and_model() -> None:
+    assert epd.verify_claims(part([A, B]), MODEL, SECRET) == (A, B)
     for data, reason in (
         (part([A], secret=b"t" * 32), "statement"),
         (part([A], cornplug_media=B.hex()), "statement"),
@@ -98,16 +98,16 @@ def test_believed_claim_needs_secret_digests_and_model() -> None:
         (EmbeddingData("r", 1, 0, [[1, 2, 2]], Modality.IMAGE, torch.zeros(1, 4)), "no_statement"),
     ):
         with pytest.raises(CodecError) as caught:
-            epd.believed(data, MODEL, SECRET)
+            epd.verify_claims(data, MODEL, SECRET)
         assert caught.value.reason == reason
     changed = part([A])
     changed.embedding[0, 0] = 7
     with pytest.raises(CodecError):
-        epd.believed(changed, MODEL, SECRET)
+        epd.verify_claims(changed, MODEL, SECRET)
     with pytest.raises(CodecError, match="not identified"):
-        epd.believed(part([A]), None, SECRET)
+        epd.verify_claims(part([A]), None, SECRET)
     with pytest.raises(EncoderRefused, match="--model-path"):
-        epd.believed(part([A], model=b"j" * 32), MODEL, SECRET)
+        epd.verify_claims(part([A], model=b"j" * 32), MODEL, SECRET)
 
 
 def test_epd_parts_in_any_order_key_images_in_order() -> None:
@@ -128,7 +128,7 @@ def test_epd_parts_in_any_order_key_images_in_order() -> None:
     assert epd._prepared(lambda waiting: True, waiting)
     epd._assembled(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
-    assert [named.key_of(item) for item in items] == keys
+    assert [tokens_module.key_of(item) for item in items] == keys
     assert items[0].pad_values == placeholder_tokens(medium_lineage(keys[0], 1))
     assert video.identity is None
 
@@ -154,12 +154,12 @@ def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPat
     """A step goes on meanwhile; the request waits as for a part that is on its way."""
     go, seen = threading.Event(), []
 
-    def believed(data: Any, identity: Any, secret: Any) -> Any:
+    def verified(data: Any, identity: Any, secret: Any) -> Any:
         seen.append(threading.current_thread())
         assert go.wait(20)
         return (A,)
 
-    monkeypatch.setattr(epd, "believed", believed)
+    monkeypatch.setattr(epd, "verify_claims", verified)
     data = part([A])
     data.embedding = torch.zeros(1 << 10, 1 << 9)
     whole = epd._part_came(_aggregate_embedding_part, None, data, "qwen2_vl")
@@ -188,9 +188,9 @@ def test_epd_sent_items_keep_verified_key(monkeypatch: pytest.MonkeyPatch) -> No
     mm_inputs = asyncio.run(epd.receive(original, None, request_obj=request))
     item.set_hash(5)
     epd._sent(None, SimpleNamespace(mm_inputs=mm_inputs))
-    assert named.key_of(item) == embedding_key(SECRET, MODEL, A, None)
+    assert tokens_module.key_of(item) == embedding_key(SECRET, MODEL, A, None)
     entries = [{"modality": Modality.IMAGE, "url": "x"}, {"modality": Modality.AUDIO, "url": "y"}]
-    epd._tell_salt(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
+    epd._send_salt(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
     assert [entry.get("cornplug_salt") for entry in entries] == ["t", None]
     assert [entry.get("cornplug_salt_proof") for entry in entries] == [salt_proof(SECRET, "t"), None]
 

@@ -23,7 +23,7 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import PROVEN
+from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
 from cornplug.sglang_hooks.mm import media_digests, mm_identifiers
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of
 from cornplug.store.memory import MemoryStore
@@ -297,7 +297,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
         dtype="float32",
         max_model_len=64,
         engine="sglang",
-        proven=PROVEN,
+        proven=VALIDATED_FAMILIES,
     )
     monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
     with pytest.raises(CheckpointError, match="nobody has compared") as caught:
@@ -330,14 +330,14 @@ def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.Monkey
     """The other host's store has none of it, so all ranks would encode what the service had encoded."""
     asked: list[Any] = []
 
-    class Asker:
+    class Prefetcher:
         def __init__(self, *args: Any) -> None:
             """Nobody to connect to."""
 
         async def prepare(self, items: list[Any], *args: Any) -> None:
             asked.extend(items)
 
-    monkeypatch.setattr(mm_identifiers, "EmbeddingPrefetcher", Asker)
+    monkeypatch.setattr(mm_identifiers, "EmbeddingPrefetcher", Prefetcher)
     monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: TOWERS)
     monkeypatch.setattr(activation, "tally", lambda: None)
     monkeypatch.setattr(activation, "config", lambda: settings({}))

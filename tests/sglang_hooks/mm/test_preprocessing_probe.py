@@ -13,9 +13,9 @@ from transformers import AutoImageProcessor
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks.compat import PROVEN
+from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
 from cornplug.sglang_hooks.mm import preprocessing_probe
-from cornplug.sglang_hooks.mm.preprocessing_probe import peculiarity
+from cornplug.sglang_hooks.mm.preprocessing_probe import preprocessing_difference
 
 QWEN: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2,
@@ -45,13 +45,13 @@ def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineMo
         dtype="float32",
         max_model_len=128,
         engine="sglang",
-        proven=PROVEN,
+        proven=VALIDATED_FAMILIES,
         processor_kwargs=kwargs,
     )
 
 
 class Processor:
-    """What `peculiarity` sees of SGLang's BaseMultimodalProcessor."""
+    """What `preprocessing_difference` sees of SGLang's BaseMultimodalProcessor."""
 
     mm_tokens = SimpleNamespace(image_token="<image>")
 
@@ -78,11 +78,11 @@ def test_probes_are_equal_at_every_call() -> None:
 def test_peculiarity_of_transformers_processor_is_none(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
-    assert peculiarity(processor, known) is None
+    assert preprocessing_difference(processor, known) is None
     processor.noise = 5e-6  # The last bits, as another device or another order of operations leaves them.
-    assert peculiarity(processor, known) is None
+    assert preprocessing_difference(processor, known) is None
     processor.noise = 1e-3
-    assert peculiarity(processor, known) is not None
+    assert preprocessing_difference(processor, known) is not None
 
 
 @pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
@@ -91,30 +91,30 @@ def test_peculiarity_of_pillow_backend_is_reported(tmp_path: Path, preprocessor:
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
     processor._processor = AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
-    assert peculiarity(processor, known) is None
+    assert preprocessing_difference(processor, known) is None
     processor._processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    assert peculiarity(processor, known) is not None
+    assert preprocessing_difference(processor, known) is not None
 
 
 def test_peculiarity_of_known_settings_is_none(tmp_path: Path) -> None:
     known = model(tmp_path, QWEN, max_pixels=112 * 112)
     same = Processor(tmp_path, max_pixels=112 * 112)
-    assert peculiarity(same, known) is None
-    other = peculiarity(Processor(tmp_path, max_pixels=140 * 140), known)
-    again = peculiarity(Processor(tmp_path, max_pixels=140 * 140), known)
+    assert preprocessing_difference(same, known) is None
+    other = preprocessing_difference(Processor(tmp_path, max_pixels=140 * 140), known)
+    again = preprocessing_difference(Processor(tmp_path, max_pixels=140 * 140), known)
     assert other is not None
     assert other == again
-    assert other != peculiarity(Processor(tmp_path), known)
+    assert other != preprocessing_difference(Processor(tmp_path), known)
 
 
 def test_peculiarity_of_class_defaults_is_none(tmp_path: Path) -> None:
     """Gemma 3's asks for no pan and scan, whatever the file says, in SGLang as in transformers."""
     known = model(tmp_path, GEMMA)
     asked = known.checkpoint.family.processor_defaults["image"]
-    assert peculiarity(Processor(tmp_path, **asked), known) is None
+    assert preprocessing_difference(Processor(tmp_path, **asked), known) is None
     crops = {**asked, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
-    assert peculiarity(Processor(tmp_path, **crops), known) is not None
-    assert peculiarity(Processor(tmp_path, **crops), model(tmp_path, GEMMA, **crops)) is None
+    assert preprocessing_difference(Processor(tmp_path, **crops), known) is not None
+    assert preprocessing_difference(Processor(tmp_path, **crops), model(tmp_path, GEMMA, **crops)) is None
 
 
 def test_peculiarity_of_sglang_llava_is_reported(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_peculiarity_of_sglang_llava_is_reported(tmp_path: Path) -> None:
     llava = LlavaImageProcessor.__new__(LlavaImageProcessor)
     llava.hf_config = SimpleNamespace()
     llava._processor = SimpleNamespace(image_processor=AutoImageProcessor.from_pretrained(tmp_path))
-    found = peculiarity(SimpleNamespace(inner=llava), known)
+    found = preprocessing_difference(SimpleNamespace(inner=llava), known)
     assert found is not None
-    assert found == peculiarity(llava, known)
+    assert found == preprocessing_difference(llava, known)
 
 
 def test_peculiarity_of_unknown_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be compared") as caught:
-        peculiarity(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
+        preprocessing_difference(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
     assert caught.value.reason == "preprocessing"

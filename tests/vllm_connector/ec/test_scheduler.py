@@ -24,7 +24,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
-from cornplug.vllm_connector.ec.metadata import ECAcks
+from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 
 from ..rig import runtime
@@ -653,8 +653,10 @@ def test_ec_scheduler_memory_limit_causes_no_deadlock(
 
 def test_ec_scheduler_save_outcomes_are_counted(stage: Callable[..., Stage]) -> None:
     here = stage()
-    acks = ECAcks([("stored", 100), ("present", 0)]).aggregate(ECAcks([("stored", 50), ("full", 10)]))
-    assert isinstance(acks, ECAcks)
+    acks = CornplugECWorkerMetadata([("stored", 100), ("present", 0)]).aggregate(
+        CornplugECWorkerMetadata([("stored", 50), ("full", 10)])
+    )
+    assert isinstance(acks, CornplugECWorkerMetadata)
     here.half.acknowledged(acks)
     assert here.counted() == {
         ("saves", "embedding", "stored"): 2,
@@ -668,7 +670,7 @@ def test_ec_scheduler_idle_wait_ends_with_reply(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = stage()
-    monkeypatch.setattr(ec_scheduler, "_REST_S", 30.0)
+    monkeypatch.setattr(ec_scheduler, "_IDLE_WAIT_S", 30.0)
     busy = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=7)
     idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
     began = time.monotonic()
@@ -730,7 +732,7 @@ def test_ec_scheduler_deadline_follows_measured_tower_time(
     assert not stage.half.available(unmeasured, 0)
     stage.asked(1)
     assert 9 < stage.service.asked[-1][0].deadline_s <= 10
-    stage.half.acknowledged(ECAcks(encoded=[(ROWS, 0.05)]))
+    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 0.05)]))
     assert not stage.half.available(stage.request("b", 2), 0)
     stage.asked(2)
     assert stage.service.asked[-1][0].deadline_s <= 0.5
@@ -749,7 +751,7 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     stage = Stage(connection, monkeypatch, load_when="pays")
     assert stage.half.available(stage.request("a", 1), 0)
     assert stage.half._items[identifier(1)].arrived is not None, "nothing was measured: it is tried"
-    stage.half.acknowledged(ECAcks(encoded=[(ROWS, 1e-9)]))
+    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 1e-9)]))
     asked = dict(connection.calls)
     request = stage.request("b", 2)
     assert stage.half.available(request, 0)
@@ -757,7 +759,7 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     assert connection.calls == asked, "not even the store is asked"
     assert not stage.service.asked
     assert stage.counted()["misses", "embedding", "cheaper"] == 1
-    stage.half.acknowledged(ECAcks(encoded=[(ROWS, 100.0)]))
+    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 100.0)]))
     stage.half.finished(request)
     assert stage.half.available(request, 0)
     assert stage.half.arrived(identifier(2))

@@ -27,7 +27,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
-from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, ECMoves
+from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
@@ -48,17 +48,17 @@ def published(worker: ECWorker) -> list[tuple[str, int]]:
 def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtype: torch.dtype) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     value = torch.randn(9, 8).to(dtype)[::3]  # not contiguous
-    worker.save(NAME, value, ECMoves())
+    worker.save(NAME, value, CornplugECMetadata())
     assert published(worker) == [("stored", 3 * 8 * value.element_size())]
     found = get_payload(store.connect(), KEY, deadline_s=1)
     assert found is not None
     header, payload = found
     assert (header.kind, header.shape) == (PayloadKind.EMBEDDING, (3, 8))
     cache: dict[str, torch.Tensor] = {}
-    worker.load(cache, ECMoves([ArrivedEmbedding(NAME, header.dtype, header.shape, payload)]))
+    worker.load(cache, CornplugECMetadata([ArrivedEmbedding(NAME, header.dtype, header.shape, payload)]))
     assert cache[NAME].dtype == dtype
     assert torch.equal(cache[NAME], value)
-    worker.save(NAME, value, ECMoves())
+    worker.save(NAME, value, CornplugECMetadata())
     assert published(worker) == [("present", 3 * 8 * value.element_size())]
     assert worker.acks() is None
     worker.close()
@@ -67,16 +67,16 @@ def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtyp
 @pytest.mark.parametrize(
     ("name", "value", "moves", "publishes"),
     [
-        ("uuid", torch.ones(2, 2), ECMoves(), True),
-        ("local-" + "ab" * 32, torch.ones(2, 2), ECMoves(), True),
-        ("3:" + NAME, torch.ones(2, 2), ECMoves(), True),
-        (NAME, torch.ones(2, 2), ECMoves(publish=False), True),
-        (NAME, torch.ones(2, 2), ECMoves(), False),
-        (NAME, torch.ones(2, 2, 2), ECMoves(), True),
+        ("uuid", torch.ones(2, 2), CornplugECMetadata(), True),
+        ("local-" + "ab" * 32, torch.ones(2, 2), CornplugECMetadata(), True),
+        ("3:" + NAME, torch.ones(2, 2), CornplugECMetadata(), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(publish=False), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(), False),
+        (NAME, torch.ones(2, 2, 2), CornplugECMetadata(), True),
     ],
 )
 def test_ec_worker_foreign_or_disabled_is_not_published(
-    store: MemoryStore, name: str, value: torch.Tensor, moves: ECMoves, publishes: bool
+    store: MemoryStore, name: str, value: torch.Tensor, moves: CornplugECMetadata, publishes: bool
 ) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=publishes, device="cpu")
     worker.save(name, value, moves)
@@ -87,10 +87,10 @@ def test_ec_worker_foreign_or_disabled_is_not_published(
 def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
     worker = ECWorker(runtime(faulty), publishes=True, device="cpu")
     faulty.unavailable = True
-    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
     assert published(worker) == [("store_down", 16)]
     faulty.unavailable, faulty.full = False, True
-    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
     assert published(worker) == [("full", 16)]
 
 
@@ -98,9 +98,9 @@ def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")):
         for _ in range(3 * embedding_publisher._MAX_WAITING):
-            worker.save(NAME, torch.ones(2, 2), ECMoves())
+            worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
             published(worker)
-    worker.save(NAME, torch.ones(2, 2), ECMoves())
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
     assert published(worker) == [("stored", 16)]
 
 
@@ -114,7 +114,7 @@ def test_ec_worker_slow_store_bounds_publish_queue(
     ):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
         for _ in range(5):
-            worker.save(NAME, torch.ones(2, 2), ECMoves())
+            worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
         acks = worker.acks()
         assert acks is not None
         assert acks.saves == [("busy", 0)] * 3
@@ -131,7 +131,7 @@ def test_ec_connector_for_text_model_does_nothing() -> None:
     assert connector.ensure_cache_available(request, 0)
     assert not connector.has_cache_item(NAME)
     connector.update_state_after_alloc(request, 0)
-    assert connector.build_connector_meta(output) == ECMoves()
+    assert connector.build_connector_meta(output) == CornplugECMetadata()
     connector.update_connector_output(output)
     assert connector.request_finished(request) == (False, None)
     assert connector.get_ec_connector_stats() is None
@@ -144,7 +144,9 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     # A profiling run encodes outside of a step.
     connector.save_caches(cache, NAME)
     assert connector.build_connector_worker_meta() is None
-    connector.bind_connector_metadata(ECMoves([ArrivedEmbedding("cp1-x", "float32", (1, 1), bytearray(4))]))
+    connector.bind_connector_metadata(
+        CornplugECMetadata([ArrivedEmbedding("cp1-x", "float32", (1, 1), bytearray(4))])
+    )
     connector.start_load_caches(cache)
     assert torch.equal(cache["cp1-x"], torch.zeros(1, 1))
     connector.save_caches(cache, NAME)

@@ -23,7 +23,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import scheduler as kv_scheduler
-from cornplug.vllm_connector.kv.metadata import KVAcks
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
 from ..conftest import open_in
@@ -783,7 +783,7 @@ def test_kv_load_failed_by_two_ranks_is_one_miss(engine: Make) -> None:
     second.add("b", PROMPT)
     step = second.schedule()
     for _rank in range(2):
-        second.connector._scheduler.acknowledged(KVAcks(failed_loads={"b": "layout"}))
+        second.connector._scheduler.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
     second.update(second.execute(step))
     second.settle()
     assert second.counts["misses", "kv_page", "layout"] == 1
