@@ -239,7 +239,7 @@ def test_kv_save_of_long_prompt_into_growing_store_is_whole(
         asked.append(missing)
         return None if len(asked) % 5 == 0 else missing
 
-    monkeypatch.setattr(store.index, "_grow", grow)
+    monkeypatch.setattr(store.index.placement, "_grow", grow)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     kv = sequence(engine.geometry, 256)
     engine.save(TOKENS[:256], kv)
