@@ -86,7 +86,7 @@ def test_pages_come_and_go(order: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(target[i], cache)
 
 
-def test_what_the_engine_is_still_computing_is_waited_for() -> None:
+def test_block_copies_wait_for_the_engines_forward() -> None:
     """The mark is behind a forward that has only been enqueued."""
     of = caches(ORDERS["LBNHC"])
     out = copies(of)
@@ -99,7 +99,7 @@ def test_what_the_engine_is_still_computing_is_waited_for() -> None:
         assert (out.copy_out(table, [0, 1], out.side.mark()) == value).all()
 
 
-def test_thousands_of_slabs_beside_a_busy_engine() -> None:
+def test_block_copies_beside_busy_stream_are_complete() -> None:
     """What is read has arrived: the engine's stream never rests, another thread copies."""
     of = caches(ORDERS["LBNHC"])
     values = filled(of)

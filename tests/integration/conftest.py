@@ -45,28 +45,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def stock_server(
-    models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
-    """vLLM as its makers ship it, for model a."""
-    folder = tmp_path_factory.mktemp("stock")
-    with VllmServer(models["a"], *A_ARGS, log=folder / "vllm.log") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def stock(
-    stock_server: VllmServer, models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+    models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Answer]:
-    """What stock engines answer to every ask, by (model, index)."""
-    folder = tmp_path_factory.mktemp("stock-others")
+    """Answers of stock engines to every ask, by (model, index)."""
+    folder = tmp_path_factory.mktemp("stock")
 
-    def answered(name: str) -> dict[tuple[str, int], Answer]:
-        with VllmServer(models[name], log=folder / f"{name}.log") as server:
+    def answered(name: str, *args: str) -> dict[tuple[str, int], Answer]:
+        with VllmServer(models[name], *args, log=folder / f"{name}.log") as server:
             return {(name, i): ask.put(server) for i, ask in enumerate(ASKS)}
 
-    b, q = at_once(lambda: answered("b"), lambda: answered("q"))
-    return {("a", i): ask.put(stock_server) for i, ask in enumerate(ASKS)} | b | q
+    a, b, q = at_once(lambda: answered("a", *A_ARGS), lambda: answered("b"), lambda: answered("q"))
+    return a | b | q
 
 
 @pytest.fixture(scope="session")
@@ -90,8 +80,8 @@ def stack(
     stack = Stack(folder, models, stock, store_socket, encoder)
     try:
         stack.start_store()
-        encoder.start()
-        at_once(lambda: stack.serve("a", "a", *A_ARGS), lambda: stack.serve("b", "b"))
+        engines = {"a": stack.vllm("a", "a", *A_ARGS), "b": stack.vllm("b", "b")}
+        at_once(encoder.start, lambda: stack.start(**engines))
         yield stack
     finally:
         for server in stack.servers.values():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from devkit.engines import (
     photos,
     wait_until,
 )
+from devkit.processes import at_once, together
 from devkit.sglang_engine import SglangServer
 
 STORE_DEADLINE_S = 0.2
 ENCODER_DEADLINE_S = 3.0
 MACHINE_NOISE_S = 4.0
-"""What two busy cores may add to any request, cornplug or not."""
+"""Time that two busy cores may add to any request, with or without cornplug."""
 
 PREAMBLE = "You are a careful assistant. " + " ".join(
     f"Rule {i}: answer with facts, name the source, and keep to the question." for i in range(12)
@@ -40,10 +41,10 @@ class Ask:
     """One request, the same for every engine."""
 
     words: str
-    pictures: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
 
     def put(self, server: EngineServer, *, salt: str | None = None, timeout_s: float = 60) -> Answer:
-        images = [photos()[i].data for i in self.pictures]
+        images = [photos()[i].data for i in self.images]
         return server.chat(self.words, images=images, max_tokens=8, cache_salt=salt, timeout_s=timeout_s)
 
 
@@ -61,7 +62,7 @@ ASKS: Sequence[Ask] = (
 
 @dataclass
 class Stack:
-    """Where everything is, and what stock engines answered."""
+    """The processes, their sockets, and stock engines' answers."""
 
     folder: Path
     models: Mapping[str, Path]
@@ -72,42 +73,53 @@ class Stack:
     servers: dict[str, EngineServer] = field(default_factory=dict)
     store: StoreProcess | None = None
 
-    def serve(
-        self, name: str, model: str, *args: str, flags: bool = True, env: Mapping[str, str] | None = None
+    def vllm(
+        self,
+        name: str,
+        model: str | Path,
+        *args: str,
+        flags: bool = True,
+        env: Mapping[str, str] | None = None,
     ) -> VllmServer:
-        """Start a vLLM that shares; `flags` False leaves the connector to `args`."""
-        given = ("--kv-connector", "cornplug", *self.flags(name)) if flags else ()
-        server = VllmServer(
-            self.models[model],
-            *given,
+        """A vLLM that shares, not started, for a model of the stack or a folder.
+
+        `flags` False leaves the connector to `args`.
+        """
+        return VllmServer(
+            self._folder_of(model),
+            *(("--kv-connector", "cornplug", *self.flags(name)) if flags else ()),
             *args,
             log=self.folder / f"{name}.log",
             env={"VLLM_SERVER_DEV_MODE": "1", "CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
         )
-        self.servers[name] = server.start()
-        return server
 
-    def serve_sglang(
+    def sglang(
         self, name: str, model: str | Path, *args: str, env: Mapping[str, str] | None = None
     ) -> SglangServer:
-        """Start an SGLang that shares, for a model of the stack or a folder."""
-        server = SglangServer(
-            model if isinstance(model, Path) else self.models[model],
+        """An SGLang that shares, not started, for a model of the stack or a folder."""
+        return SglangServer(
+            self._folder_of(model),
             *self.flags(name),
             *args,
             log=self.folder / f"{name}.log",
             env={"CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
         )
-        self.servers[name] = server.start()
-        return server
+
+    def start(self, **servers: EngineServer) -> None:
+        """Start engines side by side and keep them by their names, those that started if one fails."""
+        self.servers |= servers
+        at_once(*(server.start for server in servers.values()))
+
+    def _folder_of(self, model: str | Path) -> Path:
+        return model if isinstance(model, Path) else self.models[model]
 
     def stock_of_sglang(self, model: str) -> None:
-        """Learn what SGLang as its makers ship it answers to every ask."""
+        """Put every ask to stock SGLang and keep its answers."""
         with SglangServer(self.models[model], log=self.folder / f"stock-sglang-{model}.log") as server:
             self.stock.update({(f"sglang:{model}", i): ask.put(server) for i, ask in enumerate(ASKS)})
 
     def flags(self, app: str) -> tuple[str, ...]:
-        """What both engines are told alike."""
+        """The flags that both engines have in common."""
         return (
             *("--cornplug-app", app),
             *("--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder.socket)),
@@ -131,6 +143,47 @@ class Stack:
 
     def tower_passes(self) -> int:
         return self.encoder.tower_passes()
+
+
+class Pairs:
+    """Engines of tests that need one each, started two by two: a start keeps one core busy, mostly.
+
+    Args:
+        make: Name -> the engine, not started.
+        names: In the order of the tests.
+    """
+
+    def __init__(self, make: Callable[[str], EngineServer], names: Sequence[str]) -> None:
+        self._make = make
+        self._names = list(dict.fromkeys(names))
+        self._running: Mapping[str, EngineServer] = {}
+        self._ends = ExitStack()
+
+    def get(self, name: str) -> EngineServer:
+        """The engine, running. Ends the pair before it. Raises ProcessFailed as `ManagedProcess.start`."""
+        if name not in self._running:
+            self.close()
+            at = self._names.index(name)
+            pair = {each: self._make(each) for each in self._names[at : at + 2]}
+            self._ends.enter_context(together(*pair.values()))
+            self._running = pair
+        return self._running[name]
+
+    def close(self) -> None:
+        """End the engines that run."""
+        self._running = {}
+        self._ends.close()
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """Values of a parameter in those tests of this module that will run, in their order."""
+    items = (item for item in request.session.items if item.path == request.path)
+    calls = (
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    )
+    return [params[parameter] for params in calls if parameter in params]
 
 
 def flush(server: EngineServer) -> None:
@@ -163,7 +216,7 @@ def _flushed(server: SglangServer) -> bool:
 
 @dataclass
 class Seen:
-    """What a stream of requests has met."""
+    """Answers and errors of a stream of requests."""
 
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
@@ -172,7 +225,7 @@ class Seen:
 @contextmanager
 def stream(server: EngineServer, name: str) -> Iterator[Seen]:
     """Ask all the time, from two threads: known prompts under the shared salt and, so that there
-    is always new work for store and encoder, under salts that nobody has used."""
+    is always new work for store and encoder, under new salts."""
     seen = Seen()
     stop = threading.Event()
 
@@ -183,7 +236,7 @@ def stream(server: EngineServer, name: str) -> Iterator[Seen]:
             salt = f"{name}-{thread}-{turn}" if turn % 2 else None
             try:
                 seen.answers.append((index, ASKS[index].put(server, salt=salt)))
-            except BaseException as e:  # noqa: BLE001 - whatever it is, the test must show it
+            except BaseException as e:  # noqa: BLE001 - the test must show any error
                 seen.errors.append(e)
                 return
             if turn % 5 == 4:

@@ -1,4 +1,4 @@
-"""A LoRA adapter's KV goes from one engine to the other, and to nobody without the adapter.
+"""A LoRA adapter's KV goes from one engine to the other, and to no request without the adapter.
 
 SGLang pins LoRA's host memory, which a machine without a GPU has none of: there
 `dev/sglang-hicache-cpu` lets it do without.
@@ -99,13 +99,13 @@ def servers(folder: Path, model: Path, lora: Path, log: str, *flags: str) -> tup
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """A store and both engines, which know the adapter as x. No encoder service: nobody sees."""
+    """A store and both engines, which know the adapter as x. No encoder service: no request has an image."""
     folder = tmp_path_factory.mktemp("adapted")
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
     model, lora = qwen2_text(folder / "model", hidden_size=HIDDEN, layers=LAYERS), adapter(folder / "x")
     flags = (
         *("--cornplug-store", str(sockets / "store.sock")),
-        *("--cornplug-encoder", str(sockets / "nobody.sock")),
+        *("--cornplug-encoder", str(sockets / "none.sock")),
         *("--cornplug-store-deadline", str(STORE_DEADLINE_S)),
     )
     v, s = servers(folder, model, lora, "shared", *flags)
@@ -137,9 +137,9 @@ def same(expected: Answer, answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [("v", "s"), ("s", "v")])
-def test_the_adapter_s_kv_is_shared_and_with_nobody_else(engines: Engines, first: str, then: str) -> None:
+def test_kv_under_adapter_is_shared_only_under_that_adapter(engines: Engines, first: str, then: str) -> None:
     writer, reader, words = engines.named(first), engines.named(then), WORDS[first]
-    # Under a salt of its own: whatever is computed, it is here.
+    # Under another salt the engine computes everything itself.
     alone = ask(reader, words, adapted=True, salt=f"alone-{then}")
     plain = ask(reader, words, adapted=False, salt=f"alone-{then}")
     # The adapter is applied, or this test would say nothing.
@@ -159,12 +159,12 @@ def test_the_adapter_s_kv_is_shared_and_with_nobody_else(engines: Engines, first
 
 
 @pytest.mark.stress
-def test_either_answers_as_stock_with_the_adapter(engines: Engines) -> None:
-    """Out of the store, each what its makers' own server answers with the same adapter."""
+def test_engines_with_adapter_answer_as_stock(engines: Engines) -> None:
+    """From the store, each answers as the stock server does with the same adapter."""
     stock: dict[tuple[str, str], Answer] = {}
     servers_of_stock = servers(engines.folder, engines.model, engines.folder / "x", "stock")
-    for name, server in zip("vs", servers_of_stock, strict=True):
-        with server:
+    with together(*servers_of_stock):
+        for name, server in zip("vs", servers_of_stock, strict=True):
             for author, words in WORDS.items():
                 stock[name, author] = ask(server, words, adapted=True)
     for author, words in WORDS.items():

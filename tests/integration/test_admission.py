@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from devkit import checkpoints
 from devkit.engines import VllmServer
+from devkit.processes import together
 
 QOS = """
 [qos]
@@ -28,23 +29,31 @@ BUSY = 160
 """Requests of premium: long enough that the first of the others, which is let in, comes back meanwhile."""
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+COUNTS = ("1", "2")
+"""API server processes."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, VllmServer]]:
     folder: Path = tmp_path_factory.mktemp("vllm")
     (folder / "qos.toml").write_text(QOS)
+    model = checkpoints.llava(folder / "llava")
     flags = ["--middleware", "cornplug.vllm_connector.admission.Admission", "--max-num-seqs", "1"]
-    with VllmServer(
-        checkpoints.llava(folder / "llava"),
-        *flags,
-        "--api-server-count",
-        request.param,
-        log=folder / "vllm.log",
-        env={"CORNPLUG_CONFIG": str(folder / "qos.toml")},
-    ) as server:
-        yield server
+    env = {"CORNPLUG_CONFIG": str(folder / "qos.toml")}
+    servers = {
+        count: VllmServer(model, *flags, "--api-server-count", count, log=folder / f"{count}.log", env=env)
+        for count in COUNTS
+    }
+    with together(*servers.values()):
+        yield servers
 
 
-def test_what_would_come_too_late_is_refused_at_once_and_the_rest_is_answered(server: VllmServer) -> None:
+@pytest.fixture(scope="module", params=COUNTS)
+def server(request: pytest.FixtureRequest, servers: Mapping[str, VllmServer]) -> VllmServer:
+    return servers[request.param]
+
+
+def test_admission_late_requests_are_refused_and_the_rest_answered(server: VllmServer) -> None:
     def ask(key: str) -> httpx.Response:
         body = {"model": "model", "prompt": "one two three", "max_tokens": 96, "ignore_eos": True}
         return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
@@ -60,7 +69,7 @@ def test_what_would_come_too_late_is_refused_at_once_and_the_rest_is_answered(se
         busy = [threads.submit(ask, "k") for _ in range(BUSY)]
         refused: list[httpx.Response] = []
         while not all(one.done() for one in busy):
-            answer = ask("nobody's")
+            answer = ask("unknown")
             if answer.status_code != 200:
                 refused.append(answer)
             assert http.get("/health").status_code == 200

@@ -21,35 +21,44 @@ MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 
 @dataclass
 class Rig:
-    """One engine, one service, one store."""
+    """An engine, a service and a store."""
 
     model: Path
     server: VllmServer
     encoder: EncoderProcess
     store_socket: Path
 
-    def encode(self, picture: int, salt: str | None = None) -> EmbeddingRef:
+    def encode(self, photo: int, salt: str | None = None) -> EmbeddingRef:
         with EncoderClient(self.encoder.url) as client:
-            return client.encode(photos()[picture].data, model=str(self.model), cache_salt=salt)
+            return client.encode(photos()[photo].data, model=str(self.model), cache_salt=salt)
 
     def ask(self, part: Mapping[str, Any], **fields: Any) -> Answer:
         content = [part, {"type": "text", "text": "what is this"}]
         return self.server.chat([{"role": "user", "content": content}], max_tokens=8, **fields)
 
 
-@pytest.fixture(scope="module", params=sorted(MAKERS))
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+@pytest.fixture(scope="module")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Rig]]:
+    """An engine for each model, on one service and one store."""
     folder = tmp_path_factory.mktemp("v")
-    model = MAKERS[request.param](folder / "m")
+    models = {name: make(folder / name) for name, make in MAKERS.items()}
     store_socket, socket = folder / "s.sock", folder / "e.sock"
     flags = ("--cornplug-store", str(store_socket), "--cornplug-encoder", str(socket))
-    encoder = EncoderProcess([model], "--store-socket", str(store_socket), socket=socket)
-    server = VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / "vllm.log")
-    with StoreProcess(store_socket), together(encoder, server):
-        yield Rig(model, server, encoder, store_socket)
+    encoder = EncoderProcess(list(models.values()), "--store-socket", str(store_socket), socket=socket)
+    servers = {
+        name: VllmServer(model, "--kv-connector", "cornplug", *flags, log=folder / f"{name}.log")
+        for name, model in models.items()
+    }
+    with StoreProcess(store_socket), together(encoder, *servers.values()):
+        yield {name: Rig(models[name], servers[name], encoder, store_socket) for name in models}
 
 
-def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def rig(request: pytest.FixtureRequest, rigs: Mapping[str, Rig]) -> Rig:
+    return rigs[request.param]
+
+
+def test_request_embedding_handle_answers_as_its_image(rig: Rig) -> None:
     passes = rig.encoder.tower_passes()
     by_handle = rig.ask(rig.encode(0).to_vllm_content_part())
     with_pixels = rig.server.chat("what is this", images=[photos()[0].data], max_tokens=8)
@@ -67,7 +76,7 @@ def test_the_same_answer_as_for_the_picture(rig: Rig) -> None:
     assert both.token_ids == pixels.token_ids
 
 
-def test_tenants_keep_theirs(rig: Rig) -> None:
+def test_request_embedding_handle_of_another_salt_is_refused(rig: Rig) -> None:
     part = rig.encode(0, salt="a").to_vllm_content_part()
     assert len(rig.ask(part, cache_salt="a").token_ids) == 8
     refused(rig, part, "salt", cache_salt="b")
@@ -80,7 +89,7 @@ def refused(rig: Rig, part: Mapping[str, Any], message: str, **fields: Any) -> N
     assert message in str(e.value)
 
 
-def test_what_is_not_taken_is_a_400_and_the_engine_lives(rig: Rig) -> None:
+def test_request_embedding_handle_not_accepted_is_400(rig: Rig) -> None:
     ref = rig.encode(4)
     good = ref.to_vllm_content_part()
     refused(rig, ref.to_vllm_content_part(by_value=True), "by handle only")

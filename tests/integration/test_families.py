@@ -13,12 +13,13 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from integration.stack import Stack, count
+from integration.stack import Pairs, Stack, count, selected
 from PIL import Image
 
 from cornplug.encoder_service.client.sync_client import EncoderClient
@@ -43,44 +44,47 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
     "qwen3_vl_moe": checkpoints.qwen3_vl_moe,
 }
 SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-ELSEWHERE = {
-    "vllm": ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-    "sglang": ("qwen2_vl", "qwen3_vl"),
-}
-"""What other tests of script/test show as well (sharing, fine-tunes, two engines, vLLM's model classes in
-process; Qwen3-VL's tower is its mixture's): these lines wait for somebody to ask for stress tests. An
-engine's start costs half a minute."""
+REPRESENTATIVES = ("vllm-llava_onevision", "vllm-qwen3_vl_moe", "sglang-qwen3_vl_moe")
+"""The lines of script/test: tiles with a row's end between them, and rows with deepstack levels beside them,
+the two forms that no other test of script/test has. LLaVA and Qwen2-VL are those of test_sharing and
+test_two_engines, and tests/vllm_connector/test_engine_towers.py compares every family's tower with vLLM's in
+one process. The other lines are script/test-more's: run `script/test-more -k families` after a change of a
+family."""
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 SIZES = ((90, 80), (240, 100))
 TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
-"""Salts: what is named under one is not known under the other."""
+"""Salts: an entry named under one is not known under another."""
 
 
 def lines(engine: str, families: Iterable[str]) -> list[object]:
-    """The lines of an engine, some of them marked."""
-    return [
-        pytest.param(name, marks=pytest.mark.stress if name in ELSEWHERE[engine] else ()) for name in families
-    ]
+    """The lines of an engine, "ENGINE-FAMILY"; all but the representatives are stress tests."""
+    names = [f"{engine}-{family}" for family in families]
+    return [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.stress) for name in names]
 
 
-def picture(seed: int, size: tuple[int, int]) -> bytes:
+def image(seed: int, size: tuple[int, int]) -> bytes:
     small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(small).resize(size).save(out, "PNG")
     return out.getvalue()
 
 
-PICTURES = [picture(seed, size) for seed, size in enumerate(SIZES)]
+IMAGES = [image(seed, size) for seed, size in enumerate(SIZES)]
 
 
 @dataclass
 class Scene:
     stack: Stack
     encoder: EncoderProcess
+    engines: Pairs
+
+    def model(self, line: str) -> str:
+        """The folder of a line's model, by which the service knows it."""
+        return str(self.stack.models[line.partition("-")[2]])
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder, sockets = tmp_path_factory.mktemp("families"), Path(tempfile.mkdtemp(prefix="cp-"))
     models = {name: make(folder / name) for name, make in VLLM.items()}
     encoder = EncoderProcess(
@@ -92,10 +96,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         env={"CORNPLUG_STORE_AUTOSTART": "false"},
     )
     stack = Stack(folder, models, {}, sockets / "store.sock", encoder)
+
+    def engine(line: str) -> EngineServer:
+        room, _, family = line.partition("-")
+        return stack.vllm(line, family) if room == "vllm" else stack.sglang(line, family)
+
+    lines = selected(request, "line")
+    engines = Pairs(
+        engine, [line for line in lines if line.startswith("vllm") or sglang_python() is not None]
+    )
     store = stack.start_store()
     try:
-        with encoder:
-            yield Scene(stack, encoder)
+        with encoder, closing(engines):
+            yield Scene(stack, encoder, engines)
     finally:
         store.stop()
     shutil.rmtree(sockets, ignore_errors=True)
@@ -104,7 +117,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def ask(server: EngineServer, salt: str) -> list[Answer]:
     return [
         server.chat("What is shown?", images=[data], max_tokens=6, cache_salt=salt, top_logprobs=5)
-        for data in PICTURES
+        for data in IMAGES
     ]
 
 
@@ -117,71 +130,61 @@ def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
 
 
 def counters(server: EngineServer) -> dict[str, float]:
-    """What a failure is explained by: hits, and misses by their reason."""
+    """Hits, and misses by their reason: they explain a failure."""
     return {k: v for k, v in server.metrics().items() if k.startswith("cornplug_") and "_total" in k and v}
 
 
 def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: str) -> None:
-    # SGLang warms up with an image of its own.
+    # SGLang warms up with another image.
     before = count(server, "hits_total", what="embedding")
+    missed = count(server, "misses_total", what="embedding")
     taken = ask(server, TAKES + server.log.stem)
     ran = count(server, "hits_total", what="embedding", source="service_computed")
-    assert ran == before + len(PICTURES), counters(server)
-    # Somebody else's, by the content of model and image alone.
+    assert ran == before + len(IMAGES), counters(server)
+    # Made for a client: found by the content of model and image alone.
     with EncoderClient(encoder.url) as client:
-        for data in PICTURES:
+        for data in IMAGES:
             client.encode(data, model=model, cache_salt=OTHERS)
     same(ask(server, OTHERS), taken)
-    assert count(server, "hits_total", what="embedding", source="store") == len(PICTURES)
-    assert count(server, "misses_total", what="embedding") == 0
+    assert count(server, "hits_total", what="embedding", source="store") == len(IMAGES)
+    assert count(server, "misses_total", what="embedding") == missed
     encoder.freeze()
     try:
         computed = ask(server, COMPUTES + server.log.stem)
     finally:
         encoder.cont()
-    assert count(server, "misses_total", what="embedding") == len(PICTURES)
+    assert count(server, "misses_total", what="embedding") == missed + len(IMAGES)
     same(taken, computed)
     # Else the comparison would say nothing: the model looks at its images.
     first, second = (answer.top_logprobs[0] for answer in computed)
     assert first != pytest.approx(second, abs=1e-3)
 
 
-@pytest.mark.parametrize("family", lines("vllm", VLLM))
-def test_vllm(scene: Scene, family: str) -> None:
-    server = scene.stack.serve(f"vllm-{family}", family)
-    try:
-        serves_as_it_computes(server, scene.encoder, str(scene.stack.models[family]))
-    finally:
-        server.stop()
+@pytest.mark.parametrize("line", lines("vllm", VLLM))
+def test_vllm_family_served_embeddings_equal_own_tower(scene: Scene, line: str) -> None:
+    serves_as_it_computes(scene.engines.get(line), scene.encoder, scene.model(line))
 
 
 @needs_sglang
-@pytest.mark.parametrize("family", lines("sglang", SGLANG))
-def test_sglang(scene: Scene, family: str) -> None:
-    server = scene.stack.serve_sglang(f"sglang-{family}", family)
-    try:
-        serves_as_it_computes(server, scene.encoder, str(scene.stack.models[family]))
-    finally:
-        server.stop()
+@pytest.mark.parametrize("line", lines("sglang", SGLANG))
+def test_sglang_family_served_embeddings_equal_own_tower(scene: Scene, line: str) -> None:
+    serves_as_it_computes(scene.engines.get(line), scene.encoder, scene.model(line))
 
 
 @needs_sglang
-@pytest.mark.parametrize("family", ["gemma3"])
-def test_what_was_not_compared_runs_as_stock(scene: Scene, family: str) -> None:
+@pytest.mark.parametrize("line", ["sglang-gemma3"])
+def test_sglang_family_not_compared_runs_as_stock(scene: Scene, line: str) -> None:
+    server = scene.engines.get(line)
     passes = scene.encoder.tower_passes()
-    server = scene.stack.serve_sglang(f"stock-{family}", family)
-    try:
-        ask(server, TAKES)
-        assert count(server, "hits_total", what="embedding") == 0
-        assert count(server, "misses_total", what="embedding") == 0
-        assert count(server, "saves_total", what="embedding") == 0
-    finally:
-        server.stop()
+    ask(server, TAKES)
+    for counter in ("hits_total", "misses_total", "saves_total"):
+        assert count(server, counter, what="embedding") == 0
     assert scene.encoder.tower_passes() == passes
-    said = [line for line in server.log.read_text().splitlines() if f"sglang makes of '{family}'" in line]
+    family = line.partition("-")[2]
+    said = [text for text in server.log.read_text().splitlines() if f"sglang makes of '{family}'" in text]
     assert len(said) == 1
 
 
-def test_each_room_shares_what_is_compared_here() -> None:
+def test_compat_validated_families_are_the_lines_of_this_file() -> None:
     assert set(VLLM) == vllm_room.VALIDATED_FAMILIES
     assert set(SGLANG) == sglang_room.VALIDATED_FAMILIES

@@ -1,24 +1,24 @@
-"""Which models share a tower's work, on real engines: the weights decide, never a name."""
+"""Models that share a tower's work, on real engines: the weights decide, never a name."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from integration.stack import PREAMBLE, Ask, Stack, count
+from integration.stack import PREAMBLE, Ask, Pairs, Stack, count
 from safetensors.torch import load_file, save_file
 
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.host import free_port
 from devkit import checkpoints
 from devkit.checkpoints import qwen
-from devkit.engines import Answer, EncoderProcess, VllmServer, photos
+from devkit.engines import Answer, EncoderProcess, EngineServer, photos
 from devkit.quantised import quantised
 
 SHARED = Ask(f"{PREAMBLE} What is shown?", (0,))
@@ -65,27 +65,15 @@ FAMILIES = {
 
 @dataclass
 class Scene:
-    """A service that was told of the base and the wider model, and of neither fine-tune."""
+    """A service that knows the base and the wider model, and neither fine-tune."""
 
-    kin: Kin
-    base: Path
-    wider: Path
-    folder: Path
-    stack: Stack
     encoder: EncoderProcess
+    engines: Pairs
+    """vLLMs that share embeddings: base, wider, tuned, touched. No two that have one language model are asked
+    under one salt: no page is shared."""
 
-    @contextmanager
-    def engine(self, name: str, model: Path) -> Iterator[VllmServer]:
-        """A vLLM that shares embeddings. Its KV is another LLM's than anybody else's here."""
-        self.stack.models = {name: model}
-        server = self.stack.serve(name, name)
-        try:
-            yield server
-        finally:
-            server.stop()
-
-    def own(self, server: VllmServer) -> Answer:
-        """What the engine answers out of its own tower: the service is stopped meanwhile."""
+    def own(self, server: EngineServer) -> Answer:
+        """The engine's answer from its own tower: the service is stopped meanwhile."""
         self.encoder.freeze()
         try:
             return SHARED.put(server, salt="alone")
@@ -103,6 +91,12 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(f"kin-{request.param}")
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
     base, wider = kin.base(folder / "base"), kin.wider(folder / "wider")
+    models = {
+        "base": base,
+        "wider": wider,
+        "tuned": quantised(kin.tuned(folder / "tuned"), folder / "another--name-w8a8-v2"),
+        "touched": one_value_changed(base, folder / "touched", kin.tower_tensor),
+    }
     encoder = EncoderProcess(
         [base, wider],
         *("--store-socket", str(sockets / "store.sock")),
@@ -111,13 +105,14 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         log=folder / "encoder.log",
         env={"CORNPLUG_STORE_AUTOSTART": "false"},
     )
-    stack = Stack(folder, {}, {}, sockets / "store.sock", encoder)
+    stack = Stack(folder, models, {}, sockets / "store.sock", encoder)
+    engines = Pairs(lambda name: stack.vllm(name, name), list(models))
     store = stack.start_store()
     try:
-        with encoder, EncoderClient(encoder.url) as client:
+        with encoder, closing(engines), EncoderClient(encoder.url) as client:
             client.encode(photos()[0].data, model=str(base), cache_salt=SALT)
             assert encoder.tower_passes() == 1
-            yield Scene(kin, base, wider, folder, stack, encoder)
+            yield Scene(encoder, engines)
     finally:
         store.stop()
     shutil.rmtree(sockets, ignore_errors=True)
@@ -128,39 +123,33 @@ def same(one: Answer, other: Answer) -> None:
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_an_llm_of_another_width_shares_the_frozen_tower(scene: Scene) -> None:
-    # Features are keyed by the tower's input to the last bit, and vLLM normalises Qwen's images in its
-    # own way: so both are asked of engines.
-    with scene.engine("base", scene.base) as server:
-        SHARED.put(server, salt="widths")
-        assert count(server, "hits_total", what="embedding", source="service_computed") == 1
+def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
+    # Features are keyed by the tower's input to the last bit, and vLLM normalises Qwen's images
+    # differently: so both are asked of engines.
+    base, wider = scene.engines.get("base"), scene.engines.get("wider")
+    SHARED.put(base, salt="widths")
+    assert count(base, "hits_total", what="embedding", source="service_computed") == 1
     passes = scene.encoder.tower_passes()
-    with scene.engine("wider", scene.wider) as server:
-        answer = SHARED.put(server, salt="widths")
-        assert scene.encoder.tower_passes() == passes
-        assert count(server, "hits_total", what="embedding", source="service_cached") == 1
-        same(answer, scene.own(server))
+    answer = SHARED.put(wider, salt="widths")
+    assert scene.encoder.tower_passes() == passes
+    assert count(wider, "hits_total", what="embedding", source="service_cached") == 1
+    same(answer, scene.own(wider))
 
 
-def test_a_fine_tune_with_a_quantised_llm_shares_the_base_s_embeddings(scene: Scene) -> None:
-    """Another name, another revision, other and quantised LLM weights: and never heard of by the service."""
-    tuned = scene.kin.tuned(scene.folder / "tuned")
-    model = quantised(tuned, scene.folder / "somebody--else-w8a8-v2")
-    passes = scene.encoder.tower_passes()
-    with scene.engine("tuned", model) as server:
-        answer = SHARED.put(server, salt=SALT)
-        assert scene.encoder.tower_passes() == passes
-        assert count(server, "hits_total", what="embedding", source="store") == 1
-        assert count(server, "saved_tower_passes_total") == 1
-        same(answer, scene.own(server))
+def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> None:
+    """Another name, another revision, other and quantised LLM weights, unknown to the service."""
+    tuned, passes = scene.engines.get("tuned"), scene.encoder.tower_passes()
+    answer = SHARED.put(tuned, salt=SALT)
+    assert scene.encoder.tower_passes() == passes
+    assert count(tuned, "hits_total", what="embedding", source="store") == 1
+    assert count(tuned, "saved_tower_passes_total") == 1
+    same(answer, scene.own(tuned))
 
 
-def test_a_tower_that_differs_in_one_value_shares_nothing(scene: Scene) -> None:
-    model = one_value_changed(scene.base, scene.folder / "touched", scene.kin.tower_tensor)
-    passes = scene.encoder.tower_passes()
-    with scene.engine("touched", model) as server:
-        answer = SHARED.put(server, salt=SALT)
-        assert scene.encoder.tower_passes() == passes
-        assert count(server, "hits_total", what="embedding") == 0
-        assert count(server, "misses_total", what="embedding") == 1
-        same(answer, scene.own(server))
+def test_tower_one_value_changed_shares_nothing(scene: Scene) -> None:
+    touched, passes = scene.engines.get("touched"), scene.encoder.tower_passes()
+    answer = SHARED.put(touched, salt=SALT)
+    assert scene.encoder.tower_passes() == passes
+    assert count(touched, "hits_total", what="embedding") == 0
+    assert count(touched, "misses_total", what="embedding") == 1
+    same(answer, scene.own(touched))

@@ -1,4 +1,5 @@
-"""An engine with the default settings: what pays is loaded, the rest computed, the answers are the same."""
+"""An engine with the default settings: pages that load faster are loaded, the rest computed, with equal
+answers."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import pytest
 from devkit import checkpoints
 from devkit.engines import VllmServer
 
-WORDS = "the cat sat on a mat and then it went to the door of the house where nobody was "
+WORDS = "the cat sat on a mat and then it went to the door of the house where the dog was "
 
 
 @pytest.mark.stress
-def test_an_engine_measures_itself_and_says_so(tmp_path: Path, short_path: Path) -> None:
+def test_engine_default_settings_measure_loads_and_answer_alike(tmp_path: Path, short_path: Path) -> None:
     model = checkpoints.llava(tmp_path / "llava")
     env = {
         "VLLM_SERVER_DEV_MODE": "1",

@@ -1,4 +1,4 @@
-"""`cornplug profile` on this machine's cores, and a plan from what it measured."""
+"""`cornplug profile` on this machine's cores, and a plan from its tables."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ structures = ["E+PD"]
 slo = {{ percentile = "p95", ttft_s = 20.0 }}
 
 [[applications.requests]]
-name = "picture"
+name = "image"
 rate = 0.5
 prompt = 64
 output = 16
@@ -70,7 +70,7 @@ def seconds(path: Path) -> dict[tuple[str, float], float]:
     return {(row.kind, row.x): row.seconds or 0.0 for row in profile_tables.read(path).rows}
 
 
-def test_an_engines_table_grows_with_the_work(measured: Path) -> None:
+def test_profile_llm_table_grows_with_the_work(measured: Path) -> None:
     llm = seconds(measured / "llm.csv")
 
     assert 0 < llm["prefill", 64] < llm["prefill", 512]
@@ -81,7 +81,7 @@ def test_an_engines_table_grows_with_the_work(measured: Path) -> None:
     assert "cornplug profile llm" in about["command"]
 
 
-def test_a_towers_table_counts_patches(measured: Path) -> None:
+def test_profile_encoder_table_counts_patches(measured: Path) -> None:
     tower = seconds(measured / "tower.csv")
     patches = sorted(x for _, x in tower)
 
@@ -91,7 +91,7 @@ def test_a_towers_table_counts_patches(measured: Path) -> None:
     assert tower["encode", patches[0]] < tower["encode", patches[-1]]
 
 
-def test_a_plan_is_made_of_both(measured: Path) -> None:
+def test_plan_from_measured_profiles_is_decided(measured: Path) -> None:
     (measured / "plan.toml").write_text(PLAN.format(model=measured / "model"))
     plan = decide(toml_reader.read(measured / "plan.toml"), digest="").plan
 

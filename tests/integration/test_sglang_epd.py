@@ -1,7 +1,7 @@
 """SGLang's language-only servers on `cornplug encoder`, by both of its ZMQ backends.
 
-Three engines: stock SGLang for the answers that are right, and a language-only server for each
-backend, with the plugin. What one computes the other reuses, so both name images alike.
+Three engines: stock SGLang for the expected answers, and a language-only server for each backend, with the
+plugin. Each reuses the other's entries, so both name images alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
 from cornplug.host import free_port
 from devkit import checkpoints
 from devkit.engines import Answer, EncoderProcess, RequestFailed, StoreProcess, photos, wait_until
-from devkit.processes import at_once
+from devkit.processes import at_once, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
@@ -42,7 +42,7 @@ SHARED = ("text", "one", "two")
 
 @dataclass
 class Scene:
-    """Processes, and what stock SGLang answers to every ask."""
+    """Processes, and stock SGLang's answer to every ask."""
 
     folder: Path
     model: Path
@@ -50,7 +50,8 @@ class Scene:
     encoder: EncoderProcess
     stock: Mapping[str, Answer]
 
-    def serve(self, backend: str) -> SglangServer:
+    def server(self, backend: str) -> SglangServer:
+        """A language-only server, not started."""
         return SglangServer(
             self.model,
             *("--language-only", "--encoder-urls", self.encoder.url),
@@ -100,10 +101,17 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         shutil.rmtree(sockets, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def servers(scene: Scene) -> Iterator[Mapping[str, SglangServer]]:
+    """A language-only server for each backend."""
+    servers = {backend: scene.server(backend) for backend in BACKENDS}
+    with together(*servers.values()):
+        yield servers
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
-def server(scene: Scene, request: pytest.FixtureRequest) -> Iterator[SglangServer]:
-    with scene.serve(request.param) as running:
-        yield running
+def server(servers: Mapping[str, SglangServer], request: pytest.FixtureRequest) -> SglangServer:
+    return servers[request.param]
 
 
 def embeddings(server: SglangServer) -> float:
@@ -118,7 +126,7 @@ def saved(server: SglangServer) -> float:
     return server.metric("cornplug_saves_total", what="kv_page", outcome="stored")
 
 
-def test_answers_are_stocks_and_nothing_is_computed_twice(scene: Scene, server: SglangServer) -> None:
+def test_sglang_epd_answers_equal_stock_and_nothing_runs_twice(scene: Scene, server: SglangServer) -> None:
     came, passes = embeddings(server), scene.tower_passes()
     for name in SHARED:
         scene.ask(server, name)
@@ -142,7 +150,7 @@ def test_answers_are_stocks_and_nothing_is_computed_twice(scene: Scene, server: 
     assert server.metric("cornplug_saved_tokens_total") == before
 
 
-def test_an_encoder_that_dies_costs_no_request(scene: Scene, server: SglangServer) -> None:
+def test_sglang_epd_encoder_killed_costs_no_request(scene: Scene, server: SglangServer) -> None:
     scene.ask(server, "fault 3")
     before = misses(server)
     scene.encoder.kill()
@@ -158,7 +166,7 @@ def test_an_encoder_that_dies_costs_no_request(scene: Scene, server: SglangServe
     wait_until(lambda: embeddings(server) == came + 1, deadline_s=10, what="an embedding again")
 
 
-def test_an_encoder_that_is_silent_costs_its_deadline(scene: Scene, server: SglangServer) -> None:
+def test_sglang_epd_encoder_silent_costs_its_deadline(scene: Scene, server: SglangServer) -> None:
     scene.encoder.freeze()
     try:
         for name in ("fault 7", "fault 8"):
@@ -168,8 +176,8 @@ def test_an_encoder_that_is_silent_costs_its_deadline(scene: Scene, server: Sgla
     scene.ask(server, "fault 9")
 
 
-def test_a_picture_that_nobody_can_read_fails_alone(scene: Scene, server: SglangServer) -> None:
-    for images in ([photos()[0].data[:300]], [photos()[0].data, b"no picture"]):
+def test_sglang_epd_unreadable_image_fails_alone(scene: Scene, server: SglangServer) -> None:
+    for images in ([photos()[0].data[:300]], [photos()[0].data, b"no image"]):
         with pytest.raises(RequestFailed):
             server.chat("What is shown?", images=images, max_tokens=4)
     scene.ask(server, "one")

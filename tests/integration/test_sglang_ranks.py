@@ -1,10 +1,9 @@
-"""Tensor-parallel SGLang on one store: pages that two ranks write are whole for everybody, a flush in
+"""Tensor-parallel SGLang on one store: pages that two ranks write are whole for every reader, a flush in
 the middle of a save ends nothing, and where KV cannot be shared the server is stock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 from integration.stack import forget_prefixes
 
 from devkit import checkpoints
-from devkit.processes import StoreProcess
+from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
@@ -42,7 +41,16 @@ def store(folder: Path) -> Iterator[StoreProcess]:
         yield store
 
 
-def start(store: StoreProcess, model: Path, name: str, *args: str) -> SglangServer:
+@pytest.fixture(scope="module")
+def servers(store: StoreProcess, model: Path) -> Iterator[Mapping[str, SglangServer]]:
+    """Two ranks, one rank, and a server whose flags exclude sharing."""
+    flags = {"two": ("--tp-size", "2"), "one": (), "chunks": ("--chunked-prefill-size", "100")}
+    servers = {name: server(store, model, name, *args) for name, args in flags.items()}
+    with together(*servers.values()):
+        yield servers
+
+
+def server(store: StoreProcess, model: Path, name: str, *args: str) -> SglangServer:
     folder = store.socket.parent
     env = {
         "CORNPLUG_STORE_AUTOSTART": "false",
@@ -55,38 +63,39 @@ def start(store: StoreProcess, model: Path, name: str, *args: str) -> SglangServ
     )  # fmt: skip
 
 
-def test_two_ranks_write_what_one_reads(store: StoreProcess, model: Path) -> None:
-    with ExitStack() as servers:
-        two = servers.enter_context(start(store, model, "two", "--tp-size", "2"))
-        wrote = two.generate(TOKENS, max_tokens=8)
-        assert wrote.cached["storage"] == 0
-        # SGLang stops the ranks' threads one after the other, whatever they are writing.
-        for i in range(1, 6):
-            two.generate([i, *TOKENS], max_tokens=1)
-            forget_prefixes(two)
-        store.settle()
-        again = two.generate(TOKENS, max_tokens=8)
-        assert again.cached["storage"] == SHAREABLE
-        assert again.output_ids == wrote.output_ids
+def test_sglang_pages_of_two_ranks_are_read_by_one(
+    store: StoreProcess, servers: Mapping[str, SglangServer]
+) -> None:
+    two, one = servers["two"], servers["one"]
+    wrote = two.generate(TOKENS, max_tokens=8)
+    assert wrote.cached["storage"] == 0
+    # SGLang stops the ranks' threads one after the other, in the middle of a write too.
+    for i in range(1, 6):
+        two.generate([i, *TOKENS], max_tokens=1)
+        forget_prefixes(two)
+    store.settle()
+    again = two.generate(TOKENS, max_tokens=8)
+    assert again.cached["storage"] == SHAREABLE
+    assert again.output_ids == wrote.output_ids
 
-        one = servers.enter_context(start(store, model, "one"))
-        read = one.generate(TOKENS, max_tokens=8)
-        assert read.cached["storage"] == SHAREABLE
-        assert read.output_ids == wrote.output_ids
-        # Nothing of this is there, and nothing is waited for.
-        assert one.generate([9, *TOKENS], max_tokens=1).cached["storage"] == 0
-        assert two.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
+    read = one.generate(TOKENS, max_tokens=8)
+    assert read.cached["storage"] == SHAREABLE
+    assert read.output_ids == wrote.output_ids
+    # The store has nothing of this prompt, and the server waits for nothing.
+    assert one.generate([9, *TOKENS], max_tokens=1).cached["storage"] == 0
+    assert two.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
 
 
-def test_what_cannot_be_shared_runs_as_stock(store: StoreProcess, model: Path) -> None:
-    entries = store.stat().entries
-    with start(store, model, "chunks", "--chunked-prefill-size", "100") as server:
-        first = server.generate(TOKENS, max_tokens=4)
-        again = server.generate(TOKENS, max_tokens=4)
-        info = httpx.get(f"{server.url}/server_info", timeout=10, trust_env=False).json()
-        said = server.log.read_text()
+def test_sglang_flags_without_shareable_kv_run_as_stock(
+    store: StoreProcess, servers: Mapping[str, SglangServer]
+) -> None:
+    store.settle()  # the other servers may still be writing
+    entries, server = store.stat().entries, servers["chunks"]
+    first = server.generate(TOKENS, max_tokens=4)
+    again = server.generate(TOKENS, max_tokens=4)
+    info = httpx.get(f"{server.url}/server_info", timeout=10, trust_env=False).json()
     assert again.output_ids == first.output_ids
     assert again.cached_tokens == len(TOKENS) - 1  # pages of one token, as stock has them
     assert (info["page_size"], info["enable_hierarchical_cache"]) == (1, False)
-    assert "KV is not shared, only embeddings: --chunked-prefill-size 100" in said
+    assert "KV is not shared, only embeddings: --chunked-prefill-size 100" in server.log.read_text()
     assert store.stat().entries == entries

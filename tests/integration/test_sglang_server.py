@@ -40,9 +40,12 @@ def expected(folder: Path) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize(
     ("family", "layout", "backend"),
-    [("qwen2_vl", "page_head", "kernel"), ("deepseek_v2", "page_first_direct", "direct")],
+    [
+        ("qwen2_vl", "page_head", "kernel"),
+        pytest.param("deepseek_v2", "page_first_direct", "direct", marks=pytest.mark.stress),
+    ],
 )
-def test_answers_are_right_cold_and_from_storage(
+def test_sglang_server_cold_and_from_storage_answers_as_transformers(
     tmp_path: Path, family: str, layout: str, backend: str
 ) -> None:
     folder: Path = getattr(checkpoints, family)(tmp_path / family)
@@ -73,11 +76,11 @@ def test_answers_are_right_cold_and_from_storage(
         assert stored.logprobs == pytest.approx(logprobs, abs=1e-4)
 
         if family == "qwen2_vl":
-            look_at_pictures(server)
+            look_at_images(server)
         assert server.metric("sglang:prompt_tokens_total") > 3 * len(PROMPT)
 
 
-def look_at_pictures(server: SglangServer) -> None:
+def look_at_images(server: SglangServer) -> None:
     first, second = photos()[:2]
     answers: list[Any] = [
         server.chat("what is this?", images=[photo.data], max_tokens=8, top_logprobs=5)

@@ -1,18 +1,21 @@
-"""Two apps on real vLLM engines: one tower pass an image, KV across engines, stock's output."""
+"""Two apps on real vLLM engines: one tower pass per image, KV across engines, stock's output."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from integration.stack import ASKS, PREAMBLE, Ask, Stack, count, forget_prefixes
 
-from devkit.engines import VllmServer, photos, wait_until
+from devkit.engines import EngineServer, RequestFailed, data_url, photos, wait_until
+from devkit.processes import at_once
 
-PICTURES = {i for ask in ASKS for i in ask.pictures}
+IMAGES = {i for ask in ASKS for i in ask.images}
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +25,27 @@ def asked(stack: Stack) -> Stack:
     for name in ("a", "b"):
         for i, ask in enumerate(ASKS):
             stack.same_as_stock(name, i, ask.put(stack.servers[name]))
-    assert stack.tower_passes() - before == len(PICTURES)
+    assert stack.tower_passes() - before == len(IMAGES)
     return stack
 
 
-def test_one_tower_pass_a_picture_for_both_apps(asked: Stack) -> None:
+def test_tower_image_of_both_apps_runs_once(asked: Stack) -> None:
     a, b = asked.servers["a"], asked.servers["b"]
-    assert count(a, "saved_tower_passes_total", app="a") == len(PICTURES)
-    assert count(a, "hits_total", app="a", what="embedding", source="service_computed") == len(PICTURES)
-    assert count(b, "hits_total", app="b", what="embedding", source="service_cached") == len(PICTURES)
+    assert count(a, "saved_tower_passes_total", app="a") == len(IMAGES)
+    assert count(a, "hits_total", app="a", what="embedding", source="service_computed") == len(IMAGES)
+    assert count(b, "hits_total", app="b", what="embedding", source="service_cached") == len(IMAGES)
     assert count(b, "misses_total", app="b", what="embedding") == 0
 
 
-def test_two_models_never_share_pages(asked: Stack) -> None:
+def test_kv_pages_of_two_models_are_not_shared(asked: Stack) -> None:
     b = asked.servers["b"]
     stored = count(b, "saves_total", app="b", what="kv_page", outcome="stored")
-    # b asked exactly what a had asked; all that it met in the store is its own.
+    # b was asked exactly as a was; every page that it met in the store is its own.
     assert stored > 0
     assert count(b, "hits_total", app="b", what="kv_page") < stored
 
 
-def test_pages_return_after_the_engine_forgot(asked: Stack) -> None:
+def test_kv_pages_return_after_prefix_cache_reset(asked: Stack) -> None:
     a = asked.servers["a"]
     saved = count(a, "saved_tokens_total", app="a")
     forget_prefixes(a)
@@ -52,7 +55,7 @@ def test_pages_return_after_the_engine_forgot(asked: Stack) -> None:
     assert count(a, "saved_tokens_total", app="a") - saved >= 0.9 * shareable
 
 
-def test_salts_are_apart(asked: Stack) -> None:
+def test_store_salts_of_two_tenants_share_nothing(asked: Stack) -> None:
     a = asked.servers["a"]
     passes, saved = asked.tower_passes(), count(a, "saved_tokens_total", app="a")
     asked.same_as_stock("a", 3, ASKS[3].put(a, salt="tenant-1"))
@@ -66,20 +69,20 @@ def test_salts_are_apart(asked: Stack) -> None:
     assert count(a, "saved_tokens_total", app="a") > saved
 
 
-def test_a_client_uuid_names_nothing(asked: Stack) -> None:
+def test_request_client_uuid_does_not_name_the_image(asked: Stack) -> None:
     """Two images under one uuid: each gets its own answer."""
     a = asked.servers["a"]
-    for picture in (0, 1):
-        url = _data_url(photos()[picture].data)
+    for image in (0, 1):
+        url = data_url(photos()[image].data)
         part = {"type": "image_url", "image_url": {"url": url}, "uuid": "same-for-both"}
         message = {"role": "user", "content": [part, {"type": "text", "text": ASKS[6].words}]}
-        plain = Ask(ASKS[6].words, (picture,)).put(a)
+        plain = Ask(ASKS[6].words, (image,)).put(a)
         answer = a.chat([message], max_tokens=8)
         assert answer.token_ids == plain.token_ids
         assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
-def test_many_at_once(asked: Stack) -> None:
+def test_engines_many_requests_at_once_answer_as_stock(asked: Stack) -> None:
     jobs = [(name, i) for i in range(len(ASKS)) for name in ("a", "b")] * 2
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda job: ASKS[job[1]].put(asked.servers[job[0]]), jobs))
@@ -87,18 +90,19 @@ def test_many_at_once(asked: Stack) -> None:
         asked.same_as_stock(name, i, answer)
 
 
-def test_one_picture_asked_at_once_by_both_is_encoded_once(asked: Stack) -> None:
+def test_encoder_image_asked_by_two_engines_at_once_runs_once(asked: Stack) -> None:
     before = asked.tower_passes()
-    ask = Ask("Who sees it first?", (9,))
+    ask = Ask("Which of you sees it first?", (9,))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: ask.put(asked.servers[name]), ["a", "b", "a", "b"]))
     assert asked.tower_passes() == before + 1
 
 
 @pytest.fixture(scope="module")
-def fresh(asked: Stack) -> VllmServer:
-    """A new engine of model a, unlike the first in all that must not matter: two ranks, other
-    blocks, no prefix cache, so few blocks that it preempts, configured by the long JSON form."""
+def later(asked: Stack) -> Mapping[str, EngineServer]:
+    """Engines started when the store is full: one of the Qwen2-VL, and `fresh` of model a, unlike the first
+    in everything that must not matter: two ranks, other blocks, no prefix cache, so few blocks that it
+    preempts, configured by the long JSON form."""
     extra = {
         "engine.app": "fresh",
         "store.socket": str(asked.store_socket),
@@ -117,7 +121,7 @@ def fresh(asked: Stack) -> VllmServer:
     }
     # vLLM wants a NUMA node a rank unless it is told the cores.
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    return asked.serve(
+    fresh = asked.vllm(
         "fresh",
         "a",
         *("--kv-transfer-config", json.dumps(kv), "--ec-transfer-config", json.dumps(ec)),
@@ -126,10 +130,14 @@ def fresh(asked: Stack) -> VllmServer:
         flags=False,
         env={"VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"},
     )
+    asked.start(fresh=fresh, q=asked.vllm("q", "q"))
+    return asked.servers
 
 
-def test_a_fresh_engine_reuses_what_the_first_computed(asked: Stack, fresh: VllmServer) -> None:
-    passes = asked.tower_passes()
+def test_vllm_fresh_engine_reuses_entries_of_the_first(
+    asked: Stack, later: Mapping[str, EngineServer]
+) -> None:
+    passes, fresh = asked.tower_passes(), later["fresh"]
     shareable = 0
     for i, ask in enumerate(ASKS):
         answer = ask.put(fresh)
@@ -141,7 +149,8 @@ def test_a_fresh_engine_reuses_what_the_first_computed(asked: Stack, fresh: Vllm
     assert count(fresh, "misses_total", app="fresh", what="embedding") == 0
 
 
-def test_preempted_requests_stay_right(asked: Stack, fresh: VllmServer) -> None:
+def test_vllm_preempted_requests_answer_as_the_first(asked: Stack, later: Mapping[str, EngineServer]) -> None:
+    fresh = later["fresh"]
     before = fresh.metric("vllm:num_preemptions_total")
     # All fit when they are admitted (40 blocks of 64 tokens), and not when they have grown: unless
     # a busy machine lets them in one after the other, so there is a second and a third try.
@@ -159,24 +168,23 @@ def test_preempted_requests_stay_right(asked: Stack, fresh: VllmServer) -> None:
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
-def test_qwen2_vl(asked: Stack) -> None:
-    asked.servers.pop("fresh").stop()
-    passes = asked.tower_passes()
-    q = asked.serve("q", "q")
-    try:
-        for i, ask in enumerate(ASKS):
-            asked.same_as_stock("q", i, ask.put(q))
-        assert asked.tower_passes() - passes == len(PICTURES)
-        assert count(q, "saved_tower_passes_total", app="q") == len(PICTURES)
-        assert count(q, "misses_total", app="q", what="embedding") == 0
-        forget_prefixes(q)
-        asked.same_as_stock("q", 7, ASKS[7].put(q))
-        assert count(q, "saved_tokens_total", app="q") > 0
-    finally:
-        asked.servers.pop("q").stop()
+def test_vllm_qwen2_vl_answers_as_stock(asked: Stack, later: Mapping[str, EngineServer]) -> None:
+    passes, q = asked.tower_passes(), later["q"]
+    for i, ask in enumerate(ASKS):
+        asked.same_as_stock("q", i, ask.put(q))
+    assert asked.tower_passes() - passes == len(IMAGES)
+    assert count(q, "saved_tower_passes_total", app="q") == len(IMAGES)
+    assert count(q, "misses_total", app="q", what="embedding") == 0
+    forget_prefixes(q)
+    asked.same_as_stock("q", 7, ASKS[7].put(q))
+    assert count(q, "saved_tokens_total", app="q") > 0
 
 
-def test_nothing_is_left_reserved_or_leased(asked: Stack) -> None:
+def test_store_after_all_requests_has_no_reservation_or_lease(
+    asked: Stack, later: Mapping[str, EngineServer]
+) -> None:
+    for name in ("fresh", "q"):
+        later[name].stop()
     for name in ("a", "b"):
         count(asked.servers[name], "hits_total")
 
@@ -188,21 +196,46 @@ def test_nothing_is_left_reserved_or_leased(asked: Stack) -> None:
     assert {"a", "b", "fresh", "q"} <= set(asked.stat().bytes_by_app)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--kv-connector", "nonsense"), "invalid choice: 'nonsense'"),
-        (("--kv-connector", "cornplug", "--cornplug-page-tokens", "50"), "engine.page_tokens"),
-    ],
-)
-def test_a_wrong_flag_stops_before_anything_starts(asked: Stack, args: tuple[str, ...], message: str) -> None:
-    command = [asked.servers["a"].argv[0], "serve", str(asked.models["a"]), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert message in done.stderr + done.stdout
+def test_vllm_text_asked_twice_is_answered_alike(asked: Stack) -> None:
+    one, two = (asked.servers["a"].chat("what is a cache", max_tokens=8) for _ in range(2))
+    assert one.token_ids == two.token_ids
+    assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+    assert len(one.token_ids) == len(one.logprobs) == 8
+    assert one.finish_reason == "length"
+    assert 0 < one.ttft_s <= one.total_s
 
 
-def _data_url(image: bytes) -> str:
-    import base64
+def test_vllm_other_image_changes_the_answer(asked: Stack) -> None:
+    images = [photo.data for photo in photos()[:2]]
+    one, two = (asked.servers["a"].chat("what is this", images=[data], max_tokens=8) for data in images)
+    assert one.prompt_tokens == two.prompt_tokens
+    assert one.token_ids != two.token_ids
 
-    return f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
+
+def test_metric_prompt_tokens_counts_the_prompt(asked: Stack) -> None:
+    a = asked.servers["a"]
+    before = a.metric("vllm:prompt_tokens_total", model_name="model")
+    answer = a.chat("count these words", max_tokens=1)
+    assert a.metric("vllm:prompt_tokens_total", model_name="model") - before == answer.prompt_tokens
+    assert a.metric("vllm:no_such_metric") == 0
+
+
+def test_vllm_unreadable_image_is_400(asked: Stack) -> None:
+    with pytest.raises(RequestFailed) as error:
+        asked.servers["a"].chat("what is this", images=[b"no image"])
+    assert error.value.status == 400
+
+
+def test_flags_wrong_value_stops_before_the_engine_starts(asked: Stack) -> None:
+    lines = {
+        "invalid choice: 'nonsense'": ("--kv-connector", "nonsense"),
+        "engine.page_tokens": ("--kv-connector", "cornplug", "--cornplug-page-tokens", "50"),
+    }
+
+    def run(args: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        command = [asked.servers["a"].argv[0], "serve", str(asked.models["a"]), *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    for message, done in zip(lines, at_once(*(partial(run, args) for args in lines.values())), strict=True):
+        assert done.returncode != 0
+        assert message in done.stderr + done.stdout

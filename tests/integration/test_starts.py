@@ -1,4 +1,5 @@
-"""Engines with a risky command line start beside our connectors, answer as stock, and name what is left out.
+"""Engines with a risky command line start beside our connectors, answer as stock, and log what they leave
+out.
 
 The many other lines, without a start: `tests/vllm_connector/test_start_matrix.py`.
 """
@@ -10,42 +11,45 @@ import math
 import struct
 import tempfile
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from integration.stack import Pairs, selected
 
 from devkit.checkpoints import llava, qwen2_text
 from devkit.checkpoints.audio import whisper
 from devkit.checkpoints.text import deepseek_v2
 from devkit.checkpoints.tiles import gemma3
-from devkit.engines import VllmServer
+from devkit.engines import EngineServer, VllmServer
+from devkit.processes import together
 
 
-def _says(server: VllmServer) -> object:
+def _says(server: EngineServer) -> object:
     return server.chat("what is a cache", max_tokens=6).token_ids
 
 
-def _embeds(server: VllmServer) -> object:
+def _embeds(server: EngineServer) -> object:
     body = {"model": "model", "input": "what is a cache"}
     answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60, trust_env=False)
     return [round(x, 5) for x in answer.raise_for_status().json()["data"][0]["embedding"]]
 
 
-def _hears(server: VllmServer) -> object:
+def _hears(server: EngineServer) -> object:
     """One second of 440 Hz, transcribed."""
-    sound = io.BytesIO()
-    with wave.open(sound, "wb") as file:
+    audio = io.BytesIO()
+    with wave.open(audio, "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
         wave_at = (int(9000 * math.sin(2 * math.pi * 440 * t / 16_000)) for t in range(16_000))
         file.writeframes(b"".join(struct.pack("<h", value) for value in wave_at))
     answer = httpx.post(
         f"{server.url}/v1/audio/transcriptions",
         data={"model": "model", "language": "en", "temperature": "0", "max_completion_tokens": "6"},
-        files={"file": ("tone.wav", sound.getvalue(), "audio/wav")},
+        files={"file": ("tone.wav", audio.getvalue(), "audio/wav")},
         timeout=60,
         trust_env=False,
     )
@@ -58,8 +62,8 @@ class Line:
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     says: str | None = None
-    """What the log says where KV is left out."""
-    ask: Callable[[VllmServer], object] = _says
+    """A line of the log where KV is left out."""
+    ask: Callable[[EngineServer], object] = _says
 
 
 NOT_SHARED = "cornplug: KV of this engine is not shared"
@@ -87,7 +91,7 @@ LINES = {
         says="kv_load_failure_policy is set to 'recompute'",
     ),
 }
-# Each start is half a minute: the two that a review saw fail are tried here, all in script/test-more.
+# The two that a review saw fail are started here, all in script/test-more.
 QUICK = ("no-images", "encoder-decoder")
 
 
@@ -103,23 +107,34 @@ def _ours(line: Line, folder: Path) -> VllmServer:
     )
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_an_engine_starts_where_stock_starts(name: str, tmp_path: Path) -> None:
-    line = LINES[name]
-    line.make(tmp_path / "model")
-    with _ours(line, tmp_path) as server:
-        assert line.ask(server) == line.ask(server)
-    assert line.says is None or line.says in (tmp_path / "ours.log").read_text()
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    """The engines of QUICK, each with its model."""
+
+    def engine(name: str) -> EngineServer:
+        folder = tmp_path_factory.mktemp(name)
+        LINES[name].make(folder / "model")
+        return _ours(LINES[name], folder)
+
+    with closing(Pairs(engine, selected(request, "quick"))) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize("quick", QUICK)
+def test_vllm_command_line_that_stock_accepts_starts(quick: str, engines: Pairs) -> None:
+    line, server = LINES[quick], engines.get(quick)
+    assert line.ask(server) == line.ask(server)
+    assert line.says is None or line.says in server.log.read_text()
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("name", LINES)
-def test_it_answers_as_stock(name: str, tmp_path: Path) -> None:
+def test_vllm_command_line_answers_as_stock(name: str, tmp_path: Path) -> None:
     line = LINES[name]
     line.make(tmp_path / "model")
     args = () if "--kv-transfer-config" in line.args else line.args
-    with VllmServer(tmp_path / "model", *args, log=tmp_path / "stock.log", env=dict(line.env)) as server:
-        expected = line.ask(server)
-    with _ours(line, tmp_path) as server:
-        assert line.ask(server) == expected
-    assert line.says is None or line.says in (tmp_path / "ours.log").read_text()
+    stock = VllmServer(tmp_path / "model", *args, log=tmp_path / "stock.log", env=dict(line.env))
+    ours = _ours(line, tmp_path)
+    with together(stock, ours):
+        assert line.ask(ours) == line.ask(stock)
+    assert line.says is None or line.says in ours.log.read_text()

@@ -1,5 +1,5 @@
-"""One store, one encoder service, vLLM and SGLang of one checkpoint: what either computes, the
-other does not compute again, and each answers as it would have without."""
+"""One store, one encoder service, vLLM and SGLang of one checkpoint: neither engine computes again what the
+other has computed, and each answers as stock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from pathlib import Path
 
 import pytest
 from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes
@@ -58,14 +57,14 @@ def both(stack: Stack) -> Stack:
     if stack.store is not None:
         stack.store.stop()
     stack.start_store()
-    stack.encoder.start()
-    at_once(lambda: stack.serve("v", "q", *V_ARGS), lambda: stack.serve_sglang("s", "q", *S_ARGS))
+    engines = {"v": stack.vllm("v", "q", *V_ARGS), "s": stack.sglang("s", "q", *S_ARGS)}
+    at_once(stack.encoder.start, lambda: stack.start(**engines))
     return stack
 
 
 @pytest.fixture(scope="module")
 def cold(both: Stack) -> Mapping[tuple[str, Ask], Answer]:
-    """What stock engines answer to the asks of this file."""
+    """Answers of stock engines to the asks of this file."""
     asks = {*FROM_VLLM, *FROM_SGLANG}
 
     def answered(name: str, server: EngineServer) -> dict[tuple[str, Ask], Answer]:
@@ -84,14 +83,14 @@ def same(expected: Answer, answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(("first", "then", "asks"), [("v", "s", FROM_VLLM), ("s", "v", FROM_SGLANG)])
-def test_what_one_engine_prefilled_the_other_continues(
+def test_engine_prefix_of_the_other_engine_is_continued(
     both: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str, asks: Sequence[Ask]
 ) -> None:
     passes = both.tower_passes()
     for ask in asks:
         same(cold[first, ask], ask.put(both.servers[first]))
-    pictures = {picture for ask in asks for picture in ask.pictures}
-    assert both.tower_passes() == passes + len(pictures)
+    images = {image for ask in asks for image in ask.images}
+    assert both.tower_passes() == passes + len(images)
     committed(both, both.servers[first])
     reader = both.servers[then]
     for ask in asks:
@@ -101,10 +100,10 @@ def test_what_one_engine_prefilled_the_other_continues(
         answer = ask.put(reader)
         same(cold[then, ask], answer)
         assert count(reader, "saved_tokens_total", app=then) - saved >= 0.9 * shareable(answer)
-    assert both.tower_passes() == passes + len(pictures)
+    assert both.tower_passes() == passes + len(images)
 
 
-def test_salts_are_apart_and_mean_the_same_to_both(both: Stack) -> None:
+def test_engines_salts_separate_tenants_alike(both: Stack) -> None:
     v, s = both.servers["v"], both.servers["s"]
     ask = Ask(f"{PREAMBLE} Whose is this?", (5,))
     ask.put(v, salt="tenant-1")
@@ -119,48 +118,52 @@ def test_salts_are_apart_and_mean_the_same_to_both(both: Stack) -> None:
     assert both.tower_passes() == passes + 2
 
 
-def test_one_picture_asked_at_once_by_both_is_encoded_once(both: Stack) -> None:
+def test_encoder_image_asked_by_both_engines_at_once_runs_once(both: Stack) -> None:
     passes = both.tower_passes()
-    ask = Ask("Who of us sees it first?", (9,))
+    ask = Ask("Which of us sees it first?", (9,))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: ask.put(both.servers[name]), ["v", "s", "v", "s"]))
     assert both.tower_passes() == passes + 1
 
 
-def test_small_pages_and_two_ranks_read_both(both: Stack, cold: Mapping[tuple[str, Ask], Answer]) -> None:
-    """A fresh SGLang unlike the first in all that must not matter."""
+@pytest.fixture(scope="module")
+def fresh(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, EngineServer]:
+    """SGLangs started later: `ranks` is unlike s in everything that must not matter, `rope` has another
+    rotation base in its configuration, and the same weights."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    passes = both.tower_passes()
     args = ("--page-size", "16", "--tp-size", "2", "--hicache-mem-layout", "layer_first")
-    fresh = both.serve_sglang("fresh-s", "q", *args, env={"SGLANG_CPU_OMP_THREADS_BIND": f"{first}|{second}"})
-    try:
-        for ask in (*FROM_VLLM, *FROM_SGLANG):
-            forget_prefixes(fresh)
-            saved = count(fresh, "saved_tokens_total", app="fresh-s")
-            answer = ask.put(fresh)
-            same(cold["s", ask], answer)
-            assert count(fresh, "saved_tokens_total", app="fresh-s") - saved >= 0.9 * shareable(answer)
-        assert both.tower_passes() == passes
-    finally:
-        fresh.stop()
-
-
-def test_another_rope_shares_no_page(both: Stack, tmp_path: Path) -> None:
-    """Same weights, same words, same image: the embedding is shared, no page is."""
-    copy = tmp_path / "rope"
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
+    copy = tmp_path_factory.mktemp("rope") / "q"
     shutil.copytree(both.models["q"], copy)
     config = json.loads((copy / "config.json").read_text())
     assert config["rope_theta"] == 1e6
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 2e4}))
-    passes = both.tower_passes()
-    other = both.serve_sglang("rope", copy)
-    try:
-        for ask in FROM_VLLM:
-            ask.put(other)
-        assert count(other, "saved_tokens_total", app="rope") == 0
-        assert both.tower_passes() == passes
-    finally:
-        other.stop()
+    both.start(ranks=both.sglang("ranks", "q", *args, env=env), rope=both.sglang("rope", copy))
+    return both.servers
+
+
+def test_sglang_small_pages_and_two_ranks_read_pages_of_both(
+    both: Stack, cold: Mapping[tuple[str, Ask], Answer], fresh: Mapping[str, EngineServer]
+) -> None:
+    passes, server = both.tower_passes(), fresh["ranks"]
+    for ask in (*FROM_VLLM, *FROM_SGLANG):
+        forget_prefixes(server)
+        saved = count(server, "saved_tokens_total", app="ranks")
+        answer = ask.put(server)
+        same(cold["s", ask], answer)
+        assert count(server, "saved_tokens_total", app="ranks") - saved >= 0.9 * shareable(answer)
+    assert both.tower_passes() == passes
+
+
+def test_sglang_another_rope_shares_embeddings_and_no_page(
+    both: Stack, fresh: Mapping[str, EngineServer]
+) -> None:
+    """Same weights, same words, same image."""
+    passes, server = both.tower_passes(), fresh["rope"]
+    for ask in FROM_VLLM:
+        ask.put(server)
+    assert count(server, "saved_tokens_total", app="rope") == 0
+    assert both.tower_passes() == passes
 
 
 # -- bfloat16 -----------------------------------------------------------------------------------
@@ -171,12 +174,13 @@ BF16 = ("--dtype", "bfloat16")
 @pytest.fixture(scope="module")
 def halves(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Engines v16 and s16 of the same checkpoint in bfloat16, without an encoder service: each
-    publishes what its own tower gives."""
-    for name in ("v", "s"):
-        both.servers[name].stop()
+    publishes the output of its own tower."""
+    for server in both.servers.values():
+        server.stop()
     both.encoder.stop()
-    at_once(
-        lambda: both.serve("v16", "q", *V_ARGS, *BF16), lambda: both.serve_sglang("s16", "q", *S_ARGS, *BF16)
+    both.start(
+        v16=both.vllm("v16", "q", *V_ARGS, *BF16),
+        s16=both.sglang("s16", "q", *S_ARGS, *BF16),
     )
     yield both
     both.encoder.start()
@@ -190,12 +194,12 @@ def drift(one: Answer, other: Answer) -> float:
 
 
 @pytest.mark.parametrize(("first", "then"), [("v16", "s16"), ("s16", "v16")])
-def test_bfloat16_drifts_no_more_than_the_format_itself(
+def test_engines_in_bfloat16_drift_no_more_than_the_format(
     halves: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str
 ) -> None:
-    """On a CPU both engines repeat themselves exactly, whatever runs beside, so run-to-run spread is
-    no yardstick. What bfloat16 costs each engine by itself is one, against its own float32: where
-    one continues from the other's KV, the two together bound what may come out."""
+    """On a CPU both engines repeat themselves exactly under any load, so run-to-run spread is no yardstick.
+    The drift of each engine's bfloat16 from its own float32 is one: the sum of both bounds the drift of an
+    engine that continues from the other's KV."""
     asks = FROM_VLLM if first == "v16" else FROM_SGLANG
     writer, reader = halves.servers[first], halves.servers[then]
     written, own, crossed = [], [], []
