@@ -1,9 +1,9 @@
-"""Run README's own commands with an installed cornplug, as a user would after README's install line.
+"""Runs README's commands with an installed cornplug, as a user would after README's install line.
 
 Usage: try_readme.py README.md PLAN.toml, by the interpreter of an environment that holds the wheel and the
 extras that README names for it. Names of published models become tiny checkpoints made here, hosts this one.
-Commands that start an engine are left to the tests of that engine. Exits 1 naming each command that failed,
-and each that nothing here knows how to try: a new line of README needs a line in `_try`.
+Commands that start an engine are left to the tests of that engine. Exits 1 naming each command that failed or
+that `Place.tries` does not know: a new command of README needs a line there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from pathlib import Path
 
 # Tried by CI itself, by the tests of that engine, or the very lines by which this environment was made.
 _ELSEWHERE = ("script/", "vllm serve", "sglang serve", "pip install")
-_READY_S = 120.0
+_READY_S = 600.0
+"""Longest wait for the encoder service or a command: 15 s on two quiet cores, minutes beside other work."""
+_STOP_S = 120.0
 
 
 def main(readme: Path, plan: Path) -> int:
@@ -36,7 +38,7 @@ def main(readme: Path, plan: Path) -> int:
         place = Place(Path(name), plan)
         failed = [command for command in commands if not place.tries(command, snippets)]
     for command in failed:
-        print(f"README: failed, or no line of _try for it: {command}", file=sys.stderr)
+        print(f"README: failed, or unknown to Place.tries: {command}", file=sys.stderr)
     print(f"README: {len(commands)} commands and {len(snippets)} Python snippets, {len(failed)} failed")
     return 1 if failed or not commands or not snippets else 0
 
@@ -82,7 +84,7 @@ class Place:
         (folder / "run").mkdir(mode=0o700)
 
     def tries(self, command: str, snippets: list[str]) -> bool:
-        """Whether the command works; what it prints when it does not is printed."""
+        """Whether the command works; if not, its output is printed."""
         if command.startswith(_ELSEWHERE):
             return True
         variables, words = [], shlex.split(self._here(command))
@@ -102,40 +104,65 @@ class Place:
         return text
 
     def _runs(self, words: list[str], env: dict[str, str], accepted: tuple[int, ...]) -> bool:
-        done = subprocess.run(
-            words, env=env, cwd=self._folder, capture_output=True, text=True, timeout=300, check=False
-        )
+        try:
+            done = subprocess.run(
+                words,
+                env=env,
+                cwd=self._folder,
+                capture_output=True,
+                text=True,
+                timeout=_READY_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{shlex.join(words)}: not done after {_READY_S:g} s", file=sys.stderr)
+            return False
         if done.returncode in accepted:
             return True
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
         return False
 
     def _serves(self, words: list[str], env: dict[str, str], snippets: list[str]) -> bool:
-        """Whether the service comes up, every snippet runs against it, and it ends when told to."""
+        """Whether the service becomes ready, every snippet runs against it, and SIGTERM ends it."""
         log = self._folder / "encoder.log"
         with log.open("w") as out:
             service = subprocess.Popen(words, env=env, cwd=self._folder, stdout=out, stderr=out)
         try:
-            right = self._is_ready(service) and all(
-                self._runs([sys.executable, "-c", self._here(snippet)], env, (0,)) for snippet in snippets
-            )
+            problem = self._not_ready(service) or self._snippet_failed(snippets, env)
             service.send_signal(signal.SIGTERM)
-            right = service.wait(timeout=60) == 0 and right
+            status = service.wait(timeout=_STOP_S)
+            problem = problem or (f"it ended with status {status} after SIGTERM" if status else None)
+        except subprocess.TimeoutExpired:
+            problem = f"it did not end within {_STOP_S:g} s of SIGTERM"
         finally:
             service.kill()
-        if not right:
-            print(log.read_text()[-4000:], file=sys.stderr)
-        return right
+        if problem:
+            print(
+                f"{log.read_text()[-4000:]}\n{shlex.join(words)}: {problem}; its log is above",
+                file=sys.stderr,
+            )
+        return problem is None
 
-    def _is_ready(self, service: subprocess.Popen[bytes]) -> bool:
-        end = time.monotonic() + _READY_S
-        while service.poll() is None and time.monotonic() < end:
+    def _not_ready(self, service: subprocess.Popen[bytes]) -> str | None:
+        """Why the service cannot be used, None once /ready answers 200."""
+        began, answer = time.monotonic(), "no connection"
+        while time.monotonic() < began + _READY_S:
+            if service.poll() is not None:
+                return f"it ended with status {service.returncode} before it was ready"
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5):
-                    return True
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                    return None
+            except (urllib.error.URLError, ConnectionError, TimeoutError) as e:
+                answer = str(e)
                 time.sleep(0.2)
-        return False
+        load = os.getloadavg()[0]
+        return f"/ready not 200 after {_READY_S:g} s (last: {answer}; load average {load:.1f})"
+
+    def _snippet_failed(self, snippets: list[str], env: dict[str, str]) -> str | None:
+        for n, snippet in enumerate(snippets, 1):
+            if not self._runs([sys.executable, "-c", self._here(snippet)], env, (0,)):
+                return f"Python snippet {n} of README failed"
+        return None
 
 
 if __name__ == "__main__":
