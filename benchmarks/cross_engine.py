@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from driver import models
 from driver.lmcache import Lmcache
-from driver.requests import Request, pictures, words
+from driver.requests import Request, images, words
 from driver.stage import SGLANG, VLLM, Stage, hits, options, stage
 from driver.table import Report, Row
 
@@ -30,7 +30,7 @@ from devkit.sglang_engine import SglangServer
 TARGET = 0.3
 _LLM = {"hidden_size": 1024, "layers": 8, "heads": 16}
 _VISION = {"depth": 12, "embed_dim": 640, "num_heads": 8, "mlp_ratio": 4}
-_PICTURE_TOKENS = 256
+_IMAGE_TOKENS = 256
 _PREFIX_TOKENS = 1500
 _FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4")
 # HiCache's host pool is twice the device's: 100 KB a token, three times.
@@ -38,7 +38,7 @@ _SGLANG_FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
     *("--chunked-prefill-size", "2048"),
 )
-WITH_PICTURE, TEXT_ONLY = "prefix with a picture", "prefix of text"
+WITH_IMAGE, TEXT_ONLY = "prefix with an image", "prefix of text"
 
 Asked = Sequence[tuple[str, Request]]
 
@@ -54,7 +54,7 @@ def main() -> int:
         quick=chosen.quick,
         set_up=[
             f"Qwen2-VL: LLM of {layers} layers of 1024 (16 heads of 64), tower of 12 layers of 640 with "
-            f"{_PICTURE_TOKENS} rows a picture, float32, random weights.",
+            f"{_IMAGE_TOKENS} rows an image, float32, random weights.",
             f"Prefixes of about {_PREFIX_TOKENS} tokens, then a last question that no engine has seen.",
             "The engine that served them first, of the other kind, was stopped before the two measured "
             "engines started.",
@@ -63,9 +63,7 @@ def main() -> int:
             "No encoder service: a prefix whose KV is found needs no embedding.",
         ],
     )
-    model = models.qwen2_vl(
-        **{**_LLM, "layers": layers}, vision=_VISION, max_pixels=28 * 28 * _PICTURE_TOKENS
-    )
+    model = models.qwen2_vl(**{**_LLM, "layers": layers}, vision=_VISION, max_pixels=28 * 28 * _IMAGE_TOKENS)
     count = 2 if chosen.quick else 3
     with stage(flags=_FLAGS, kv_gib=2, sglang_flags=_SGLANG_FLAGS) as here, here.store("6GiB"):
         measure(report, here, model, VLLM, SGLANG, prefixes(count, 0), Files(here, model))
@@ -91,15 +89,15 @@ def lmcache(here: Stage) -> Iterator[Lmcache | None]:
 
 def prefixes(count: int, seed: int) -> tuple[list[Request], Asked]:
     """Two requests to warm up with, and `count` of each kind; others for each seed."""
-    seen = islice(pictures(448), seed * (count + 1), None)
-    text_tokens, at = _PREFIX_TOKENS - _PICTURE_TOKENS, 1000 * seed
+    seen = islice(images(448), seed * (count + 1), None)
+    text_tokens, at = _PREFIX_TOKENS - _IMAGE_TOKENS, 1000 * seed
     warm = [
         Request(words(text_tokens, at + 900), (next(seen),)),
         Request(words(_PREFIX_TOKENS, at + 901)),
     ]
     asked = []
-    for i, picture in enumerate(islice(seen, count)):
-        asked.append((WITH_PICTURE, Request(words(text_tokens, at + i), (picture,))))
+    for i, image in enumerate(islice(seen, count)):
+        asked.append((WITH_IMAGE, Request(words(text_tokens, at + i), (image,))))
         asked.append((TEXT_ONLY, Request(words(_PREFIX_TOKENS, at + 100 + i))))
     return warm, asked
 
@@ -108,7 +106,7 @@ class Files:
     """SGLang's own file storage. No other engine can write to it: an SGLang warms it."""
 
     name = "SGLang's own file storage, warmed by SGLang"
-    kinds = (WITH_PICTURE, TEXT_ONLY)
+    kinds = (WITH_IMAGE, TEXT_ONLY)
 
     def __init__(self, here: Stage, model: Path) -> None:
         self._here, self._model = here, model
@@ -172,7 +170,7 @@ def measure(
                 if kind in baseline.kinds:
                     request.then("who is this").ask(own)
     ttft: dict[str, tuple[list[float], list[float], list[float]]] = {
-        kind: ([], [], []) for kind in (WITH_PICTURE, TEXT_ONLY)
+        kind: ([], [], []) for kind in (WITH_IMAGE, TEXT_ONLY)
     }
     tokens, equal = 0, 0
     with here.pair(model, f"{then}-reads", then) as pair, ExitStack() as stack:

@@ -25,7 +25,7 @@ import machine
 import numpy as np
 from driver import models
 from driver.stage import options
-from driver.storm import App, Asked, Client, Pictures
+from driver.storm import App, Asked, Client, Images
 from rich.console import Console
 
 from devkit.checkpoints import CLIP_L_336
@@ -72,7 +72,7 @@ def main() -> int:
             for side, client in clients.items():
                 asked = client.storm(apps, capacity, seconds, seed=1)
                 table += [[side, run, *_row(app.name, asked)] for app in apps]
-    facts = {"large pictures a second that the service can do": f"{capacity:.2f}"}
+    facts = {"large images a second that the service can do": f"{capacity:.2f}"}
     show(table, facts, described)
     write(chosen.out, table, facts, described, quick=chosen.quick)
     return 0
@@ -95,7 +95,7 @@ def _clients(
 ) -> Iterator[tuple[str, Client]]:
     config = folder / "cornplug.toml"
     config.write_text(QOS)
-    large = Pictures(LARGE, "JPEG")
+    large = Images(LARGE, "JPEG")
     for side, env in sides.items():
         socket = folder / side / "e.sock"
         socket.parent.mkdir(mode=0o700)
@@ -105,7 +105,7 @@ def _clients(
         # No request here has a salt, and an older release does not know the setting.
         encoder.env.pop("CORNPLUG_ENCODER_TRUST_SALTS")
         running.enter_context(encoder)
-        small = {"checkout": Pictures(SMALL, "JPEG")}
+        small = {"checkout": Images(SMALL, "JPEG")}
         yield side, Client(encoder.url, str(model), large, small)
 
 

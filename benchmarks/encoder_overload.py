@@ -22,7 +22,7 @@ import machine
 import numpy as np
 from driver import models
 from driver.stage import options
-from driver.storm import App, Asked, Client, Pictures
+from driver.storm import App, Asked, Client, Images
 from rich.console import Console
 from rich.table import Table
 
@@ -84,14 +84,14 @@ def main() -> int:
         env = {"CORNPLUG_CONFIG": str(config), "OMP_NUM_THREADS": "1"}
         flags = ("--no-store", "--threads", "1")
         with EncoderProcess([model], *flags, socket=Path(folder) / "e.sock", env=env) as encoder:
-            client = Client(encoder.url, str(model), Pictures(336))
+            client = Client(encoder.url, str(model), Images(336))
             capacity = client.capacity(seconds / 4, at_once=8)
             runs = {
                 "one class for all": client.storm(unsaid, capacity, seconds, seed=1),
                 "with classes": client.storm(APPS, capacity, seconds, seed=1),
             }
     facts = {
-        "capacity, pictures a second": f"{capacity:.2f}",
+        "capacity, images a second": f"{capacity:.2f}",
         **{
             f"goodput in the storm, {name}, of capacity": f"{goodput(asked, seconds) / capacity:.2f}"
             for name, asked in runs.items()

@@ -39,19 +39,19 @@ def main() -> int:
     chosen = options(__doc__)
     report = Report(
         name="encoder_throughput",
-        title="Mixed stream from three apps: pictures a second",
+        title="Mixed stream from three apps: images a second",
         quick=chosen.quick,
         engine="transformers",
         set_up=[
             "App A and B: LLaVA with language models of their own over one CLIP of 8 layers of 768 at 336 "
-            "pixels (577 positions); app C: Qwen2-VL of 8 layers of 640, pictures of 0.05 to 0.5 megapixels.",
+            "pixels (577 positions); app C: Qwen2-VL of 8 layers of 640, images of 0.05 to 0.5 megapixels.",
             "bfloat16, random weights; JPEG or PNG files in, embeddings out; equal numbers from each app.",
             f"Service: a process of its own with a replica a core ({_CORES}), asked by HTTP on this machine; "
             "its client's time counts too.",
             "transformers: get_image_features of the same checkpoints, one request after another, torch with "
             f"1 or {_CORES} threads, whichever was faster, SDPA, inference mode. It runs CLIP's last layer, "
             "which LLaVA does not use.",
-            f'"{REPEATED:.0%} repeated": so many requests are for a picture that was asked about before, '
+            f'"{REPEATED:.0%} repeated": so many requests are for an image that was asked about before, '
             "by the same app or by the other LLaVA.",
         ],
     )
@@ -129,26 +129,26 @@ def measure(report: Report, served: list[Path], *, rounds: int, each: int) -> No
                 # The first was for warming up.
                 report.rows += _rows(pairs[1:], 3 * each, repeated)
             report.facts["tower passes of the service"] = service.tower_passes()
-    report.facts["pictures that the service was asked for"] = 2 * (rounds + 1) * 3 * each
+    report.facts["images that the service was asked for"] = 2 * (rounds + 1) * 3 * each
     report.facts["largest difference of an embedding, of its norm"] = f"{worst:.4f} (bfloat16)"
 
 
-def _rows(pairs: list[tuple[Side, Side]], pictures: int, repeated: float) -> list[Row]:
-    name = f"{repeated:.0%} repeated" if repeated else "no picture twice"
+def _rows(pairs: list[tuple[Side, Side]], images: int, repeated: float) -> list[Row]:
+    name = f"{repeated:.0%} repeated" if repeated else "no image twice"
     return [
         Row(
             name=name,
-            unit="pictures/s",
-            stock=[pictures / alone.seconds for alone, _ in pairs],
-            cornplug=[pictures / service.seconds for _, service in pairs],
+            unit="images/s",
+            stock=[images / alone.seconds for alone, _ in pairs],
+            cornplug=[images / service.seconds for _, service in pairs],
             target=None if repeated else TARGET,
             better="higher",
         ),
         Row(
             name=f"{name}, CPU time",
-            unit="s a picture",
-            stock=[alone.cpu_s / pictures for alone, _ in pairs],
-            cornplug=[service.cpu_s / pictures for _, service in pairs],
+            unit="s an image",
+            stock=[alone.cpu_s / images for alone, _ in pairs],
+            cornplug=[service.cpu_s / images for _, service in pairs],
         ),
     ]
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from driver import models
-from driver.requests import Request, pictures, words
+from driver.requests import Request, images, words
 from driver.stage import Idle, Stage, hits, options, stage
 from driver.table import Report, Row
 
@@ -24,8 +24,8 @@ TARGET = 0.25
 _LLM = {"hidden_size": 1024, "layers": 16, "heads": 16}
 _FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4")
 _PREFIX_TOKENS = 1500
-_PICTURE_TOKENS = 576
-WITH_PICTURE, TEXT_ONLY = "TTFT, prefix with a picture", "TTFT, prefix of text"
+_IMAGE_TOKENS = 576
+WITH_IMAGE, TEXT_ONLY = "TTFT, prefix with an image", "TTFT, prefix of text"
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
         set_up=[
             f"LLaVA: Llama of {layers} layers of 1024 (16 heads of 64, 16 KV heads), CLIP-L/336 tower, "
             "float32, random weights.",
-            f"Prefixes of about {_PREFIX_TOKENS} tokens (a picture is {_PICTURE_TOKENS} of them), then a "
+            f"Prefixes of about {_PREFIX_TOKENS} tokens (an image is {_IMAGE_TOKENS} of them), then a "
             "last question that no engine has seen.",
             "The engine that served them first was stopped before the two measured engines started.",
             "Stock and cornplug: same checkpoint and flags, prefix caching and encoder cache on, both fresh, "
@@ -58,15 +58,15 @@ def main() -> int:
 
 def prefixes(count: int) -> tuple[list[Request], list[tuple[str, Request]]]:
     """Two requests to warm up with, and `count` of each kind named by their row."""
-    seen = pictures(336)
-    text_tokens = _PREFIX_TOKENS - _PICTURE_TOKENS
+    seen = images(336)
+    text_tokens = _PREFIX_TOKENS - _IMAGE_TOKENS
     warm = [
         Request(words(text_tokens, 900), (next(seen),)),
         Request(words(_PREFIX_TOKENS, 901)),
     ]
     asked = []
-    for i, picture in enumerate(islice(seen, count)):
-        asked.append((WITH_PICTURE, Request(words(text_tokens, i), (picture,))))
+    for i, image in enumerate(islice(seen, count)):
+        asked.append((WITH_IMAGE, Request(words(text_tokens, i), (image,))))
         asked.append((TEXT_ONLY, Request(words(_PREFIX_TOKENS, 100 + i))))
     return warm, asked
 
@@ -78,7 +78,7 @@ def measure(report: Report, here: Stage, model: Path, count: int) -> None:
         for _, request in asked:
             request.then("who is this").ask(first)
         hits(first, "kv_page")  # two more steps: what was saved is committed
-    ttft: dict[str, tuple[list[float], list[float]]] = {WITH_PICTURE: ([], []), TEXT_ONLY: ([], [])}
+    ttft: dict[str, tuple[list[float], list[float]]] = {WITH_IMAGE: ([], []), TEXT_ONLY: ([], [])}
     tokens, equal = [], 0
     with here.pair(model, "second") as pair:
         idle = Idle(pair)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from driver import models
-from driver.requests import Load, Request, pictures, run, words
+from driver.requests import Load, Request, images, run, words
 from driver.stage import SGLANG, VLLM, Idle, Pair, Stage, cpu_s, hits, options, stage
 from driver.table import Report, Row
 
@@ -36,7 +36,7 @@ _CLIP = {
 _QWEN2_VISION = {"depth": 8, "embed_dim": 384, "num_heads": 6, "mlp_ratio": 4}
 _FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8")
 # SGLang 0.5.23 does not load LLaVA-1.5 as it is published.
-_FAMILY = {VLLM: "LLaVA, 256 rows a picture", SGLANG: "Qwen2-VL, 64 rows a picture"}
+_FAMILY = {VLLM: "LLaVA, 256 rows an image", SGLANG: "Qwen2-VL, 64 rows an image"}
 _SGLANG_FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "8")
 
 
@@ -50,9 +50,9 @@ def main(engine: str = VLLM) -> int:
         quick=chosen.quick,
         set_up=[
             f"{_FAMILY[engine]}: LLM of 8 layers of 768, tower of 8 layers of 384, float32, random weights.",
-            f"{_CONCURRENCY} requests at a time, 16 tokens answered; mixed: every other one has a picture of "
+            f"{_CONCURRENCY} requests at a time, 16 tokens answered; mixed: every other one has an image of "
             "its own and 100 tokens of text, the rest 300 tokens of text.",
-            "Every prompt and picture is new to both engines; both get the same ones in the same order, in "
+            "Every prompt and image is new to both engines; both get the same ones in the same order, in "
             "blocks, one engine after the other, the order changing with each block.",
             "The store runs and receives every page and embedding; the encoder service is configured "
             "but absent. Figures are one a block, ratios are of the two blocks with equal requests.",
@@ -75,7 +75,7 @@ def model(engine: str) -> Path:
 
 def mixed_requests() -> Iterator[Request]:
     """An image with a little text, and text alone, in turns; never one twice."""
-    seen = pictures(224)
+    seen = images(224)
     for i in count():
         yield Request(words(100, 2 * i), (next(seen),), 16)
         yield Request(words(300, 2 * i + 1), (), 16)

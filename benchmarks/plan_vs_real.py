@@ -23,7 +23,7 @@ import numpy as np
 from driver import cores, models, open_load
 from driver.loop_report import Compared, Report
 from driver.open_load import Arrival, Took
-from driver.requests import pictures
+from driver.requests import images
 from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
@@ -95,11 +95,9 @@ def planned(folder: Path, text: str) -> Plan:
 
 def load(folder: Path, plan: Plan, rates: dict[str, float], requests: int) -> list[Took]:
     """Launch the plan, keep its processes to their shares, and ask as planned."""
-    images = pictures(224)
+    crops = images(224)
     with launched(folder, plan) as urls:
-        apps = [
-            asked(app, plan, urls[app.name], rates[app.name], requests + _WARM_UP, images) for app in APPS
-        ]
+        apps = [asked(app, plan, urls[app.name], rates[app.name], requests + _WARM_UP, crops) for app in APPS]
         open_load.run([arrival for of_app in apps for arrival in of_app[-_WARM_UP:]])
         took = open_load.run([arrival for of_app in apps for arrival in of_app[:-_WARM_UP]])
     for one in took:
@@ -109,7 +107,7 @@ def load(folder: Path, plan: Plan, rates: dict[str, float], requests: int) -> li
 
 
 def asked(
-    app: App, plan: Plan, url: str, rate: float, requests: int, images: Iterator[bytes]
+    app: App, plan: Plan, url: str, rate: float, requests: int, crops: Iterator[bytes]
 ) -> list[Arrival]:
     """Requests of one app, as its plan describes them; the last ones come at once, to warm up."""
     seed = [app.name for app in APPS].index(app.name)
@@ -118,7 +116,7 @@ def asked(
     out = []
     for i, at_s in enumerate(times):
         letters = open_load.letters(int(rng.choice(app.letters)), seed * 1_000_000 + i)
-        body = open_load.body(letters, OUTPUT_TOKENS, next(images) if app.pictures else None)
+        body = open_load.body(letters, OUTPUT_TOKENS, next(crops) if app.images else None)
         out.append(Arrival(float(at_s), app.name, url, body | {"model": _group(plan, app).model}))
     return out
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from driver import models
-from driver.requests import Request, pictures, words
+from driver.requests import Request, images, words
 from driver.stage import Idle, Stage, hits, options, stage
 from driver.table import Report, Row
 
@@ -30,15 +30,15 @@ def main() -> int:
     chosen = options(__doc__)
     report = Report(
         name="second_app",
-        title="Second app, same picture: time to first token",
+        title="Second app, same image: time to first token",
         quick=chosen.quick,
         set_up=[
             "Tower: CLIP-L/336 (24 layers of 1024, 577 positions), float32, random weights.",
             "Language models: 4 layers of 256, deliberately small, so that the tower dominates as it "
             "does when a question is short.",
-            "App A asked about every picture through the encoder service and was stopped before B started.",
+            "App A asked about every image through the encoder service and was stopped before B started.",
             "B with cornplug and B on stock vLLM: same checkpoint and flags, prefix caching and encoder "
-            "cache on, warmed up with two other pictures, asked in turns; the other one idles meanwhile.",
+            "cache on, warmed up with two other images, asked in turns; the other one idles meanwhile.",
         ],
     )
     model_a, model_b = (models.llava(**_LLM, vision=dict(CLIP_L_336), llm_seed=seed) for seed in (1, 2))
@@ -58,21 +58,21 @@ def main() -> int:
 
 def measure(report: Report, here: Stage, model_a: Path, model_b: Path, count: int) -> None:
     """Fill `report` with `count` images' figures."""
-    seen = pictures(336)
+    seen = images(336)
     warm = list(islice(seen, 2))
     asked = list(islice(seen, count))
     with here.cornplug(model_a, "app-a") as first:
-        for i, picture in enumerate(asked):
-            Request(f"describe this {words(8, i)}", (picture,)).ask(first)
+        for i, image in enumerate(asked):
+            Request(f"describe this {words(8, i)}", (image,)).ask(first)
     stock, shared, equal = [], [], 0
     with here.pair(model_b, "app-b") as pair:
         idle = Idle(pair)
-        for i, picture in enumerate(warm):
+        for i, image in enumerate(warm):
             for server in (pair.stock, pair.cornplug):
-                Request(f"warm up {words(24, 900 + i)}", (picture,)).ask(server)
+                Request(f"warm up {words(24, 900 + i)}", (image,)).ask(server)
         before = hits(pair.cornplug, "embedding")
-        for i, picture in enumerate(asked):
-            question = Request(f"what is here {words(24, 100 + i)}", (picture,))
+        for i, image in enumerate(asked):
+            question = Request(f"what is here {words(24, 100 + i)}", (image,))
             answers = {}
             for server, other in zip(pair.in_turn(i), reversed(pair.in_turn(i)), strict=True):
                 with idle.watch(other):
@@ -82,7 +82,7 @@ def measure(report: Report, here: Stage, model_a: Path, model_b: Path, count: in
             equal += answers[pair.stock].token_ids == answers[pair.cornplug].token_ids
         found = hits(pair.cornplug, "embedding") - before
     if found.total() != count:
-        raise SystemExit(f"of {count} pictures B got {dict(found)}: this measured something else")
+        raise SystemExit(f"of {count} images B got {dict(found)}: this measured something else")
     report.rows.append(Row(name="TTFT, new question", unit="s", stock=stock, cornplug=shared, target=TARGET))
     report.facts["where B's embeddings came from"] = ", ".join(f"{k} {n}" for k, n in found.items())
     report.facts["answers equal on both sides, token by token"] = f"{equal} of {count}"

@@ -46,7 +46,7 @@ _GRIDS: Final = ((26, 34), (46, 74), (32, 24), (54, 36), (18, 26), (64, 64))
 _SMALL_GRIDS: Final = ((16, 22), (26, 18), (12, 26))
 """For the CPU: 168 x 364 to 364 x 252 pixels."""
 
-Picture = dict[str, torch.Tensor]
+Image = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Options:
     dtype: torch.dtype
     depth: int | None
     """Layers of each tower; None as published."""
-    pictures: int
+    images: int
     batch: int
     rounds: int
     matmul: int
@@ -70,20 +70,20 @@ class Options:
         parser.add_argument("--device", default="cpu", help="torch's name (default: cpu)")
         parser.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 elsewhere")
         parser.add_argument("--compile", action="store_true", help="torch.compile the service's tower")
-        parser.add_argument("--quick", action="store_true", help="fewer layers, pictures and rounds")
+        parser.add_argument("--quick", action="store_true", help="fewer layers, images and rounds")
         parser.add_argument("--depth", type=int, help="layers (default: all on CUDA; 8 on the CPU, quick 3)")
-        parser.add_argument("--pictures", type=int, help="a round (default: 96 on CUDA; 6; quick 32; 3)")
+        parser.add_argument("--images", type=int, help="a round (default: 96 on CUDA; 6; quick 32; 3)")
         parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
         args = parser.parse_args()
         cuda = args.device.startswith("cuda")
         usual = {(True, False): 96, (True, True): 32, (False, False): 6, (False, True): 3}
-        pictures = args.pictures or usual[cuda, args.quick]
+        images = args.images or usual[cuda, args.quick]
         return cls(
             device=torch.device(args.device),
             dtype=float_dtype(args.dtype or ("bfloat16" if cuda else "float32")),
             depth=args.depth or (None if cuda else 3 if args.quick else 8),
-            pictures=pictures,
-            batch=min(pictures, 64),
+            images=images,
+            batch=min(images, 64),
             rounds=3 if args.quick else 5,
             matmul=8192 if cuda else 1024,
             compile=args.compile,
@@ -104,8 +104,8 @@ class Ours:
         self._compile = chosen.compile
         self._tower = self._plain
 
-    def items(self, pictures: Sequence[Picture]) -> list[TowerItem]:
-        return [self._plain.prepare({name: _wire(t) for name, t in one.items()}) for one in pictures]
+    def items(self, images: Sequence[Image]) -> list[TowerItem]:
+        return [self._plain.prepare({name: _wire(t) for name, t in one.items()}) for one in images]
 
     def flops(self, items: Sequence[TowerItem]) -> int:
         """Of one pass over these, counted operation by operation; then compiles the tower, if asked to.
@@ -146,25 +146,25 @@ class Theirs:
         self._device = chosen.device
 
     @torch.inference_mode()
-    def run(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
-        return [self._one(picture) for picture in pictures]
+    def run(self, images: Sequence[Image]) -> list[torch.Tensor]:
+        return [self._one(image) for image in images]
 
-    def _one(self, picture: Picture) -> torch.Tensor:
-        inputs = {name: tensor.to(self._device) for name, tensor in picture.items()}
+    def _one(self, image: Image) -> torch.Tensor:
+        inputs = {name: tensor.to(self._device) for name, tensor in image.items()}
         rows = self._model.get_image_features(**inputs).pooler_output
         return rows[0]
 
 
-def clip_pictures(chosen: Options) -> Iterator[Picture]:
+def clip_images(chosen: Options) -> Iterator[Image]:
     """Processor outputs of a 336-pixel CLIP."""
-    for seed in range(chosen.pictures):
+    for seed in range(chosen.images):
         yield {"pixel_values": _noise(seed, (1, 3, 336, 336), chosen)}
 
 
-def qwen_pictures(chosen: Options) -> Iterator[Picture]:
+def qwen_images(chosen: Options) -> Iterator[Image]:
     """Processor outputs of images of mixed sizes."""
     grids = _SMALL_GRIDS if chosen.device.type == "cpu" else _GRIDS
-    for seed, (h, w) in enumerate(islice(cycle(grids), chosen.pictures)):
+    for seed, (h, w) in enumerate(islice(cycle(grids), chosen.images)):
         pixels = _noise(seed, (h * w, 3 * 2 * 14 * 14), chosen)
         yield {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
 
@@ -183,51 +183,51 @@ def main() -> int:
     stored = dtype_name(chosen.dtype)
     report = Report(
         name="tower_throughput",
-        title="Towers: pictures a second, and how much of the device's matmul they are",
+        title="Towers: images a second, and how much of the device's matmul they are",
         quick=chosen.quick,
         engine="transformers, or a plain matmul",
         machine=machine.describe(chosen.device),
         set_up=[
             f"CLIP-L/336: {clip['num_hidden_layers']} layers, cut {'after' if cut else 'before'} the last. "
             f"Qwen2.5-VL: {qwen['depth']} layers of 1280. {stored}, random weights, projectors included.",
-            f"{chosen.pictures} pictures a round; the service's side in batches of {chosen.batch}"
+            f"{chosen.images} images a round; the service's side in batches of {chosen.batch}"
             f"{', layers compiled' if chosen.compile else ''}; transformers one by one, with SDPA.",
             "From processor outputs in the host's memory to embeddings on the device, on both sides.",
             f"Matmul: {chosen.matmul} x {chosen.matmul}, {stored}, timed beside each round.",
         ],
     )
     small = {**_LLM, "dtype": stored}
-    compare(report, "CLIP-L/336", models.llava(**small, **cut, vision=clip), clip_pictures, chosen)
-    compare(report, "Qwen2.5-VL", models.qwen2_5_vl(**small, vision=qwen), qwen_pictures, chosen)
+    compare(report, "CLIP-L/336", models.llava(**small, **cut, vision=clip), clip_images, chosen)
+    compare(report, "Qwen2.5-VL", models.qwen2_5_vl(**small, vision=qwen), qwen_images, chosen)
     report.show()
     report.write(chosen.out)
     return 0
 
 
 def compare(
-    report: Report, name: str, path: Path, make: Callable[[Options], Iterator[Picture]], chosen: Options
+    report: Report, name: str, path: Path, make: Callable[[Options], Iterator[Image]], chosen: Options
 ) -> None:
     """Two rows of figures of one tower."""
-    pictures = list(make(chosen))
+    images = list(make(chosen))
     architecture = Checkpoint.open(str(path)).config["architectures"][0]
     ours, theirs = Ours(path, chosen), Theirs(path, architecture, chosen)
-    items = ours.items(pictures)
+    items = ours.items(images)
     flops = ours.flops(items)
     report.facts[f"{name}: least cosine between the two sides' rows"] = _alike(
-        ours.run(items), theirs.run(pictures)
+        ours.run(items), theirs.run(images)
     )
     naive, batched, achieved, ceiling = [], [], [], []
     for _ in range(chosen.rounds):
-        naive.append(len(pictures) / _seconds(lambda: theirs.run(pictures), chosen.device))
+        naive.append(len(images) / _seconds(lambda: theirs.run(images), chosen.device))
         seconds = _seconds(lambda: ours.run(items), chosen.device)
-        batched.append(len(pictures) / seconds)
+        batched.append(len(images) / seconds)
         achieved.append(flops / seconds / 1e12)
         ceiling.append(_matmul_flops(chosen) / 1e12)
     cuda = chosen.device.type == "cuda"
-    report.facts[f"{name}: GFLOP a picture"] = round(flops / len(pictures) / 1e9, 1)
+    report.facts[f"{name}: GFLOP an image"] = round(flops / len(images) / 1e9, 1)
     report.rows += [
         Row(
-            name=f"{name}: pictures a second, beside transformers",
+            name=f"{name}: images a second, beside transformers",
             unit="1/s",
             stock=naive,
             cornplug=batched,

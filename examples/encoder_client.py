@@ -18,39 +18,39 @@ from cornplug import AsyncEncoderClient, EncoderClient
 from cornplug.errors import CornplugError
 
 
-def three_lines(model: str, picture: str) -> None:
+def three_lines(model: str, image: str) -> None:
     """All that a notebook needs."""
     client = EncoderClient()
-    ref = client.encode(picture, model=model)
+    ref = client.encode(image, model=model)
     array = ref.numpy()  # (rows, hidden_size), read-only; ref.tensor() for torch
 
-    print(f"{picture}: {ref.dtype} {array.shape}, {ref.origin}, {1000 * ref.service_time_s:.1f} ms")
+    print(f"{image}: {ref.dtype} {array.shape}, {ref.origin}, {1000 * ref.service_time_s:.1f} ms")
     client.close()
 
 
-def many(model: str, pictures: Sequence[str]) -> int:
+def many(model: str, images: Sequence[str]) -> int:
     """A folder of images, each as it finishes: an error is one image's, not the loop's."""
     failures = 0
     with EncoderClient(app="example") as client:
-        for index, result in client.encode_many(pictures, model=model):
+        for index, result in client.encode_many(images, model=model):
             if isinstance(result, CornplugError):
                 failures += 1
-                print(f"{pictures[index]}: {result.reason}: {result}", file=sys.stderr)
+                print(f"{images[index]}: {result.reason}: {result}", file=sys.stderr)
             else:
-                print(f"{pictures[index]}: key {result.key.hex()[:16]}, {result.origin}")
+                print(f"{images[index]}: key {result.key.hex()[:16]}, {result.origin}")
     return failures
 
 
-async def for_asyncio(model: str, pictures: Sequence[str]) -> None:
+async def for_asyncio(model: str, images: Sequence[str]) -> None:
     """The same in an event loop: the service batches what arrives together."""
     async with AsyncEncoderClient() as client:
-        async for index, result in client.encode_many(pictures, model=model):
-            print(f"{pictures[index]}: {result if isinstance(result, CornplugError) else result.shape}")
+        async for index, result in client.encode_many(images, model=model):
+            print(f"{images[index]}: {result if isinstance(result, CornplugError) else result.shape}")
 
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        print("usage: encoder_client.py MODEL PICTURE ...", file=sys.stderr)
+        print("usage: encoder_client.py MODEL IMAGE ...", file=sys.stderr)
         return 2
     try:
         three_lines(argv[0], argv[1])

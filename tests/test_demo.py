@@ -58,20 +58,20 @@ def rows(demo: Demo, **changes: Any) -> list[Any]:
     seen: set[tuple[bool, str]] = set()
     made = []
     for request in (r for sitting in demo.questions.sittings(apps) for r in sitting.requests):
-        picture = (request.act == demo.questions.OTHER_FAMILY, request.picture.name)
+        image = (request.act == demo.questions.OTHER_FAMILY, request.image.name)
         made.append(
             demo.ledger.Row(
                 request=request,
                 answer=answer(ttft_s=0.5),
                 stock=answer(),
                 embedding="store",
-                service_passes=int(picture not in seen),
+                service_passes=int(image not in seen),
                 engine_passes=0,
                 kv_own=0,
                 kv_store=64,
             )
         )
-        seen.add(picture)
+        seen.add(image)
     made[-1] = dataclasses.replace(made[-1], **changes)
     return made
 
@@ -102,8 +102,8 @@ FAR = ((-1.0, -2.0, -3.0, -4.0, -5.0),) * 15 + ((-1.0, -2.0, -3.0, -4.0, -5.001)
         ({"answer": answer(top_logprobs=FAR)}, "another answer than stock's"),
         ({"answer": answer(top_logprobs=())}, "another answer than stock's"),
         ({"embedding": "?"}, "no counter says whence"),
-        ({"engine_passes": 1}, "7 tower passes for 6 distinct pictures"),
-        ({"service_passes": 1}, "7 tower passes for 6 distinct pictures"),
+        ({"engine_passes": 1}, "7 tower passes for 6 distinct images"),
+        ({"service_passes": 1}, "7 tower passes for 6 distinct images"),
     ],
 )
 def test_each_broken_promise_is_a_fault(
@@ -130,7 +130,7 @@ def test_kv_that_a_fresh_engine_had_to_compute_is_a_fault(
 
 def test_warm_up_shares_nothing_with_what_is_counted(demo: Demo) -> None:
     questions = demo.questions
-    counted = {*questions.PICTURES, *questions.ARCHIVED}
+    counted = {*questions.IMAGES, *questions.ARCHIVED}
     assert counted.isdisjoint(questions.WARM_UP)
     assert questions.PREAMBLE[:16] != questions.WARM_UP_PREAMBLE[:16]
 

@@ -29,7 +29,7 @@ class Ask:
     """One app's request: a model's number, and a file."""
 
     model: int
-    picture: bytes
+    image: bytes
 
 
 def stream(models: Sequence[Path], each: int, repeated: float, seed: int) -> list[Ask]:
@@ -44,7 +44,7 @@ def stream(models: Sequence[Path], each: int, repeated: float, seed: int) -> lis
         # The LLaVAs ask about each other's images, Qwen2-VL about its own.
         before = [ask for ask in asks if (ask.model == 2) == (model == 2)]
         if before and rng.random() < repeated:
-            asks.append(Ask(model, before[rng.integers(len(before))].picture))
+            asks.append(Ask(model, before[rng.integers(len(before))].image))
         else:
             asks.append(Ask(model, _crop(rng)))
     return asks
@@ -60,7 +60,7 @@ class Transformers:
     @torch.inference_mode()
     def embed(self, ask: Ask) -> np.ndarray:
         """(rows, hidden) in float32."""
-        with Image.open(io.BytesIO(ask.picture)) as image:
+        with Image.open(io.BytesIO(ask.image)) as image:
             made = self._processors[ask.model](images=image.convert("RGB"), return_tensors="pt")
         model = self._models[ask.model]
         given = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in made.items()}
@@ -97,7 +97,7 @@ def ask_service(url: str, asks: Sequence[Ask]) -> list[np.ndarray]:
 
         def one(app: int) -> None:
             mine = [i for i, ask in enumerate(asks) if ask.model == app]
-            files = [asks[i].picture for i in mine]
+            files = [asks[i].image for i in mine]
             for place, ref in client.encode_many(files, model=names[app], concurrency=_IN_FLIGHT):
                 if isinstance(ref, Exception):
                     raise ref

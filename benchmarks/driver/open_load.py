@@ -54,11 +54,11 @@ def letters(tokens: int, seed: int) -> str:
     return "".join(random.Random(seed).choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=tokens))
 
 
-def body(text: str, output_tokens: int, picture: bytes | None = None) -> dict[str, Any]:
+def body(text: str, output_tokens: int, image: bytes | None = None) -> dict[str, Any]:
     """A chat completion that says exactly so many tokens."""
     content: list[dict[str, Any]] = [{"type": "text", "text": text}]
-    if picture is not None:
-        url = "data:image/png;base64," + base64.b64encode(picture).decode()
+    if image is not None:
+        url = "data:image/png;base64," + base64.b64encode(image).decode()
         content.insert(0, {"type": "image_url", "image_url": {"url": url}})
     return {
         "model": "model",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from devkit.engines import Answer, EngineServer, photos
 
 _WORDS = (
-    *("the", "picture", "shows", "a", "house", "beside", "water", "and", "people", "who", "walk"),
+    *("the", "diagram", "shows", "a", "house", "beside", "water", "and", "people", "who", "walk"),
     *("along", "under", "trees", "while", "light", "falls", "from", "one", "side", "on", "stone"),
     *("roofs", "windows", "with", "boats", "that", "wait", "for", "evening"),
 )
@@ -29,7 +29,7 @@ def words(tokens: int, seed: int) -> str:
     return text
 
 
-def pictures(edge: int) -> Iterator[bytes]:
+def images(edge: int) -> Iterator[bytes]:
     """Distinct square images cut from photographs, all near `edge` pixels wide.
 
     Raises RuntimeError when there are no more.
@@ -37,7 +37,7 @@ def pictures(edge: int) -> Iterator[bytes]:
     for size in (edge, *(edge + sign * 4 * i for i in range(1, 13) for sign in (-1, 1))):
         for photo in photos():
             yield from photo.crops(size, size)
-    raise RuntimeError(f"no more distinct pictures of {edge} pixels")
+    raise RuntimeError(f"no more distinct images of {edge} pixels")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Asked:
         return self.status in (429, 503)
 
 
-class Pictures:
+class Images:
     """Images that nobody has asked about: coarse random patches."""
 
     def __init__(self, edge: int, kind: str = "PNG") -> None:
@@ -76,14 +76,14 @@ class Client:
         self,
         url: str,
         model: str,
-        pictures: Iterator[bytes],
+        images: Iterator[bytes],
         by_app: Mapping[str, Iterator[bytes]] = MappingProxyType({}),
     ) -> None:
-        """`by_app`: what apps send instead of `pictures`, by their names."""
+        """`by_app`: what apps send instead of `images`, by their names."""
         self._by_app = by_app
         self._url = url
         self._model = model
-        self._pictures = pictures
+        self._images = images
         self.begun_s = 0.0
 
     def capacity(self, seconds: float, at_once: int) -> float:
@@ -100,7 +100,7 @@ class Client:
         async def one_after_another(http: httpx.AsyncClient, end: float) -> None:
             nonlocal done
             while time.monotonic() < end:
-                await self._ask(http, _NOBODY, next(self._pictures))
+                await self._ask(http, _NOBODY, next(self._images))
                 done += 1
 
         async with self._http() as http:
@@ -117,21 +117,21 @@ class Client:
             while (at := at + draw.expovariate(app.load * capacity)) < seconds:
                 come.append((at, app))
         come.sort(key=lambda one: one[0])
-        pictures = [next(self._by_app.get(app.name, self._pictures)) for _, app in come]
+        images = [next(self._by_app.get(app.name, self._images)) for _, app in come]
         async with self._http() as http:
             self.begun_s = time.monotonic()
             tasks = []
-            for (at, app), picture in zip(come, pictures, strict=True):
+            for (at, app), image in zip(come, images, strict=True):
                 await asyncio.sleep(max(0.0, self.begun_s + at - time.monotonic()))
-                tasks.append(asyncio.create_task(self._ask(http, app, picture)))
+                tasks.append(asyncio.create_task(self._ask(http, app, image)))
             return list(await asyncio.gather(*tasks))
 
-    async def _ask(self, http: httpx.AsyncClient, app: App, picture: bytes) -> Asked:
+    async def _ask(self, http: httpx.AsyncClient, app: App, image: bytes) -> Asked:
         sent = time.monotonic()
         form = {"model": self._model, "deadline_s": f"{app.deadline_s:g}"}
         headers = {"accept": "application/octet-stream", **app.headers}
         try:
-            answer = await http.post("/v1/encode", data=form, files={"image": picture}, headers=headers)
+            answer = await http.post("/v1/encode", data=form, files={"image": image}, headers=headers)
             status = answer.status_code
         except httpx.TransportError:
             status = 0

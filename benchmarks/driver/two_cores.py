@@ -10,7 +10,7 @@ from cornplug.planner.inputs import profile_tables
 from cornplug.planner.simulator.step_times import PiecewiseCurve
 
 GPU: Final = "cpu-core"
-PICTURE_TOKENS: Final = 256
+IMAGE_TOKENS: Final = 256
 OUTPUT_TOKENS: Final = 12
 _TEMPLATE_TOKENS: Final = 17
 """That the checkpoints' chat template puts around a question; one more around an image."""
@@ -19,10 +19,10 @@ HALF: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """One request type. It has its own language model; `pictures` also go through the tower."""
+    """One request type. It has its own language model; `images` also go through the tower."""
 
     name: str
-    pictures: bool
+    images: bool
     letters: tuple[int, ...]
     """Of a question, drawn evenly."""
     share: float
@@ -33,17 +33,17 @@ class App:
     @property
     def text_tokens(self) -> list[int]:
         """As the plan counts them: the template's too, the image's not."""
-        return [n + _TEMPLATE_TOKENS + self.pictures for n in self.letters]
+        return [n + _TEMPLATE_TOKENS + self.images for n in self.letters]
 
     @property
     def prompt_tokens(self) -> list[int]:
         """As the engine counts them."""
-        return [n + PICTURE_TOKENS * self.pictures for n in self.text_tokens]
+        return [n + IMAGE_TOKENS * self.images for n in self.text_tokens]
 
 
 APPS: Final = (
-    App("look", pictures=True, letters=(24, 48, 96), share=1.0, utilisation=0.5),
-    App("read", pictures=False, letters=(96, 192, 288), share=HALF, utilisation=0.45),
+    App("look", images=True, letters=(24, 48, 96), share=1.0, utilisation=0.5),
+    App("read", images=False, letters=(96, 192, 288), share=HALF, utilisation=0.45),
 )
 TOWER_UTILISATION: Final = 0.5
 
@@ -62,8 +62,8 @@ class Profiles:
         output_s = (OUTPUT_TOKENS - 1) * times["decode"](1)
         service_s = sum(times["prefill"](n) for n in app.prompt_tokens) / len(app.prompt_tokens) + output_s
         rate = app.utilisation * app.share / service_s
-        if app.pictures:
-            rate = min(rate, TOWER_UTILISATION * HALF / _curves(self.tower)["encode"](PICTURE_TOKENS))
+        if app.images:
+            rate = min(rate, TOWER_UTILISATION * HALF / _curves(self.tower)["encode"](IMAGE_TOKENS))
         return round(rate, 3)
 
 
@@ -79,7 +79,7 @@ def plan_input(models: dict[str, Path], profiles: Profiles, rates: dict[str, flo
     """The TOML of a plan for `rates` (app -> requests a second) on two cores of this host."""
     parts = [_HEAD]
     parts += [_component(app, models[app.name], profiles.llm[app.name]) for app in APPS]
-    towers = [app for app in APPS if app.pictures]
+    towers = [app for app in APPS if app.images]
     parts += [_tower(app, models[app.name], profiles.tower) for app in towers]
     parts += [_application(app, rates[app.name]) for app in APPS]
     return "\n".join(parts)
@@ -142,8 +142,8 @@ profiles = [{{ kind = "table", gpu = "{GPU}", file = "{table}" }}]"""
 
 def _application(app: App, rate: float) -> str:
     evenly = [1] * len(app.letters)
-    media = f'media = [{{ encoder = "{app.name}-tower", tokens = {PICTURE_TOKENS} }}]' if app.pictures else ""
-    structure = "E+PD" if app.pictures else "monolith"
+    media = f'media = [{{ encoder = "{app.name}-tower", tokens = {IMAGE_TOKENS} }}]' if app.images else ""
+    structure = "E+PD" if app.images else "monolith"
     return f"""
 [[applications]]
 name = "{app.name}"

@@ -62,7 +62,7 @@ def qwen2_audio(
     config: Mapping[str, Any] = MappingProxyType({}),
     dtype: str = "float32",
 ) -> Path:
-    """A Qwen2-Audio. Returns `path`. Rows a sound: a quarter of its mel frames, 25 a second.
+    """A Qwen2-Audio. Returns `path`. Rows per audio: a quarter of its mel frames, 25 a second.
 
     `audio` holds Qwen2AudioEncoderConfig fields. `seconds` is the tower's context: 30 as
     published, which vLLM wants; less makes faster tests. `config` overrides fields of config.json.
@@ -115,7 +115,7 @@ def ultravox(
     config: Mapping[str, Any] = MappingProxyType({}),
     dtype: str = "float32",
 ) -> Path:
-    """An Ultravox v0.5. Returns `path`. Rows a sound: a sixteenth of its mel frames.
+    """An Ultravox v0.5. Returns `path`. Rows per audio: a sixteenth of its mel frames.
 
     With `base` the tower is not in it but in a Whisper, written there unless it is there already.
     `audio` holds WhisperConfig fields; else as `qwen2_audio`.

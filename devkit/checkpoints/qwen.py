@@ -142,14 +142,21 @@ def qwen3_vl(
     }
     plain = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
     pixels = {**plain, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
-    picture = {"shortest_edge": 64 * 64, "longest_edge": max_pixels}
+    pixel_range = {"shortest_edge": 64 * 64, "longest_edge": max_pixels}
     write_json(
         folder,
         config=config,
-        preprocessor_config={**pixels, "image_processor_type": "Qwen2VLImageProcessorFast", "size": picture},
+        preprocessor_config={
+            **pixels,
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": pixel_range,
+        },
         video_preprocessor_config={
             **pixels,
-            **{"video_processor_type": "Qwen3VLVideoProcessor", "size": {**picture, "shortest_edge": 4096}},
+            **{
+                "video_processor_type": "Qwen3VLVideoProcessor",
+                "size": {**pixel_range, "shortest_edge": 4096},
+            },
         },
     )
     seeds = _seeds(tower_seed, llm_seed, projector_seed, "model.visual.")

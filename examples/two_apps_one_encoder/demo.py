@@ -127,7 +127,7 @@ class Demo:
             task = self._progress.add_task(what, total=len(asked))
             try:
                 for request in asked:
-                    words = f"{request.app.name}: {request.picture.name}"
+                    words = f"{request.app.name}: {request.image.name}"
                     self._progress.update(task, description=words)
                     yield request
                     self._progress.advance(task)

@@ -81,7 +81,7 @@ class Ledger:
             kv_own=made.of("vllm:prefix_cache_hits_total"),
             kv_store=made.of("cornplug_saved_tokens_total"),
         )
-        self._seen.add((engine.pid, request.picture.name))
+        self._seen.add((engine.pid, request.image.name))
         self.rows.append(row)
         return row
 
@@ -108,30 +108,30 @@ class Ledger:
                 return words
         if made.of("cornplug_saves_total", what="embedding"):
             return "this engine, new"
-        if (engine.pid, request.picture.name) in self._seen:
+        if (engine.pid, request.image.name) in self._seen:
             return "this engine's cache"
         # No token of the demo's tokenizers is longer than two bytes, so the image ends here at
         # the latest. With the KV of all of it at hand, an engine needs no embedding.
-        picture_end = answer.prompt_tokens - len(request.question) // 2
+        image_end = answer.prompt_tokens - len(request.question) // 2
         reused = made.of("vllm:prefix_cache_hits_total") + made.of("cornplug_saved_tokens_total")
-        return "not needed" if reused >= picture_end else "?"
+        return "not needed" if reused >= image_end else "?"
 
     # -- what must hold ---------------------------------------------------------------------
 
     def faults(self) -> list[str]:
         """Everything that makes the demo a failure; empty when it succeeded."""
         found = [
-            f"{row.request.app.name}, {row.request.picture.name}: another answer than stock's"
+            f"{row.request.app.name}, {row.request.image.name}: another answer than stock's"
             for row in self.rows
             if not row.same
         ]
         found += [
-            f"{row.request.app.name}, {row.request.picture.name}: no counter says whence the embedding came"
+            f"{row.request.app.name}, {row.request.image.name}: no counter says whence the embedding came"
             for row in self.rows
             if row.embedding == "?"
         ]
         if self.passes != self.distinct:
-            found.append(f"{self.passes} tower passes for {self.distinct} distinct pictures")
+            found.append(f"{self.passes} tower passes for {self.distinct} distinct images")
         if self.tower_passes() != self.warm_up_passes + sum(row.service_passes for row in self.rows):
             found.append("the encoder ran its tower for something that no request asked for")
         if not all(row.kv_store for row in self.rows if row.request.act == FRESH_ENGINE):
@@ -146,7 +146,7 @@ class Ledger:
     @property
     def distinct(self) -> int:
         """Distinct images, counted once for each tower that has to see them."""
-        return len({(row.request.act == OTHER_FAMILY, row.request.picture.name) for row in self.rows})
+        return len({(row.request.act == OTHER_FAMILY, row.request.image.name) for row in self.rows})
 
     @property
     def saved_s(self) -> float:

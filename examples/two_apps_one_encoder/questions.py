@@ -12,7 +12,7 @@ from checkpoints import App, Apps
 from devkit.photos import Photo, photos
 
 # JPEG and PNG, landscape, portrait and square.
-PICTURES: Final = ("china.jpg", "astronaut.png", "coffee.png", "grace_hopper.jpg")
+IMAGES: Final = ("china.jpg", "astronaut.png", "coffee.png", "grace_hopper.jpg")
 ARCHIVED: Final = ("rocket.jpg", "chelsea.png")
 WARM_UP: Final = ("camera.png", "motorcycle_left.png")
 
@@ -31,14 +31,14 @@ PREAMBLE: Final = (
 WARM_UP_PREAMBLE: Final = (
     "This is a rehearsal before the doors open. Nobody reads the answer, so it may be of any kind; what "
     "matters is that every kernel has run once at about the size that the real questions have. Look at "
-    "the picture, describe it in a general way, and do not think long about it. Then wait for the next "
+    "the image, describe it in a general way, and do not think long about it. Then wait for the next "
     "one, which will come soon, and treat it in the very same manner until the rehearsal is over. "
 )
 FIRST: Final = (
-    "Please describe this picture for somebody who has just joined the call and cannot see the screen.",
+    "Please describe this image for somebody who has just joined the call and cannot see the screen.",
     "What would you move, remove or light in another way, if you were to take this photograph again?",
 )
-AGAIN: Final = "Which three words would you file this picture under, so that it is found again next year?"
+AGAIN: Final = "Which three words would you file this image under, so that it is found again next year?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +47,17 @@ class Request:
 
     act: str
     app: App
-    picture: Photo
+    image: Photo
     question: str
     preamble: str
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as an OpenAI client sends it."""
-        data = base64.b64encode(self.picture.data).decode()
-        picture = {"type": "image_url", "image_url": {"url": f"data:{self.picture.mime};base64,{data}"}}
+        data = base64.b64encode(self.image.data).decode()
+        image = {"type": "image_url", "image_url": {"url": f"data:{self.image.mime};base64,{data}"}}
         return [
             {"role": "system", "content": self.preamble},
-            {"role": "user", "content": [picture, {"type": "text", "text": self.question}]},
+            {"role": "user", "content": [image, {"type": "text", "text": self.question}]},
         ]
 
 
@@ -99,16 +99,16 @@ def sittings(apps: Apps) -> tuple[Sitting, Sitting]:
 def _both_apps(apps: Apps) -> tuple[Request, ...]:
     """Two questions about each image, the apps taking turns at who comes first."""
     asked: list[Request] = []
-    for n, picture in enumerate(PICTURES):
+    for n, image in enumerate(IMAGES):
         turn = (apps.helpdesk, apps.catalogue)[:: 1 if n % 2 == 0 else -1]
-        asked += [_request(BOTH_APPS, app, picture, text) for text in FIRST for app in turn]
+        asked += [_request(BOTH_APPS, app, image, text) for text in FIRST for app in turn]
     return tuple(asked)
 
 
 def _fresh_engine(apps: Apps) -> tuple[Request, ...]:
     """A new question about each image, and one that was asked before."""
-    asked = [_request(FRESH_ENGINE, apps.helpdesk, picture, AGAIN) for picture in PICTURES]
-    return (*asked, _request(FRESH_ENGINE, apps.helpdesk, PICTURES[0], FIRST[0]))
+    asked = [_request(FRESH_ENGINE, apps.helpdesk, image, AGAIN) for image in IMAGES]
+    return (*asked, _request(FRESH_ENGINE, apps.helpdesk, IMAGES[0], FIRST[0]))
 
 
 def _other_family(apps: Apps) -> tuple[Request, ...]:
@@ -116,14 +116,14 @@ def _other_family(apps: Apps) -> tuple[Request, ...]:
     return tuple(_request(OTHER_FAMILY, apps.archive, p, text) for p in ARCHIVED for text in FIRST)
 
 
-def _warm_up(app: App, picture: str) -> tuple[Request, ...]:
-    return tuple(_request("warm-up", app, picture, text, WARM_UP_PREAMBLE) for text in FIRST)
+def _warm_up(app: App, image: str) -> tuple[Request, ...]:
+    return tuple(_request("warm-up", app, image, text, WARM_UP_PREAMBLE) for text in FIRST)
 
 
-def _request(act: str, app: App, picture: str, question: str, preamble: str = PREAMBLE) -> Request:
+def _request(act: str, app: App, image: str, question: str, preamble: str = PREAMBLE) -> Request:
     """Raises RuntimeError naming the remedy when the packages with the images are missing."""
-    photo = next(photo for photo in _photos() if photo.name == picture)
-    return Request(act=act, app=app, picture=photo, question=question, preamble=preamble)
+    photo = next(photo for photo in _photos() if photo.name == image)
+    return Request(act=act, app=app, image=photo, question=question, preamble=preamble)
 
 
 @cache

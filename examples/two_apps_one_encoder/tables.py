@@ -31,7 +31,7 @@ def models(apps: Sequence[App]) -> Table:
 def requests(rows: Sequence[Row]) -> Table:
     """One row a request."""
     table = Table(title="Every request to the engines that share", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("app", "picture", "tower run by", "embedding from"):
+    for column in ("app", "image", "tower run by", "embedding from"):
         table.add_column(column, no_wrap=True)
     for column in ("prompt tokens", "KV reused: own", "KV reused: store", "TTFT ms", "stock TTFT ms"):
         table.add_column(column, justify="right", max_width=9)
@@ -44,7 +44,7 @@ def requests(rows: Sequence[Row]) -> Table:
             table.add_row(Text(act, "bold"))
         table.add_row(
             row.request.app.name,
-            row.request.picture.name,
+            row.request.image.name,
             row.tower,
             row.embedding,
             str(row.answer.prompt_tokens),
@@ -64,7 +64,7 @@ def totals(ledger: Ledger, stat: StoreStat) -> Table:
     table.add_column()
     exact = "exactly one each" if ledger.passes == ledger.distinct else "NOT one each"
     table.add_row(
-        "tower passes", f"{ledger.passes} for {ledger.distinct} distinct pictures, all apps together: {exact}"
+        "tower passes", f"{ledger.passes} for {ledger.distinct} distinct images, all apps together: {exact}"
     )
     by_engines = sum(row.engine_passes for row in ledger.rows)
     table.add_row("of them by engines", str(by_engines))

@@ -50,22 +50,22 @@ class Turn:
 
     engine: str
     words: str
-    picture: int | None
+    image: int | None
     second: bool
     """Whether the other engine has prefilled its beginning."""
 
     def ask(self, server: EngineServer, rules: str = RULES) -> Answer:
-        images = [] if self.picture is None else [photos()[self.picture].data]
+        images = [] if self.image is None else [photos()[self.image].data]
         return server.chat(f"{rules} {self.words}", images=images, max_tokens=TOKENS, ignore_eos=True)
 
 
 TURNS: Final[Sequence[Turn]] = (
-    Turn("vLLM", "Describe the picture.", 0, False),
+    Turn("vLLM", "Describe the image.", 0, False),
     Turn("SGLang", "Who might like it?", 0, True),
-    Turn("SGLang", "Describe the picture.", 1, False),
+    Turn("SGLang", "Describe the image.", 1, False),
     Turn("vLLM", "Who might like it?", 1, True),
-    Turn("vLLM", "Now forget pictures: what is a cache?", None, False),
-    Turn("SGLang", "Now forget pictures: what is a store?", None, True),
+    Turn("vLLM", "Now forget images: what is a cache?", None, False),
+    Turn("SGLang", "Now forget images: what is a store?", None, True),
 )
 WARM_UP: Final = (Turn("", "A rehearsal.", 3, False), Turn("", "A rehearsal, without.", None, False))
 
@@ -90,9 +90,9 @@ class Row:
     @property
     def faults(self) -> list[str]:
         shareable = (self.answer.prompt_tokens - 1) // PAGE * PAGE
-        first_of_picture = self.turn.picture is not None and not self.turn.second
+        first_of_image = self.turn.image is not None and not self.turn.second
         found = [] if self.same else ["another answer than stock's"]
-        if self.passes != int(first_of_picture):
+        if self.passes != int(first_of_image):
             found.append(f"{self.passes} tower passes")
         # The last page or two hold the new question, which nobody has seen.
         if self.turn.second and self.from_store < shareable - 2 * PAGE:
@@ -199,7 +199,7 @@ def settle(server: EngineServer, store: StoreProcess) -> None:
 def table(rows: Sequence[Row]) -> Table:
     """One row a turn."""
     made = Table(title="One store, one encoder, two engines", box=box.SIMPLE_HEAD)
-    for column in ("engine", "question", "picture", "tower run by"):
+    for column in ("engine", "question", "image", "tower run by"):
         made.add_column(column)
     for column in ("prompt tokens", "KV from the store", "TTFT ms", "stock TTFT ms"):
         made.add_column(column, justify="right")
@@ -208,7 +208,7 @@ def table(rows: Sequence[Row]) -> Table:
         made.add_row(
             row.turn.engine,
             row.turn.words,
-            "-" if row.turn.picture is None else photos()[row.turn.picture].name,
+            "-" if row.turn.image is None else photos()[row.turn.image].name,
             "service" if row.passes else "nobody",
             str(row.answer.prompt_tokens),
             str(row.from_store),

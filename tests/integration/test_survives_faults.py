@@ -220,7 +220,7 @@ def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer
 def test_engine_encoder_answers_random_bytes_answers_as_stock(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
-    bad = count(engine, "misses_total", what="embedding", reason="encoder_garbage")
+    bad = count(engine, "misses_total", what="embedding", reason="encoder_bad_response")
     stack.encoder.stop()
     with stream(engine, "encoder-garbage") as seen:
         with babbler(stack.encoder.socket):
