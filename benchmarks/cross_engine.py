@@ -4,7 +4,7 @@
 
 One engine with cornplug answers prompts of about 1,500 tokens, half of them with an image,
 and is stopped. Then a fresh stock engine and a fresh cornplug engine of the other kind get
-the same prefixes with a new last question, in turns. Beside them what others offer for it: for
+the same prefixes with a new last question, in turns. Beside them the alternatives: for
 SGLang its own file storage, for vLLM LMCache's cross-engine example (script/lmcache-site).
 """
 
@@ -158,12 +158,12 @@ def measure(
     work: tuple[list[Request], Asked],
     baseline: Baseline | None,
 ) -> None:
-    """Add the rows of `then` reading what `first` has written."""
+    """Add the rows of `then` reading the pages of `first`."""
     warm, asked = work
     with here.cornplug(model, f"{first}-writes", first) as writer:
         for _, request in asked:
             request.then("who is this").ask(writer)
-        hits(writer, "kv_page")  # two more steps: what was saved is committed
+        hits(writer, "kv_page")  # two more steps: saved pages are committed
     if baseline is not None:
         with baseline.writer() as own:
             for kind, request in asked:

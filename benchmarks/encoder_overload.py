@@ -1,11 +1,11 @@
-"""Three apps ask for three times what a tower can do: who is served in time, with classes and without.
+"""Three apps ask for three times a tower's capacity: requests served in time, with classes and without.
 
     python benchmarks/encoder_overload.py [--quick] [--out DIR]
 
 One service process, HTTP, a small CLIP tower (4 layers of 256) at 336 pixels on one core. First its
 capacity is measured, with always eight requests under way. Then it meets the same storm twice, distinct
-images with Poisson arrivals: once nobody says who they are, so that all are of the default class, and
-once the apps do, one of which has a class with half of the tower.
+images with Poisson arrivals: once without the apps' headers, so that all are of the default class, and
+once with them: one app has a class with half of the tower.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def write(
 
 
 def plot(runs: dict[str, list[Asked]], path: Path) -> None:
-    """What became of each app's requests, in parts of what it offered; one panel a run."""
+    """Outcomes of each app's requests, as parts of its offered load; one panel per run."""
     import matplotlib as mpl
 
     mpl.use("Agg")

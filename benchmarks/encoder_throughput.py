@@ -68,7 +68,7 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What one side needed for one stream."""
+    """Time that one side needed for one stream."""
 
     seconds: float
     cpu_s: float

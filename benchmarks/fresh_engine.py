@@ -77,7 +77,7 @@ def measure(report: Report, here: Stage, model: Path, count: int) -> None:
     with here.cornplug(model, "first") as first:
         for _, request in asked:
             request.then("who is this").ask(first)
-        hits(first, "kv_page")  # two more steps: what was saved is committed
+        hits(first, "kv_page")  # two more steps: saved pages are committed
     ttft: dict[str, tuple[list[float], list[float]]] = {WITH_IMAGE: ([], []), TEXT_ONLY: ([], [])}
     tokens, equal = [], 0
     with here.pair(model, "second") as pair:

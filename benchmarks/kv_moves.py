@@ -112,7 +112,7 @@ class Moves:
         names = [str(i) for i in range(layers)]
         layer = SimpleNamespace(impl=impl)
         self.worker.register(dict(zip(names, self.caches, strict=True)), dict.fromkeys(names, layer))
-        # Scattered, as blocks of a busy engine are; what is loaded goes into the other half.
+        # Scattered, as blocks of a busy engine are; loads go into the other half.
         order = np.random.default_rng(0).permutation(blocks)
         self.source = tuple(int(b) for b in order)
         self.target = tuple(int(b) + blocks for b in reversed(order))
@@ -162,7 +162,7 @@ class Moves:
         return time.perf_counter() - began
 
     def check_loaded(self) -> None:
-        """What was loaded is what was saved, block by block."""
+        """Loaded blocks equal the saved ones."""
         for cache in self.caches:
             _expect(torch.equal(cache[list(self.source)], cache[list(self.target)]), "loaded blocks differ")
 

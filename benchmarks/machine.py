@@ -1,4 +1,4 @@
-"""What the figures were measured on: `python benchmarks/machine.py` prints it."""
+"""Description of the measuring machine: `python benchmarks/machine.py` prints it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What cornplug costs where nothing is shared: throughput and time to first token.
+"""Cost of cornplug where nothing is shared: throughput and time to first token.
 
     python benchmarks/miss_path.py [--quick] [--out DIR]
 
-A stock and a cornplug engine answer the same requests, none of which anybody has seen, in
-blocks that alternate between them. The store runs and takes whatever is saved; the encoder
+A stock and a cornplug engine answer the same requests, all of them new to both, in
+blocks that alternate between them. The store runs and takes all saves; the encoder
 service is configured and absent, so each engine runs its own tower. One series mixes text
 and images, the other is text only.
 """

@@ -1,4 +1,4 @@
-"""What cornplug costs SGLang where nothing is shared: `miss_path.py` with that engine.
+"""Cost of cornplug in SGLang where nothing is shared: `miss_path.py` with that engine.
 
 python benchmarks/miss_path_sglang.py [--quick] [--out DIR]
 """

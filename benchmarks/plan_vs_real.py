@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_real.py [--quick] [--out DIR]
 
 The whole loop on two cores: `cornplug profile` measures two language models through vLLM and a
-tower through the encoder service; `cornplug plan` places them, one model on a core of its own, the
+tower through the encoder service; `cornplug plan` places them, one model on a whole core, the
 other and the tower on half a core each; `cornplug launch` starts real engines and the service;
 Poisson arrivals at the planned rates load them. Half a core is a CPU quota (root only).
 """

@@ -1,4 +1,4 @@
-"""Synthetic pools of any size, from a seed: what `planner_speed.py` solves.
+"""Synthetic pools of any size, from a seed: the instances of `planner_speed.py`.
 
 Component sizes, GPU figures (planner.md's table: memory, bandwidth, dense BF16, AWS prices of
 whole nodes) and the laws of capacity are real ones; the mix of applications is drawn.
@@ -85,7 +85,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Spec:
-    """What `prune` reads of a CellSpec."""
+    """The fields of a CellSpec that `prune` reads."""
 
     cell: Cell
 

@@ -1,11 +1,11 @@
-"""What a lookup in the store costs engines that ask now and then, and engines that ask all the time.
+"""Cost of a lookup in the store to engines that ask now and then, and to engines that ask all the time.
 
     python benchmarks/store_lookups.py [--seconds 5] [--out DIR]
 
 A daemon process and 1, 4 or 8 client processes, none pinned. Paced: each client asks 200 times a second, at
-Poisson times, and finds everybody asleep. Closed loop: each asks again as soon as it has its answer. A lookup
-is one `contains` of 1 or 256 keys, half of them present, answers checked. Latency is of the call, in the
-client; the daemon's CPU is of the whole row.
+Poisson times, and finds all processes asleep. Closed loop: each asks again as soon as it has its answer. A
+lookup is one `contains` of 1 or 256 keys, half of them present, answers checked. Latency is of the call, in
+the client; the daemon's CPU is of the whole row.
 """
 
 from __future__ import annotations

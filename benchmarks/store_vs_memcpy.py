@@ -1,4 +1,4 @@
-"""How much of memcpy's speed the pool keeps, and what a question costs.
+"""How much of memcpy's speed the pool keeps, and the cost of a lookup.
 
     python benchmarks/store_vs_memcpy.py [--out result.json] [--seconds 1.0] [--core 1]
 
@@ -7,7 +7,7 @@ working set is many times the L3 cache, so that memcpy and store both move data 
 DRAM and DRAM, and every buffer was touched before. `put`, `get_into` and `get_fresh` are whole calls
 of `cornplug.store.payload`, one entry each: control messages, copy, checksum, verification.
 `put_batch` and `get_batch` do the same for 16 MiB of entries a call, as connectors do;
-`get_unverified` is the latter without checksums, to show what verification costs.
+`get_unverified` is the latter without checksums, to show the cost of verification.
 """
 
 from __future__ import annotations

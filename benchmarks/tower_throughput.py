@@ -4,8 +4,8 @@
 
 Both sides load one checkpoint with random weights and turn the same processor outputs, in the
 host's memory, into embeddings on the device. transformers takes one image at a time, as an app does
-that calls `get_image_features`; the service's tower and projector take them in batches. What
-preprocessing costs is left out: in the service it overlaps with the tower.
+that calls `get_image_features`; the service's tower and projector take them in batches. The
+cost of preprocessing is left out: in the service it overlaps with the tower.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What asking the store costs a SGLang request that shares nothing, while others decode.
+"""Cost of asking the store to a SGLang request that shares nothing, while others decode.
 
     python benchmarks/ttft_beside_decodes.py [--quick] [--out DIR]
 
 A request that SGLang looks up in its storage misses the batch that is being made, unless the answer
-is there at once: beside running decodes that is one step of theirs. So prompts below a page, which
-nobody looks up, and prompts above it are asked in turns of one server, and the ratio of the two is
-compared between stock and cornplug: what else the machine does meets both.
+is there at once: beside running decodes that is one more decode step. So prompts below a page, which
+are never looked up, and prompts above it are asked in turns of one server, and the ratio of the two is
+compared between stock and cornplug: other load on the machine meets both.
 """
 
 from __future__ import annotations

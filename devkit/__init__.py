@@ -1,1 +1,1 @@
-"""What tests, benchmarks and the demo start and feed: engines, checkpoints, photographs. In no wheel."""
+"""Engines, checkpoints and photographs for tests, benchmarks and the demo. In no wheel."""

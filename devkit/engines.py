@@ -152,7 +152,7 @@ class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
     `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. The server's name for the model is `model` for every server, whatever its folder.
+    added. Every server calls its model `model`.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}

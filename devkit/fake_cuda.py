@@ -1,4 +1,4 @@
-"""CUDA as far as torch goes without a GPU: FakeTensorMode on "cuda:0", and a record of what was done.
+"""CUDA as far as torch goes without a GPU: FakeTensorMode on "cuda:0", and a record of the operations.
 
     with fake_cuda(recorder := Recorder()):
         tensor = torch.empty(8, device="cuda:0")   # shapes and devices, no values
@@ -68,8 +68,8 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def fake_cuda(recorder: Recorder) -> Iterator[None]:
-    """FakeTensorMode with a device "cuda:0", whatever torch was built for; streams and events only
-    note what they are asked for."""
+    """FakeTensorMode with a device "cuda:0", in any build of torch; streams and events only
+    record their calls."""
     _lend_a_guard()
     here = threading.local()
 

@@ -1,6 +1,6 @@
 """A real SGLang server for tests, benchmarks and the demo: by OpenAI API, and by its own `/generate`.
 
-SGLang pins other library versions than vLLM, so it lives in an environment of its own, which
+SGLang pins other library versions than vLLM, so it has a separate environment, which
 `script/setup` makes.
 """
 
@@ -48,7 +48,7 @@ _CPU_ENV: Final = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What `/generate` answered. `logprobs` are of the chosen tokens, in order."""
+    """An answer of `/generate`. `logprobs` are of the chosen tokens, in order."""
 
     text: str
     output_ids: tuple[int, ...]
@@ -69,8 +69,8 @@ class SglangServer(EngineServer):
     """`python -m sglang.launch_server --model-path MODEL`, ready when /health answers 200.
 
     `args` are further command-line arguments; those of `_DEFAULTS`, and without a GPU of
-    `_CPU_DEFAULTS`, that they do not set are added. The server's name for the model is
-    `model`, whatever its folder.
+    `_CPU_DEFAULTS`, that they do not set are added. The server calls its
+    model `model`.
 
     Args:
         python: Interpreter of the environment with SGLang; by default `sglang_python()`.

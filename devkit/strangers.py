@@ -1,4 +1,4 @@
-"""A listener at an encoder's path that answers whatever it is asked: for tests of who is believed."""
+"""A listener at an encoder's path that answers every request: for tests of the clients' trust."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BODY: Final = b"\x66" * 96
 def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[Callable[[], bytes]]:
     """Listen at `path`, as user `uid` (for root only), and answer each request with `BODY`.
 
-    Gives a function that returns all bytes that anybody has sent.
+    Yields a function that returns all bytes that clients have sent.
     """
     heard = bytearray()
     listening = socket.socket(socket.AF_UNIX)
@@ -39,7 +39,8 @@ def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[C
     if uid is None:
         listening.listen()
     else:
-        # The kernel keeps who began to listen; what happens with the descriptor later is the same to it.
+        # The kernel keeps the credentials of the process that began to listen, wherever the descriptor goes
+        # later.
         path.chmod(0o777)
         os.seteuid(uid)
         try:

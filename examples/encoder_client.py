@@ -42,7 +42,7 @@ def many(model: str, images: Sequence[str]) -> int:
 
 
 async def for_asyncio(model: str, images: Sequence[str]) -> None:
-    """The same in an event loop: the service batches what arrives together."""
+    """The same in an event loop: the service batches images that arrive together."""
     async with AsyncEncoderClient() as client:
         async for index, result in client.encode_many(images, model=model):
             print(f"{images[index]}: {result if isinstance(result, CornplugError) else result.shape}")

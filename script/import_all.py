@@ -17,7 +17,7 @@ def main(site: Path) -> int:
     import cornplug
 
     names = ["cornplug", *(m.name for m in pkgutil.walk_packages(cornplug.__path__, "cornplug."))]
-    # Each engine lives in an environment of its own.
+    # Each engine has a separate environment.
     for engine, room in (("vllm", "cornplug.vllm_connector."), ("sglang", "cornplug.sglang_hooks.")):
         if importlib.util.find_spec(engine) is None:
             names = [name for name in names if not name.startswith(room)]

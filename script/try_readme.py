@@ -48,7 +48,7 @@ def _lines(block: str) -> list[str]:
 
 
 class Place:
-    """A folder with tiny models, and settings of its own."""
+    """A folder with tiny models and separate settings."""
 
     def __init__(self, folder: Path, plan: Path) -> None:
         from PIL import Image

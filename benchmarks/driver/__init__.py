@@ -1,1 +1,1 @@
-"""What the benchmarks share: checkpoints, a stock and a cornplug engine side by side, tables."""
+"""Common parts of the benchmarks: checkpoints, a stock and a cornplug engine side by side, tables."""

@@ -1,4 +1,4 @@
-"""Processes kept to a core, and to a share of one: what a plan's share of a device is on a CPU.
+"""Processes kept to a core, and to a share of one: a CPU's equivalent of a plan's share of a device.
 
 Shares are CPU quotas of a control group (version 1 or 2), which only root may make.
 """
@@ -17,7 +17,7 @@ _PERIOD_US = 10_000
 
 
 def pin(pids: Iterable[int], cores: Iterable[int]) -> None:
-    """Keep every thread of these processes, and what they start from now on, to `cores`."""
+    """Keep every thread of these processes, and later ones that they start, to `cores`."""
     wanted = set(cores)
     for pid in pids:
         try:

@@ -124,7 +124,7 @@ def _model(path: Path) -> Any:
 
 
 def _crop(rng: np.random.Generator) -> bytes:
-    """A piece of a photograph, of a place and size of its own."""
+    """A piece of a photograph, of random place and size."""
     every = photos()
     while True:
         photo = every[rng.integers(len(every))]

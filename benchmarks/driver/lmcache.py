@@ -31,7 +31,7 @@ class Lmcache(ManagedProcess):
             raise FileNotFoundError(f"{SITE.name} is not there. Run: script/lmcache-site")
         self._folder = folder
         self._port, self._http = free_port(), free_port()
-        # What keys a chunk must not change from process to process.
+        # The parts of a chunk's key must not change from process to process.
         self._env: Mapping[str, str] = {"PYTHONPATH": str(SITE), "PYTHONHASHSEED": "0"}
         python = sglang_python()
         assert python is not None

@@ -44,7 +44,7 @@ class Took:
 
 
 def arrivals(rate: float, n: int, seed: int) -> np.ndarray:
-    """Times of `n` Poisson arrivals, (n,), stretched so that their rate is what was asked for."""
+    """Times of `n` Poisson arrivals, (n,), stretched so that their rate is `rate`."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
     return times * (n / rate / times[-1])
 
@@ -72,7 +72,7 @@ def body(text: str, output_tokens: int, image: bytes | None = None) -> dict[str,
 
 
 def run(requests: Sequence[Arrival]) -> list[Took]:
-    """Send each at its time, whatever became of the others; how they went, in their order."""
+    """Outcomes of the arrivals, in their order; each is sent at its time, also while others wait."""
     return asyncio.run(_run(sorted(requests, key=lambda r: r.at_s)))
 
 

@@ -1,4 +1,4 @@
-"""What is asked: words of a chosen length and images that were never seen before."""
+"""Requests: words of a chosen length and images that were never seen before."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one side did with a list of requests."""
+    """Outcome of a list of requests on one side."""
 
     answers: tuple[Answer, ...]
     wall_s: float

@@ -1,7 +1,7 @@
 """The processes of one benchmark: a store, an encoder service, and engines with equal flags.
 
-A stock and a cornplug engine live side by side and take turns, so that whatever else changes
-on the machine meets both; while one answers the other waits, and what it uses meanwhile is
+A stock and a cornplug engine live side by side and take turns, so that other changes
+on the machine meet both; while one answers the other waits, and its idle CPU time is
 measured. Both get the same environment and flags but for cornplug's own.
 """
 
@@ -33,7 +33,7 @@ _SOURCES = ("store", "service_computed", "service_coalesced", "service_cached")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line said."""
+    """Options of the command line."""
 
     quick: bool
     out: Path
@@ -66,7 +66,7 @@ class Pair:
 
 
 class Stage:
-    """Starts processes in a folder of its own, which goes with them.
+    """Starts processes in a temporary folder, which goes with them.
 
     `flags` are vLLM's, `sglang_flags` SGLang's; the stock and the cornplug side get the same.
     """
@@ -139,7 +139,7 @@ def cpu_s(process: EngineServer) -> float:
 
 
 class Idle:
-    """What each engine of a pair used while it had nothing to do."""
+    """CPU time of each engine of a pair while it was idle."""
 
     def __init__(self, pair: Pair) -> None:
         self._names = {pair.stock: "stock", pair.cornplug: "cornplug"}
@@ -148,7 +148,7 @@ class Idle:
 
     @contextmanager
     def watch(self, engine: EngineServer) -> Iterator[None]:
-        """Count what `engine` uses inside the block."""
+        """Count the CPU time of `engine` inside the block."""
         name = self._names[engine]
         used, began = cpu_s(engine), time.monotonic()
         yield
@@ -162,7 +162,7 @@ class Idle:
 
 def hits(server: EngineServer, what: str) -> Counter[str]:
     """Items of `what` that this engine has had from elsewhere so far, by source."""
-    # What a step counted comes out with the next one.
+    # A step's counters come out with the next one.
     for _ in range(2):
         server.chat("so", max_tokens=2)
     return Counter(

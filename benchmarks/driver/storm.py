@@ -1,4 +1,4 @@
-"""Open-loop load on an encoder service: apps that send at their own pace, whatever becomes of it."""
+"""Open-loop load on an encoder service: apps that send at their own pace, answered or not."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class App:
-    """One app: what it sends, and how it says who it is."""
+    """One app: its load, and the headers that identify it."""
 
     name: str
     qos: str
     load: float
-    """Of what the service can do."""
+    """Part of the service's capacity."""
     deadline_s: float
     headers: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One request, and what came of it."""
+    """One request, and its outcome."""
 
     app: str
     sent_s: float
@@ -45,7 +45,7 @@ class Asked:
 
 
 class Images:
-    """Images that nobody has asked about: coarse random patches."""
+    """Images that no cache holds: coarse random patches."""
 
     def __init__(self, edge: int, kind: str = "PNG") -> None:
         self._edge = edge
@@ -79,7 +79,7 @@ class Client:
         images: Iterator[bytes],
         by_app: Mapping[str, Iterator[bytes]] = MappingProxyType({}),
     ) -> None:
-        """`by_app`: what apps send instead of `images`, by their names."""
+        """`by_app`: images of single apps, by their names, instead of `images`."""
         self._by_app = by_app
         self._url = url
         self._model = model
@@ -91,7 +91,7 @@ class Client:
         return asyncio.run(self._capacity(seconds, at_once))
 
     def storm(self, apps: Sequence[App], capacity: float, seconds: float, seed: int) -> list[Asked]:
-        """What became of every request of `apps` (Poisson arrivals) over `seconds`."""
+        """Outcomes of every request of `apps` (Poisson arrivals) over `seconds`."""
         return asyncio.run(self._storm(apps, capacity, seconds, seed))
 
     async def _capacity(self, seconds: float, at_once: int) -> float:

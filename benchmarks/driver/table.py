@@ -25,7 +25,7 @@ class Row:
     stock: Sequence[float]
     cornplug: Sequence[float]
     target: float | None = None
-    """What the ratio cornplug / stock has to be; None where nothing was promised."""
+    """The target of the ratio cornplug / stock; None without a promise."""
     better: Literal["lower", "higher"] = "lower"
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Report:
     """How it was measured, one sentence each."""
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else was seen: counters, equal answers, work of idle engines."""
+    """Further observations: counters, equal answers, work of idle engines."""
 
     @property
     def headings(self) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ host = "127.0.0.1"
 
 [rules]
 n_plus_one = false
-# What stands on one core shares no more than its time: quotas are exact, caches are a core's own.
+# Processes on one core share no more than its time: quotas are exact, caches are per core.
 interference = 0.0
 max_utilisation = 0.95
 online_share = 0.95

@@ -1,7 +1,7 @@
 """Checkpoints with random weights, made on the spot: a few MB for tests, any size for timing.
 
 Weights are drawn tensor by tensor from (seed of the part, name), so two checkpoints of one
-`tower_seed` hold the same tower bit for bit whatever their language models are. Names,
+`tower_seed` hold the same tower bit for bit, with any language models. Names,
 configs and tokenizers are in the published form, which vLLM and SGLang load unchanged.
 
 Greedy decoding says printable text and never stops early: the rows of `lm_head` for

@@ -66,7 +66,7 @@ def llava(
     """A LLaVA-1.5: CLIP tower, two-layer projector, Llama. Returns `path`.
 
     `vision` holds CLIPVisionConfig fields (`TINY_CLIP`, `CLIP_L_336`, or `{**TINY_CLIP, ...}`).
-    The projector has `llm_seed` unless it is given one of its own. Rows an image:
+    The projector has `llm_seed` unless `projector_seed` is given. Rows an image:
     (image_size / patch_size) squared. `config` overrides fields of config.json.
     """
     folder = make_folder(path)

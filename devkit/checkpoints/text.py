@@ -50,7 +50,7 @@ def deepseek_v2(
 ) -> Path:
     """A DeepSeek-V2 of dense layers: multi-head latent attention (MLA). Returns `path`.
 
-    An engine caches `kv_lora_rank + rope_dim` numbers a token and layer, whatever `heads`.
+    An engine caches `kv_lora_rank + rope_dim` numbers per token and layer, independent of `heads`.
     """
     folder = make_folder(path)
     ids = qwen2_tokenizer(folder)

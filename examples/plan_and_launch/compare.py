@@ -1,4 +1,4 @@
-"""Two plans side by side: what they cost and what users see.
+"""Two plans side by side: their costs and users' latencies.
 
     python examples/plan_and_launch/compare.py [PLAN.json] [HAND_MADE.json]
 

@@ -1,10 +1,10 @@
-"""Plans the four services, plans what is made by hand, and shows the difference.
+"""Plans the four services, plans the deployment made by hand, and shows the difference.
 
     script/demo plan_and_launch [--out DIR] [--launch]
 
 Planning needs no GPU. `--launch` goes on to the small plan that this machine can run: it profiles
-tiny models on its cores, plans for two of them, starts the plan's real processes and compares what
-they do with the simulation of the plan (benchmarks/plan_vs_real.py; ten minutes, as root).
+tiny models on its cores, plans for two of them, starts the plan's real processes and compares their
+latencies with the simulation of the plan (benchmarks/plan_vs_real.py; ten minutes, as root).
 """
 
 from __future__ import annotations

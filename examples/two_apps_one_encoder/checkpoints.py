@@ -1,7 +1,7 @@
 """The demo's three models, made on the spot: real shapes and tensor names, random weights.
 
 `helpdesk` and `catalogue` are LLaVA-1.5s: the same CLIP tower bit for bit, language models of
-another width and depth, and a projector each. `archive` is a Qwen2-VL with a tower of its own.
+another width and depth, and a projector each. `archive` is a Qwen2-VL with another tower.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two apps, two language models, one vision tower: what they share, request by request.
+"""Two apps, two language models, one vision tower: the shared work, request by request.
 
 The same requests go first to stock `vllm serve`, then to engines with `--kv-connector
 cornplug` beside one `cornplug encoder`. Exit status: 0 when every answer is stock's and the
@@ -37,7 +37,7 @@ _FAILURES = (RequestFailed, CornplugError, httpx.HTTPError, RuntimeError, OSErro
 
 
 class Demo:
-    """The acts in their order, and what is said meanwhile."""
+    """The acts in their order, and the lines printed meanwhile."""
 
     def __init__(self, host: Host, console: Console, progress: Progress) -> None:
         self._host = host
@@ -107,7 +107,7 @@ class Demo:
                 engines = self._host.engines(stack, apps, shared=shared)
             yield {engine.app.name: engine for engine in engines}
 
-    # -- what is said -----------------------------------------------------------------------
+    # -- printed lines -----------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
         self._console.print(f"\n[bold]{text}")

@@ -1,8 +1,8 @@
-"""A host of the demo's own: folders, sockets and processes that meet nobody else's.
+"""A separate host for the demo: folders, sockets and processes that meet no other user's.
 
 Everything lives below one temporary folder. Each process that the demo starts, and each that
 those start (the store, which belongs to no engine), inherits that folder in its environment;
-that is how the last of them is found and ended, whatever way the demo ends.
+by it the last of them is found and ended, however the demo ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Engine(VllmServer):
 
 
 class Host:
-    """The private folder and what runs in it. A context manager: exit ends and removes it all."""
+    """The private folder and its processes. A context manager: exit ends and removes it all."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cornplug-demo-"))
@@ -102,7 +102,7 @@ class Host:
         """`cornplug encoder` for all apps' models."""
         models = [app.model for app in apps]
         log = self.folder / "logs" / "encoder.log"
-        # As many as vLLM gives itself here: one core is for whoever else has to answer.
+        # As many as vLLM gives itself here: one core is for the other processes that have to answer.
         threads = ("--threads", str(max(1, len(os.sched_getaffinity(0)) - 1)))
         return EncoderProcess(models, *threads, socket=self.encoder_socket, dtype=DTYPE, log=log)
 
@@ -115,7 +115,7 @@ class Host:
             return pid
 
     def store_stat(self) -> StoreStat:
-        """What the store holds. Raises StoreUnavailable when it does not answer."""
+        """Size and content of the store. Raises StoreUnavailable when it does not answer."""
         store = PoolStore(StoreConfig(socket=self.store_socket), autostart=False)
         try:
             return store.stat(deadline_s=5)

@@ -1,4 +1,4 @@
-"""What each request really cost and took, read from counters before and after it.
+"""The measured cost of each request, read from counters before and after it.
 
 Requests go one by one, so a counter's difference belongs to the request between. Counters of
 an engine reach its /metrics with its next step: a tiny text request makes that step happen.
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def tower(self) -> str:
-        """Who ran the tower for this request."""
+        """The process that ran the tower for this request."""
         ran = {"service": self.service_passes, "engine": self.engine_passes}
         return " and ".join(who for who, passes in ran.items() if passes) or "nobody"
 
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """The rows, and what the warm-up took from the encoder's count."""
+    """The rows, and the warm-up's part of the encoder's count."""
 
     encoder_url: str
     rows: list[Row] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Ledger:
         reused = made.of("vllm:prefix_cache_hits_total") + made.of("cornplug_saved_tokens_total")
         return "not needed" if reused >= image_end else "?"
 
-    # -- what must hold ---------------------------------------------------------------------
+    # -- promises --------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
         """Everything that makes the demo a failure; empty when it succeeded."""

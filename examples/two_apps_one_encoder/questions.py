@@ -1,4 +1,4 @@
-"""What the apps are asked: real photographs, a house preamble, and several questions."""
+"""The questions to the apps: real photographs, a house preamble, and several questions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sitting:
-    """Two engines, started together, and what they are asked."""
+    """Two engines, started together, and their questions."""
 
     apps: tuple[App, App]
     warm_up: tuple[Request, ...]
@@ -74,8 +74,8 @@ class Sitting:
 def sittings(apps: Apps) -> tuple[Sitting, Sitting]:
     """The whole demo's requests in their order, the same for stock engines and for shared ones.
 
-    In the second sitting `helpdesk` has a fresh engine. Its warm-up also repeats what its
-    predecessor answered: the path that loads KV is then warm as well.
+    In the second sitting `helpdesk` has a fresh engine. Its warm-up also repeats questions that
+    its predecessor answered: the path that loads KV is then warm as well.
     """
     first, second = WARM_UP
     return (
@@ -97,7 +97,7 @@ def sittings(apps: Apps) -> tuple[Sitting, Sitting]:
 
 
 def _both_apps(apps: Apps) -> tuple[Request, ...]:
-    """Two questions about each image, the apps taking turns at who comes first."""
+    """Two questions about each image, the apps taking turns at coming first."""
     asked: list[Request] = []
     for n, image in enumerate(IMAGES):
         turn = (apps.helpdesk, apps.catalogue)[:: 1 if n % 2 == 0 else -1]

@@ -1,4 +1,4 @@
-"""What the demo prints at its end. Knows the ledger, nothing of engines."""
+"""The tables at the demo's end. Knows the ledger, nothing of engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.store.base import StoreStat
 
 
 def models(apps: Sequence[App]) -> Table:
-    """Each app's fingerprints; what two apps have in common is marked."""
+    """Each app's fingerprints; equal ones are marked."""
     table = Table(title="Three checkpoints, by what their results depend on", box=box.SIMPLE)
     for column in ("app", "tower", "projector", "language model"):
         table.add_column(column, no_wrap=True)

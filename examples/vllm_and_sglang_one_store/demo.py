@@ -1,8 +1,8 @@
-"""vLLM and SGLang of one checkpoint, one store, one encoder: who computed what.
+"""vLLM and SGLang of one checkpoint, one store, one encoder: the origin of each result.
 
 Each question goes first to a stock engine of each kind, then to `vllm serve --kv-connector
-cornplug` and `sglang.launch_server --enable-cornplug`, turn by turn: whoever comes second
-continues what the other one prefilled. Exit status: 0 when every answer is stock's, every
+cornplug` and `sglang.launch_server --enable-cornplug`, turn by turn: the second engine
+continues the prefix of the first. Exit status: 0 when every answer is stock's, every
 image went through a tower once and the second engine took its prefix from the store; 1
 when not.
 """
@@ -72,7 +72,7 @@ WARM_UP: Final = (Turn("", "A rehearsal.", 3, False), Turn("", "A rehearsal, wit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one turn took and gave."""
+    """The cost and the answer of one turn."""
 
     turn: Turn
     answer: Answer
@@ -94,7 +94,7 @@ class Row:
         found = [] if self.same else ["another answer than stock's"]
         if self.passes != int(first_of_image):
             found.append(f"{self.passes} tower passes")
-        # The last page or two hold the new question, which nobody has seen.
+        # The last page or two hold the new question, which no engine has seen.
         if self.turn.second and self.from_store < shareable - 2 * PAGE:
             found.append(f"only {self.from_store} of {shareable} tokens from the store")
         return found
@@ -187,7 +187,7 @@ class Demo:
 
 
 def settle(server: EngineServer, store: StoreProcess) -> None:
-    """Let what was computed reach the store, and counters /metrics, before the other is asked.
+    """Wait until computed entries are in the store, and counters at /metrics, before the other is asked.
 
     vLLM's come with its next steps.
     """

@@ -45,7 +45,7 @@ def _section(words: tuple[str, ...]) -> str:
 
 
 def help_of(words: tuple[str, ...]) -> str:
-    """What `cornplug WORDS --help` prints."""
+    """Output of `cornplug WORDS --help`."""
     out = io.StringIO()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CORNPLUG_")}
     with (

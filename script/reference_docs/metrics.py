@@ -56,19 +56,19 @@ def page() -> str:
 
 
 def engines() -> list[Series]:
-    """What engines count."""
+    """Metrics of engines."""
     return [Series(name, m.kind, m.labels, m.help) for name, m in METRICS.items()]
 
 
 def service() -> list[Series]:
-    """What the encoder service counts."""
+    """Metrics of the encoder service."""
     registry = ServiceMetrics(lambda: 0.0).registry
     registry.register(ReplicaMeters(()))
     return sorted(_registered(registry))
 
 
 def admission() -> list[Series]:
-    """What the middleware in front of vLLM counts."""
+    """Metrics of the middleware in front of vLLM."""
     registry = CollectorRegistry()
     admission_meters(registry)
     return sorted(_registered(registry))

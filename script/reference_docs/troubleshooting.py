@@ -45,7 +45,7 @@ class Remedy(NamedTuple):
 
 
 def reasons() -> Mapping[str, Mapping[str, Remedy]]:
-    """Section -> reason -> what it means and what to do."""
+    """Section -> reason -> its meaning and its remedy."""
     sections = tomllib.loads(REASONS_FILE.read_text())
     return {title: {word: Remedy(*said) for word, said in rows.items()} for title, rows in sections.items()}
 

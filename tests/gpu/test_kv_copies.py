@@ -100,7 +100,7 @@ def test_block_copies_wait_for_the_engines_forward() -> None:
 
 
 def test_block_copies_beside_busy_stream_are_complete() -> None:
-    """What is read has arrived: the engine's stream never rests, another thread copies."""
+    """Each copied slab is complete: the engine's stream never rests, another thread copies."""
     of = caches(ORDERS["LBNHC"])
     values = filled(of)
     out = copies(of)

@@ -1,5 +1,4 @@
-"""Each family's embeddings, on real engines: what the encoder service makes is what the engine's own
-tower makes.
+"""Each family's embeddings, on real engines: the encoder service's equal those of the engine's own tower.
 
 One service knows all models. An engine is asked about two images, one of them wide: it takes both
 embeddings from the service, then those that a client had made, and, under another salt and with the service

@@ -1,5 +1,5 @@
-"""Engines with a risky command line start beside our connectors, answer as stock, and log what they leave
-out.
+"""Engines with a risky command line start beside our connectors, answer as stock, and log their
+exclusions.
 
 The many other lines, without a start: `tests/vllm_connector/test_start_matrix.py`.
 """

@@ -1,5 +1,5 @@
-"""One store, one encoder service, vLLM and SGLang of one checkpoint: neither engine computes again what the
-other has computed, and each answers as stock."""
+"""One store, one encoder service, vLLM and SGLang of one checkpoint: neither engine computes the
+other's entries again, and each answers as stock."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ BF16 = ("--dtype", "bfloat16")
 @pytest.fixture(scope="module")
 def halves(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Engines v16 and s16 of the same checkpoint in bfloat16, without an encoder service: each
-    publishes the output of its own tower."""
+    publishes its tower's output."""
     for server in both.servers.values():
         server.stop()
     both.encoder.stop()

@@ -1,6 +1,6 @@
 """`python vllm_videos.py GROUP_FILE MODEL ...`: one video through vLLM's own tower and through ours.
 
-In a process of its own, for vLLM wants a process group. Prints a line of JSON for each model:
+In a separate process, for vLLM wants a process group. Prints a line of JSON for each model:
 [shape of the embedding, largest difference].
 """
 
@@ -42,7 +42,7 @@ def main(group_file: str, models: list[str]) -> None:
 
 
 def compare(model: Any, path: str, config: VllmConfig) -> tuple[list[int], float]:
-    """vLLM leaves normalising to the device, so its pixels are raw; ours are what its norm makes of them."""
+    """vLLM leaves normalising to the device, so its pixels are raw; ours are normalised by its norm."""
     t, h, w = GRID
     values = 6 * int(config.model_config.hf_config.vision_config.patch_size) ** 2
     torch.manual_seed(0)
