@@ -1,1 +1,1 @@
-"""Who may ask the service, and the record of it."""
+"""Access rules of the service, and its audit log."""

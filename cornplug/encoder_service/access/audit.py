@@ -1,6 +1,6 @@
-"""Who did what that an operator answers for: one JSON line each, in the logger "cornplug.audit".
+"""Audit log: one JSON line for each reload and each refused access, in the logger "cornplug.audit".
 
-Reloads, and requests that were refused for who sent them. A flood of refusals is counted, not written.
+At most 10 refusals a second are written, after a burst of 100; the rest are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AUDITED: Final = frozenset(
         "forbidden_receiver",
     }
 )  # fmt: skip
-"""Reasons of refusals that are about the caller, not about what was sent."""
+"""Reasons of refusals that concern the caller, not its request."""
 _BURST: Final = 100
 _PER_S: Final = 10.0
 _SHOWN: Final = 200
@@ -37,7 +37,7 @@ class AuditLog:
         self._left_out = 0
 
     def refused(self, request: HTTPConnection, reason: str) -> None:
-        """One refusal; nothing for a reason that is not of `AUDITED`, or beyond 10 lines a second."""
+        """Log one refusal, unless its reason is not in `AUDITED` or the rate limit is reached."""
         if reason not in AUDITED:
             return
         now = self._clock()
@@ -52,11 +52,11 @@ class AuditLog:
         log.warning("%s", _line("refused", _who(request), reason=reason, **extra))
 
     def did(self, what: str, request: HTTPConnection, **about: Any) -> None:
-        """Something that an operator's request has done."""
+        """Log an operator's request that took effect."""
         log.info("%s", _line(what, _who(request), **about))
 
     def did_here(self, what: str, **about: Any) -> None:
-        """The same by a signal."""
+        """Log an operation that a signal started."""
         log.info("%s", _line(what, {"by": "signal"}, **about))
 
 

@@ -1,9 +1,9 @@
 """The asyncio client of one or several encoder services, torch-free.
 
-    medium ──Outgoing──> ranking by its content ──> Attempts ──> POST ──> EmbeddingRef
-                                       └─ next service <── Circuits <──┘ down, busy, garbage
+    medium ──MediaPayload──> ranking by content ──> RetrySequence ──> POST ──> EmbeddingRef
+                                    └─ next service <── CircuitBreakers <──┘ down, busy, bad response
 
-Asking again is always safe: an embedding is named by what it is made of.
+A retry is always safe: an embedding's key is a digest of its content.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 
 from cornplug.config import load
-from cornplug.encoder_service.client import http_transport, rendezvous
-from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client import http_transport, rendezvous, responses
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.encode_many import EncodeManyBatch, Result
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
@@ -32,7 +31,7 @@ from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
 CONCURRENCY: Final = 32
-"""Items of one `encode_many` under way at a time."""
+"""Largest number of items of one `encode_many` in flight."""
 
 Services = str | Sequence[str] | Mapping[str, float]
 """A URL, several, or {url: weight}."""
@@ -43,13 +42,14 @@ class AsyncEncoderClient:
     """Embeddings of media, over HTTP. For one event loop; `close` it, or use it in `async with`.
 
     Args:
-        services: one URL, several, or {url: weight}: each medium has its own order of them, so that
-            repeats meet their cache. None: `encoder.urls`, else `encoder.host` and `encoder.port`.
-        store: read embeddings from here, verified, where the service has put them.
+        services: one URL, several, or {url: weight}. Each medium has its own order of them, so that
+            a repeated medium goes to the service that has it cached. None: `encoder.urls`, else
+            `encoder.host` and `encoder.port`.
+        store: a store to read embeddings from, verified, that the service published there.
             None: this host's store if one answers, for services of this host found by configuration.
-        deadline_s: longest wait for one embedding, with all that is tried; None: `encoder.deadline_s`.
+        deadline_s: longest wait for one embedding, retries included; None: `encoder.deadline_s`.
         api_key: sent as `Authorization: Bearer`.
-        app: in whose name, for the service's metrics and classes; None: the service's default.
+        app: the app that the service counts and classifies the requests by; None: the service's default.
         service_class: the class of service to ask for; None: that of the key or app.
         transport: how to reach the services, for tests and proxies (httpx's own seam).
     """
@@ -74,7 +74,7 @@ class AsyncEncoderClient:
             near = self._own_store = local_store(config)
             self._stores = {url: near if is_here(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": answers.RAW, "accept-encoding": "identity"}
+        headers = {"accept": responses.RAW, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:
@@ -116,7 +116,7 @@ class AsyncEncoderClient:
     async def single(
         self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
-        """As `encode`, for what is ready to be sent."""
+        """As `encode`, for a medium that is read and packed."""
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
             return await self._encode_at(url, timeout_s, medium, model, cache_salt)
@@ -134,9 +134,9 @@ class AsyncEncoderClient:
     ) -> AsyncIterator[Result]:
         """(index, reference or error) of each item as it finishes, in any order.
 
-        Those that one service keeps travel in one request; what that leaves undone is tried again, each
-        on its own. `deadline_s` is for each item, from when it is taken; `concurrency` are under way at
-        a time. Items are taken as there is room, so a generator of millions costs no memory.
+        Items of the same first service share a request; items that it did not answer are retried one by
+        one. `deadline_s` counts for each item from when it is taken; at most `concurrency` items are in
+        flight. Items are taken as others finish, so a generator of millions costs no memory.
         """
         waiting = iter(enumerate(items))
         ended: asyncio.Queue[Result] = asyncio.Queue()
@@ -144,7 +144,7 @@ class AsyncEncoderClient:
         windows: set[asyncio.Task[None]] = set()
         try:
             while True:
-                # Half of them at least, so that they travel together.
+                # At least half of them at once, so that they share requests.
                 if under_way <= concurrency // 2:
                     entries = list(itertools.islice(waiting, concurrency - under_way))
                     if entries:
@@ -168,24 +168,24 @@ class AsyncEncoderClient:
     def window(
         self, put: Callable[[Result], None], *, model: str, cache_salt: str | None, deadline_s: float | None
     ) -> EncodeManyBatch:
-        """Some items to send together; `put` gets each result."""
+        """A batch of items to send together; `put` gets each result."""
         return EncodeManyBatch(
             self, put, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """What the first service that answers serves: name, family, identity and fingerprints (hex),
-        dtype, hidden_size."""
+        """The models of the first service that answers: name, family, identity and fingerprints (hex), dtype,
+        hidden_size."""
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
-            return answers.models(
+            return responses.models(
                 await http_transport.exchange(self._http, "GET", f"{url}/v1/models", timeout_s)
             )
 
         return await self._attempt(b"", send, None)
 
     async def close(self) -> None:
-        """End the connections. References stay valid: their bytes are their own."""
+        """End the connections. References stay valid: each holds its own copy of the bytes."""
         await self._http.aclose()
         if self._own_store is not None:
             self._own_store.close()
@@ -201,7 +201,7 @@ class AsyncEncoderClient:
     async def _attempt(
         self, content: bytes, send: Callable[[str, float], Awaitable[T]], deadline_s: float | None
     ) -> T:
-        """What `send(url, timeout_s)` gives at the first service that does it."""
+        """The result of `send(url, timeout_s)` at the first service where it succeeds."""
         order = rendezvous.ranking(content, self._services)
         attempts = RetrySequence(
             order,
@@ -222,7 +222,7 @@ class AsyncEncoderClient:
             except RemoteFailure as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
-                # What an earlier try saw says more than that the last one had no time left.
+                # An earlier error says more than a timeout of the last try, which had little time left.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
         raise last or EncoderUnavailable(
@@ -250,7 +250,7 @@ class AsyncEncoderClient:
         self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
-        # Where no store has it, or the entry was gone before we came, the bytes travel in the answer.
+        # Without a store, or if the entry was evicted before it was read, the bytes come with the answer.
         for source in [store, None] if store is not None else [None]:
             answer = await http_transport.exchange(
                 self._http,
@@ -261,23 +261,23 @@ class AsyncEncoderClient:
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store answers in microseconds, within its own deadline: not worth a thread.
-            ref = answers.embedding(answer, source)
+            ref = responses.embedding(answer, source)
             if ref is not None:
                 return ref
         raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_bad_response")
 
     def first(self, medium: MediaPayload) -> str:
-        """The service that keeps a medium."""
+        """The first service in the order for a medium."""
         return rendezvous.ranking(medium.content, self._services)[0]
 
     def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
-        """What an answer of `url` carries or names, see `answers.embedding`."""
-        return answers.embedding(answer, self._stores[url])
+        """The embedding of an answer from `url`, see `responses.embedding`."""
+        return responses.embedding(answer, self._stores[url])
 
     def stream(
         self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-        """As `exchange.stream`."""
+        """As `http_transport.stream`."""
         fields = http_transport.form(model, cache_salt, timeout_s, inline=self._stores[url] is None)
         return http_transport.stream(self._http, url, media, fields, timeout_s)
 

@@ -1,4 +1,4 @@
-"""What a client holds of an embedding: its name, and a verified copy of its bytes."""
+"""A client's reference to an embedding: its key, and a verified copy of its bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORE_DEADLINE_S: Final = 0.25
 class EmbeddingRef:
     """One embedding, shape (rows, hidden_size), read-only.
 
-    Its bytes are its own: verified, and independent of what becomes of the store and the service.
+    It holds its own verified copy of the bytes, and stays valid when the store or the service ends.
     """
 
     key: bytes
@@ -36,13 +36,13 @@ class EmbeddingRef:
     origin: str
     """"computed" for this request, "coalesced" with another one, or "cached"."""
     service_time_s: float
-    """The service's time from receipt to answer."""
+    """Seconds from receipt to answer in the service."""
     handle: str | None = None
     """Signed by the service: stands for the image in a request to an engine, see `wire.embedding_handle`."""
     data: memoryview = field(repr=False)
     """The bytes, read-only."""
     in_store: bool = False
-    """Whether they were read from this host's store, and did not come with the answer."""
+    """Whether the bytes were read from this host's store; else they came with the answer."""
 
     @classmethod
     def inline(
@@ -56,7 +56,7 @@ class EmbeddingRef:
         data: bytes,
         handle: str | None = None,
     ) -> EmbeddingRef:
-        """A reference to bytes that came with the answer. ValueError when they do not fill the shape."""
+        """A reference to bytes that came with the answer. Raises ValueError if they do not fill the shape."""
         _check_size(dtype, shape, len(data))
         return cls(
             key=key,
@@ -69,14 +69,14 @@ class EmbeddingRef:
         )
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """A read-only array. numpy has no bfloat16: that is widened to float32, exactly."""
+        """A read-only array. bfloat16, which numpy lacks, is widened to float32, exactly."""
         if self.dtype == "bfloat16":
             narrow = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             return (narrow << 16).view(np.float32).reshape(self.shape)
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of the caller's own: torch knows no read-only ones, so this is a copy."""
+        """A new tensor, on CPU: a copy, as torch has no read-only tensors."""
         # Not an import statement: this module must load where there is no torch.
         torch = importlib.import_module("torch")
 
@@ -84,7 +84,7 @@ class EmbeddingRef:
         return flat.reshape(self.shape)
 
     def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
-        """A content part for vLLM's OpenAI API, in the image's place. See `request_parts.vllm_part`."""
+        """A content part for vLLM's OpenAI API, in place of the image. See `openai_parts.vllm_part`."""
         return openai_parts.vllm_part(self, by_value=by_value)
 
 
@@ -97,12 +97,11 @@ def from_store(
     handle: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
-    """A reference to a verified copy of what the store has; None where it has it not (any more).
+    """A reference to a verified copy of a stored embedding; None if the store lacks or has evicted it.
 
-    A copy, as a lease cannot be held for as long as an array lives: it expires, it ends with the
-    connection, and a list of references would keep the store's room from everybody. A store that
-    does not answer, or an entry that is damaged, gives None too: the caller asks the service for
-    the bytes.
+    A copy, as a lease cannot last as long as an array: it expires, it ends with the connection, and a
+    list of references would pin the store's memory. A store that does not answer and a damaged entry
+    give None too: the caller then asks the service for the bytes.
     """
     try:
         found = get_payload(store, key, deadline_s=deadline_s)

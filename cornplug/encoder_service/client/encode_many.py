@@ -1,7 +1,7 @@
-"""Many media: in one request to each service, and what that leaves undone one by one.
+"""Many media: one request to each service, then the unanswered media one by one.
 
-window of items ──by first service──> one request of some ──part──> result
-                                               └─ refused for now, lost, late ─> each on its own,
+batch of items ──by first service──> one request of several ──part──> result
+                                               └─ refused for now, lost, late ─> one by one,
                                                   with retries and fail-over, in the time left
 """
 
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import httpx
 
-from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client import responses
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.media_payload import Item, MediaPayload
 from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
@@ -24,41 +24,41 @@ from cornplug.errors import CornplugError, EncoderError, EncoderRefused, Encoder
 
 ITEMS: Final = 16
 BYTES: Final = 16 << 20
-"""Most of one request: a service takes 64 items and 64 MiB."""
+"""Limits of one request: a service takes 64 items and 64 MiB."""
 _TOO_MUCH: Final = frozenset({"too_large", "too_many_items"})
-"""Said of a request, not of its items."""
+"""Reasons that concern a request, not its items."""
 
 Result = tuple[int, EmbeddingRef | CornplugError]
 
 
 class ItemSender(Protocol):
-    """What a client gives for it."""
+    """The client's half: sends media and reads answers."""
 
     circuits: CircuitBreakers
 
     def first(self, medium: MediaPayload) -> str:
-        """The service that keeps a medium."""
+        """The first service in the order for a medium."""
         ...
 
     async def single(
         self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
-        """One medium, at whichever service does it."""
+        """The embedding of one medium, with retries and fail-over."""
         ...
 
     def stream(
         self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-        """(position, answer) of each, as they come."""
+        """(position, answer) of each medium, as they come."""
         ...
 
     def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
-        """None where the answer names an entry that the store has no more."""
+        """The answer's embedding; None if it is in neither the answer nor the store."""
         ...
 
 
 class EncodeManyBatch:
-    """Some items of one `encode_many`, sent together. `put` gets each result once, as it is there."""
+    """Items of one `encode_many` that are sent together. `put` gets each result once, as it arrives."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EncodeManyBatch:
         self._left: set[int] = set()
 
     async def run(self, entries: Sequence[tuple[int, Item]]) -> None:
-        """Ends by the deadline. However it ends, every entry has its result."""
+        """Send the items; ends by the deadline. In every case each item gets one result."""
         self._left = {index for index, _ in entries}
         try:
             made = await asyncio.gather(*(self._outgoing(index, item) for index, item in entries))
@@ -145,7 +145,7 @@ class EncodeManyBatch:
             circuits.answered(url)
 
     def _read(self, url: str, index: int, answer: HttpAnswer) -> None:
-        """Settle what is settled; the rest is left for another try."""
+        """Settle an item that has its embedding or a final refusal; others are retried."""
         try:
             ref = self._sender.embedding(url, answer)
         except EncoderRefused as e:
@@ -180,5 +180,5 @@ def part_answer(url: str, head: Mapping[str, str], body: bytes) -> tuple[int, Ht
     position = head.get("x-cornplug-index", "")
     if not position.isdigit():
         raise EncoderUnavailable(f"{url}: a part without its index", reason="encoder_bad_response")
-    status = 200 if "x-cornplug-key" in head else answers.status_in(body)
+    status = 200 if "x-cornplug-key" in head else responses.status_in(body)
     return int(position), HttpAnswer(url=url, status=status, headers=dict(head), body=body)

@@ -1,4 +1,4 @@
-"""What the configuration says of services and of this host's store."""
+"""Services and this host's store, by the configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cornplug.store.base import Store
 
 
 def configured(config: Config) -> Sequence[str]:
-    """The services that the configuration names."""
+    """URLs of the configured services."""
     host = config.encoder.host
     return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
 
 
 def is_here(url: str) -> bool:
-    """Whether a service is on this host, where it shares our store."""
+    """Whether a service is on this host, and so publishes in this host's store."""
     return is_loopback(urlsplit(url).hostname or "")
 
 
@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_name(name: str) -> str:
-    """How a URL names a model: a hub id as it is, a folder by its last part."""
+    """A model's name in URLs: a hub id unchanged, a folder by its last component."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith(".") else name
 

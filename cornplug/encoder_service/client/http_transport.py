@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import httpx
 
-from cornplug.encoder_service.client import responses as answers
+from cornplug.encoder_service.client import responses
 from cornplug.encoder_service.client.encode_many import part_answer
 from cornplug.encoder_service.client.media_payload import MediaPayload
 from cornplug.encoder_service.client.multipart import MIXED, MultipartReader
@@ -23,7 +23,7 @@ _MAX_ANSWER_BYTES: Final = 1 << 30
 async def exchange(
     http: httpx.AsyncClient, method: str, url: str, timeout_s: float, **body: Any
 ) -> HttpAnswer:
-    """An answer, read whole. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
+    """The whole answer. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
     headers = trace_headers()
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
         return await _whole(url, response)
@@ -36,8 +36,8 @@ async def stream(
     fields: Mapping[str, str],
     timeout_s: float,
 ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-    """(position, answer) of several media in one request, as they come. Raises as `answers.check`,
-    and EncoderUnavailable("encoder_bad_response") for an answer that ends too early."""
+    """(position, answer) of several media in one request, as they come. Raises as `responses.check`,
+    and EncoderUnavailable("encoder_bad_response") for a truncated answer."""
     files = [(medium.modality, (medium.name, medium.data)) for medium in media]
     headers = {**trace_headers(), "accept": MIXED}
     target = f"{url}/v1/encode"
@@ -45,7 +45,7 @@ async def stream(
         "POST", target, timeout=_timeout(timeout_s), headers=headers, data=fields, files=files
     ) as response:
         if response.status_code != 200:
-            answers.check(await _whole(target, response))
+            responses.check(await _whole(target, response))
         parts = MultipartReader(response.headers.get("content-type", ""))
         async for chunk in response.aiter_raw():
             for head, body in parts.feed(chunk):
@@ -55,7 +55,7 @@ async def stream(
 
 
 def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
-    """The fields beside the media."""
+    """The form's fields beside the media."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
     return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 

@@ -1,4 +1,4 @@
-"""What a client sends of a medium: its bytes, and a digest that says which service keeps it."""
+"""A medium as a client sends it: its bytes, and a digest that ranks the services for it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class MediaPayload:
     name: str
     data: bytes = field(repr=False)
     content: bytes
-    """SHA-256 of the bytes sent; of a PIL image the digest of its pixels, as PNG's bytes depend on
-    who writes them. It chooses the service and is told to nobody."""
+    """SHA-256 of the bytes; of a PIL image the digest of its pixels, as a PNG's bytes depend on the
+    encoder. It ranks the services and is not sent."""
 
     @classmethod
     def of(cls, item: Item) -> Self:
-        """Reads a path, packs a PIL image. A PIL image travels as PNG, which loses nothing.
+        """The payload of an item: a path is read, a PIL image is packed as PNG, lossless.
 
         Raises MediaError("not_found") for a path that cannot be read, "unprocessable" for a PIL
-        image of a mode that PNG has not, or that is no image's; "bad_input" for an item that
-        does not name one medium.
+        image in a mode that PNG lacks or in place of a video or audio, "bad_input" for an item that
+        does not name exactly one medium.
         """
         modality: Modality
         medium: Medium

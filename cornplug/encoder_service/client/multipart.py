@@ -13,21 +13,21 @@ _END: Final = b"\r\n\r\n"
 
 
 class MultipartReader:
-    """Feed it an answer's bytes. Each part says its length, so that a boundary is never searched for."""
+    """Parser of an answer's bytes. Each part has a content-length, so the boundary is never searched for."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises EncoderUnavailable("encoder_bad_response") for what is no multipart/mixed."""
+        """Raises EncoderUnavailable("encoder_bad_response") for another content type."""
         kind, _, boundary = content_type.partition("boundary=")
         if not kind.startswith(MIXED) or not boundary:
-            raise _garbage(f"content-type {content_type[:80]!r}")
+            raise _bad_response(f"content-type {content_type[:80]!r}")
         self._delimiter = b"--" + boundary.strip('"').encode()
         self._held = bytearray()
         self._head: dict[str, str] | None = None
         self.ended = False
-        """The last delimiter has come: nothing is missing."""
+        """Whether the last delimiter has come."""
 
     def feed(self, data: bytes) -> list[tuple[dict[str, str], bytes]]:
-        """(headers with names in lower case, body) of every part that is whole now.
+        """(headers with names in lower case, body) of every part that is complete now.
 
         Raises EncoderUnavailable("encoder_bad_response").
         """
@@ -46,18 +46,18 @@ class MultipartReader:
         return found
 
     def _read_head(self) -> bool:
-        """Whether a head, or the end, was there."""
+        """Whether a head or the last delimiter was read."""
         if self._held.startswith(self._delimiter + b"--"):
             self.ended = True
             return True
         at = self._held.find(_END)
         if at < 0:
             if len(self._held) > _MAX_HEAD_BYTES:
-                raise _garbage("a part's head does not end")
+                raise _bad_response("a part's head does not end")
             return False
         first, *lines = bytes(self._held[:at]).split(b"\r\n")
         if first != self._delimiter:
-            raise _garbage("no delimiter where a part begins")
+            raise _bad_response("no delimiter where a part begins")
         pairs = (line.decode("latin-1").partition(":") for line in lines)
         self._head = {name.strip().lower(): value.strip() for name, _, value in pairs}
         del self._held[: at + len(_END)]
@@ -67,9 +67,9 @@ class MultipartReader:
 def _length(head: dict[str, str]) -> int:
     text = head.get("content-length", "")
     if not text.isdigit() or int(text) > _MAX_BODY_BYTES:
-        raise _garbage(f"a part of {text[:20] or 'no'} bytes")
+        raise _bad_response(f"a part of {text[:20] or 'no'} bytes")
     return int(text)
 
 
-def _garbage(why: str) -> EncoderUnavailable:
+def _bad_response(why: str) -> EncoderUnavailable:
     return EncoderUnavailable(f"not an answer of an encoder service: {why}", reason="encoder_bad_response")

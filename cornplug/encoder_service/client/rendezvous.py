@@ -1,7 +1,8 @@
-"""Which service keeps which medium: highest-random-weight hashing, so that repeats meet their cache.
+"""The services' order for each medium: highest-random-weight (rendezvous) hashing.
 
-Every client ranks alike, with nothing agreed between them. When a service goes, only the media
-that it had move, each to the second of its own ranking; when it comes back, they return.
+A repeated medium goes to the service that has it cached. All clients compute the same order without
+coordination. When a service fails, only its media move, each to the second service in its order; when the
+service is back, they return.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from cornplug.errors import ConfigError
 _SPAN: Final = float(1 << 53)
 
 
-def services(given: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
-    """URL to weight, the URLs in one form: two clients that name a service alike rank it alike.
+def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
+    """URL -> weight, with normalised URLs, so that all clients compute the same order.
 
-    Raises ConfigError("encoder.urls") for none, for what is no http URL, and for a weight that
-    is not above zero.
+    Raises ConfigError("encoder.urls") for an empty list, another scheme than http and https, and a weight
+    that is not positive and finite.
     """
     weighted = (
-        given
-        if isinstance(given, Mapping)
-        else dict.fromkeys([given] if isinstance(given, str) else given, 1.0)
+        urls if isinstance(urls, Mapping) else dict.fromkeys([urls] if isinstance(urls, str) else urls, 1.0)
     )
     if not weighted:
         raise ConfigError("encoder.urls", "no service is named", 'Give one, as "http://host:8750".')
@@ -42,9 +41,9 @@ def services(given: str | Sequence[str] | Mapping[str, float]) -> dict[str, floa
 
 
 def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
-    """All services, the one that keeps `content` (a digest) first.
+    """All services in the order for `content` (a digest).
 
-    Of many contents each service is first for a share like its weight. The score is -w / ln(u)
+    Each service is first for a share of contents proportional to its weight. The score is -w / ln(u)
     with u uniform in (0, 1) from SHA-256 (Schindelhauer and Schomaker, "Weighted distributed
     hash tables", 2005).
     """

@@ -1,4 +1,4 @@
-"""A service's HTTP answers, read: an embedding, a list of models, or the error that a client raises."""
+"""Parsing of a service's HTTP answers: embedding, list of models, or the error to raise."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cornplug.store.base import Store
 
 RAW: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
-"""Full, a class over its share, or draining: another service may do it, or this one later."""
+"""Full, class over its share, or draining: another service may take the request, or this one later."""
 _FAILED: Final = frozenset({500, 504})
-"""It could not do this one, or not in its time; another one may."""
+"""Failed or too late; another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """Status, headers (names in lower case) and body, read whole."""
+    """Status, headers (names in lower case) and whole body."""
 
     url: str
     status: int
@@ -31,7 +31,7 @@ class HttpAnswer:
 
 
 class RetryLater(Exception):
-    """The service is alive and asks to be left alone: `refusal` is what a caller would see."""
+    """The service is alive and asks for a pause: `refusal` is the error for the caller."""
 
     def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
         super().__init__(str(refusal))
@@ -40,7 +40,7 @@ class RetryLater(Exception):
 
 
 class RemoteFailure(Exception):
-    """The service is alive and has failed at this request: `refusal` is what a caller would see."""
+    """The service is alive and failed at this request: `refusal` is the error for the caller."""
 
     def __init__(self, refusal: EncoderRefused) -> None:
         super().__init__(str(refusal))
@@ -48,9 +48,9 @@ class RemoteFailure(Exception):
 
 
 def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
-    """None where the data is neither in the answer nor, any more, in the store.
+    """The answer's embedding; None if its bytes are neither in the answer nor in the store.
 
-    Raises EncoderUnavailable("encoder_bad_response") and whatever `check` raises.
+    Raises EncoderUnavailable("encoder_bad_response"), and as `check`.
     """
     check(answer)
     try:
@@ -75,7 +75,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
             handle=meta.get("handle"),
         )
     except (KeyError, ValueError, TypeError) as e:
-        raise _garbage(answer, repr(e)) from e
+        raise _bad_response(answer, repr(e)) from e
 
 
 def models(answer: HttpAnswer) -> list[dict[str, Any]]:
@@ -84,12 +84,12 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
     try:
         return list(msgspec.json.decode(answer.body)["models"])
     except (KeyError, ValueError, TypeError) as e:
-        raise _garbage(answer, repr(e)) from e
+        raise _bad_response(answer, repr(e)) from e
 
 
 def check(answer: HttpAnswer) -> None:
-    """Pass a 200. Raises Busy (429, 503, and what names a Retry-After), Failed (500, 504), EncoderRefused
-    (the service's reason and message) or EncoderUnavailable("encoder_bad_response")."""
+    """Raises for every status but 200: RetryLater (429, 503, or with a Retry-After), RemoteFailure (500,
+    504), EncoderRefused (the service's reason and message), EncoderUnavailable("encoder_bad_response")."""
     if answer.status == 200:
         return
     try:
@@ -97,7 +97,7 @@ def check(answer: HttpAnswer) -> None:
         refusal = EncoderRefused(str(error["message"]), reason=str(error["reason"]))
         precise = error.get("retry_after_s")
     except (KeyError, ValueError, TypeError, AttributeError) as e:
-        raise _garbage(answer, f"HTTP {answer.status}") from e
+        raise _bad_response(answer, f"HTTP {answer.status}") from e
     retry_after_s = _seconds(precise)
     if retry_after_s is None:
         retry_after_s = _seconds(answer.headers.get("retry-after"))
@@ -109,7 +109,7 @@ def check(answer: HttpAnswer) -> None:
 
 
 def status_in(body: bytes) -> int:
-    """The status that a streamed part's JSON would have had as an answer of its own."""
+    """The HTTP status that corresponds to the JSON of a streamed part."""
     try:
         error = msgspec.json.decode(body).get("error")
         return 200 if error is None else status_of(str(error["reason"]))
@@ -118,7 +118,7 @@ def status_in(body: bytes) -> int:
 
 
 def _seconds(value: object) -> float | None:
-    """A Retry-After in seconds; None for none, or a date, which no service of ours sends."""
+    """A Retry-After in seconds; None if absent or a date, which the encoder service does not send."""
     try:
         seconds = float(value) if isinstance(value, int | float | str) else math.nan
     except ValueError:
@@ -126,5 +126,5 @@ def _seconds(value: object) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _garbage(answer: HttpAnswer, why: str) -> EncoderUnavailable:
+def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:
     return EncoderUnavailable(f"{answer.url} is no encoder service: {why}", reason="encoder_bad_response")

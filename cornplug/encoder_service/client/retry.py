@@ -1,11 +1,11 @@
-"""Which service next, how long to wait, when to give up: decisions only, no clock and no socket.
+"""Retry policy: the next service, the pause, the end. Decisions only, without clock and sockets.
 
-    Attempts.next(now) ──> Try(url, timeout_s) ──> the shell sends, then tells `CircuitBreakers`
-                       ├─> Wait(seconds)       ──> the shell sleeps
-                       └─> None                ──> the shell raises what it saw last
+    RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, informs `CircuitBreakers`
+                            ├─> RetryPause(seconds)         ──> the client sleeps
+                            └─> None                        ──> the client raises its last error
 
-An embedding is named by what it is made of, so asking again can only find or make the same one:
-every attempt may be repeated, at any service.
+An embedding's key is a digest of its content, so a retry yields the same embedding: every attempt may be
+repeated, at any service.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Final
 
 ROUNDS: Final = 4
-"""How often one request goes through its services before it gives up early."""
+"""Largest number of passes of one request through its services."""
 BASE_S: Final = 0.1
 CAP_S: Final = 2.0
 """Back-off after the n-th failure in a row: uniform below min(CAP_S, BASE_S * 2^n), "full jitter"."""
 BUSY_S: Final = 0.5
-"""How long a service that refuses without a Retry-After is left alone, about."""
+"""Mean pause after a refusal without a Retry-After."""
 RETRY_AFTER_CAP_S: Final = 60.0
 _LEAST_S: Final = 0.005
-"""With less time than this left nothing is begun."""
+"""No attempt is made with less time left."""
 
 Random = Callable[[], float]
 """Uniform in [0, 1)."""
@@ -32,7 +32,7 @@ Random = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class SendAttempt:
-    """Send to `url`; without an answer after `timeout_s` it has failed."""
+    """Send to `url`; the attempt fails without an answer after `timeout_s`."""
 
     url: str
     timeout_s: float
@@ -40,7 +40,7 @@ class SendAttempt:
 
 @dataclass(frozen=True, slots=True)
 class RetryPause:
-    """No service may be asked for so long."""
+    """Send nothing for `seconds`."""
 
     seconds: float
 
@@ -50,9 +50,9 @@ class _Circuit:
     failures: int = 0
     failed_at: float = -math.inf
     down_until: float = 0.0
-    """Of a service that gave no answer. Any answer clears it."""
+    """End of the pause after a missing answer. Any answer clears it."""
     busy_until: float = 0.0
-    """Of one that answers, and asked to be left alone. Only time clears it."""
+    """End of the pause that the service asked for. Only time clears it."""
 
     @property
     def opens_at(self) -> float:
@@ -60,9 +60,9 @@ class _Circuit:
 
 
 class CircuitBreakers:
-    """What one client has seen of each service. Times are the caller's, in seconds.
+    """Health of each service, as one client sees it. Times are of the caller's clock, in seconds.
 
-    A service that fails gets one attempt per back-off, whoever makes it, not one per request.
+    A service that fails gets one attempt per back-off from all requests together.
     """
 
     def __init__(self, urls: Iterable[str], random: Random) -> None:
@@ -70,15 +70,15 @@ class CircuitBreakers:
         self._random = random
 
     def is_open(self, url: str, now: float) -> bool:
-        """Whether nobody may ask this service now."""
+        """Whether this service may not be asked now."""
         return now < self._circuits[url].opens_at
 
     def opens_at(self, url: str) -> float:
-        """When it may be asked again."""
+        """Time from which the service may be asked again."""
         return self._circuits[url].opens_at
 
     def take(self, url: str, now: float) -> bool:
-        """Whether to ask this service now. Of one that has failed, the first to take it is its probe."""
+        """Whether to ask this service now. After a failure, the first attempt is the probe."""
         if self.is_open(url, now):
             return False
         circuit = self._circuits[url]
@@ -88,15 +88,15 @@ class CircuitBreakers:
         return True
 
     def answered(self, url: str) -> None:
-        """It gave an answer, whichever."""
+        """The service gave an answer of any status."""
         circuit = self._circuits[url]
         circuit.failures, circuit.down_until = 0, 0.0
 
     def failed(self, url: str, now: float, *, sent: float) -> None:
-        """It gave none, or garbage, to what was sent at `sent`."""
+        """The service gave no valid answer to the request sent at `sent`."""
         circuit = self._circuits[url]
         if sent < circuit.failed_at:
-            # Of one burst the first failure tells all.
+            # Only the first failure of a burst counts.
             return
         circuit.failed_at = now
         # At least a half: a jitter of nothing would let each request of a burst try a dead service.
@@ -104,7 +104,7 @@ class CircuitBreakers:
         circuit.failures += 1
 
     def refused(self, url: str, now: float, retry_after_s: float | None) -> None:
-        """It is alive, and too busy or draining; `retry_after_s` as it said, None: it did not."""
+        """The service is busy or draining; `retry_after_s` is its Retry-After, None without one."""
         self.answered(url)
         pause = BUSY_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
         circuit = self._circuits[url]
@@ -112,10 +112,10 @@ class CircuitBreakers:
 
 
 class RetrySequence:
-    """One request's way through its services.
+    """The attempts of one request at its services.
 
-    With several services an attempt gets half of the time that is left, as long as another one
-    could still be asked: what has stopped without closing its connections costs no request.
+    An attempt gets half of the time left while another service may still be asked, so that a service that
+    hangs with open connections fails no request.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class RetrySequence:
         self._rounds = min(2, ROUNDS) if down else ROUNDS
 
     def next(self, now: float) -> SendAttempt | RetryPause | None:
-        """What to do now; None: give up."""
+        """The next step; None: give up."""
         left = self._end - now
         if left < _LEAST_S:
             return None

@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class EncoderClient:
-    """`AsyncEncoderClient` for everyone else: the same arguments, answers and errors.
+    """The blocking form of `AsyncEncoderClient`: the same arguments, answers and errors.
 
-    Thread-safe; `close` it, or use it in `with`. It works in a notebook, whose own event loop is
-    busy: the asyncio client runs in a thread of this one's. Not for use after a fork.
+    Thread-safe; `close` it, or use it in `with`. The asyncio client runs in a separate thread, so that it
+    works in a notebook, too. Not for use after a fork.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> Iterator[Result]:
-        """As `AsyncEncoderClient.encode_many`. What was sent when the iterator is closed is given up."""
+        """As `AsyncEncoderClient.encode_many`. Closing the iterator cancels the items in flight."""
         waiting = iter(enumerate(items))
         ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
         under_way = 0
@@ -123,7 +123,7 @@ class EncoderClient:
         return self._run(self._client.models())
 
     def close(self) -> None:
-        """As `AsyncEncoderClient.close`. What other threads wait for fails with "closed"."""
+        """As `AsyncEncoderClient.close`. Calls of other threads fail with "closed"."""
         with self._lock:
             if self._ended or self._pid != os.getpid():
                 return
@@ -155,7 +155,7 @@ class EncoderClient:
         try:
             return _result(future)
         finally:
-            # An interrupted caller waits for nothing any more; what is done stays as it is.
+            # After an interrupt the work is cancelled; if it is done, this has no effect.
             future.cancel()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

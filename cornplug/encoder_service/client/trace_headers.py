@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def trace_headers() -> dict[str, str]:
-    """`traceparent` (and what else the app's propagators add) of the current span; empty where none is."""
+    """Headers of the current span: `traceparent` and those of the app's propagators; empty without a span."""
     headers: dict[str, str] = {}
     inject = _inject()
     if inject is not None:

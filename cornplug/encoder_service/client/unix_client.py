@@ -1,12 +1,12 @@
-"""The engines' way to the service: one connection in a thread of its own. Torch-free.
+"""The engines' client of the service: one connection, in a separate thread. Torch-free.
 
-The caller never blocks and never learns of sockets: it gets a future that ends, whatever
-the service does, inside the request's deadline.
+The caller never blocks: it gets a future that is done by the request's deadline, even if the service hangs
+or dies.
 
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
 
-Nothing is sent before the service has proved who it is (`handshake`).
+No request is sent before the service has proved that it has the secret (`handshake`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class SocketEncoder:
     """A client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout",
-    "encoder_bad_response", "encoder_version", "encoder_untrusted": another user listens there, or one
+    "encoder_bad_response", "encoder_version", "encoder_untrusted": the listener is of another user or
     without `secret`) or EncoderRefused (the service's reason).
-    While there is no service they fail at once, and the thread tries again every second.
+    Without a service they fail at once, and the thread tries to connect every second.
     """
 
     def __init__(self, path: Path, secret: bytes) -> None:
@@ -72,7 +72,7 @@ class SocketEncoder:
         self._last_id = 0
         self._socket: socket.socket | None = None
         self._refusing: EncoderUnavailable | None = None
-        """Why the last attempt to connect failed: requests fail so at once until one succeeds."""
+        """The error of the last attempt to connect: requests fail with it until an attempt succeeds."""
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(Reply).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -83,12 +83,12 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request; its `id` is replaced by ours. Returns at once."""
-        # `_reply` gives an Encode's future nothing but an Encoded.
+        """Send one request, with a new `id`. Returns at once."""
+        # `_reply` completes the future of an EncodeRequest with an EncodeReply only.
         return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
-        """What is served; waits up to `deadline_s`. Raises EncoderUnavailable."""
+        """The served models; waits up to `deadline_s`. Raises EncoderUnavailable."""
         # The thread ends the future by its deadline; the margin is for a machine under load.
         described = cast(
             DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
@@ -102,12 +102,12 @@ class SocketEncoder:
 
     @property
     def refusal(self) -> EncoderError | None:
-        """Why a request would fail at once, however long it took to make; None where it would be sent."""
+        """The error that a request would get at once; None if it would be sent."""
         with self._lock:
             return self._problem()
 
     def close(self) -> None:
-        """Fail what is pending with "encoder_down" and end the thread."""
+        """Fail pending requests with "encoder_down" and end the thread."""
         with self._lock:
             self._closed = True
         self._wake()
@@ -173,7 +173,7 @@ class SocketEncoder:
                 with self._lock:
                     served, self._socket = self._socket is not None, None
                 sock.close()
-            # Who has not proved to be the service is not waited for: then there is none.
+            # Without a proved service requests fail at once.
             self._fail_all(error, refuse=not served)
             if not served:
                 self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
@@ -181,7 +181,7 @@ class SocketEncoder:
                 continue
             attempt = 0
             if error.reason != "encoder_down":
-                # Who talks garbage would do so again: not in a tight loop.
+                # A service that sent a bad response would repeat it: no tight loop.
                 self._sleep(_BACKOFF_S[-1])
         self._fail_all(self._down("this client was closed; no service is asked"), refuse=True)
         self._woken.close()
@@ -206,7 +206,7 @@ class SocketEncoder:
         return sock
 
     def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
-        """Send and receive until the connection ends; why it ended."""
+        """Send and receive until the connection ends; the error that ended it."""
         give_up_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
@@ -237,7 +237,8 @@ class SocketEncoder:
                         return self._untrusted(e)
                     except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
                         return EncoderUnavailable(
-                            f"{self._path} does not speak our protocol: {e}", reason="encoder_bad_response"
+                            f"{self._path} does not speak the encoder's protocol: {e}",
+                            reason="encoder_bad_response",
                         )
                     except OSError as e:
                         return self._down(f"the service went away ({e.strerror or e})")
@@ -254,7 +255,7 @@ class SocketEncoder:
 
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, DescribeReply):
-            # It has no id on the wire: it answers all who have asked.
+            # It has no id on the wire: it answers all open DescribeRequests.
             with self._lock:
                 asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
                 self._describing.clear()
@@ -282,7 +283,7 @@ class SocketEncoder:
         now = time.monotonic()
         with self._lock:
             late = {n for n, (_, deadline) in self._pending.items() if deadline <= now}
-            # What its caller cancelled is not worth sending either.
+            # Cancelled requests are not sent either.
             gone = {n for n, (future, _) in self._pending.items() if future.cancelled()} - late
             expired = [self._pending.pop(n)[0] for n in late]
             for n in gone:
@@ -307,7 +308,7 @@ class SocketEncoder:
             _fail(future, error)
 
     def _sleep(self, seconds: float) -> None:
-        """Until close, or `seconds`; what is submitted meanwhile still ends by its deadline."""
+        """Wait for `seconds`, or until close; requests submitted meanwhile still end by their deadlines."""
         end = time.monotonic() + seconds
         while not self._closed and (left := end - time.monotonic()) > 0:
             deadline = self._next_deadline_s()
@@ -318,7 +319,7 @@ class SocketEncoder:
             self._expire()
 
     def _wake(self) -> None:
-        # Full: it will wake anyway. Closed: nobody is left to wake.
+        # Full: the thread wakes anyway. Closed: the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 

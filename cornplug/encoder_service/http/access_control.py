@@ -1,9 +1,9 @@
-"""ASGI middleware before everything else: who may ask here at all, by key, Host, Origin and content type.
+"""ASGI middleware before all others: access by key, Host, Origin and content type.
 
-key      with `encoder.require_key`, all but /health and /ready
-Host     a name that is not this service's comes from a page whose name was pointed here (DNS rebinding)
-Origin   what changes or computes something is asked by programs, or by this service's own page
-content  JSON; /v1/encode takes forms too. A page of elsewhere can send neither JSON without leave
+key      with `encoder.require_key`, required for all paths but /health and /ready
+Host     must be a name of this service: another one comes from DNS rebinding
+Origin   POST requests come from programs or from this service's page, not from pages of other sites
+content  JSON; /v1/encode takes forms too. A page of another site cannot send JSON without CORS
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FORMS: Final = "/v1/encode"
 
 
 async def json_only(request: Request) -> None:
-    """For every route that is posted to: a page of elsewhere can send other types without leave.
+    """Dependency of all POST routes: pages of other sites can send other content types without CORS.
 
     Raises EncoderRefused("media_type").
     """
@@ -45,7 +45,7 @@ async def json_only(request: Request) -> None:
 
 
 class AccessControlMiddleware:
-    """Refuses in one JSON form, counts, and tells the audit."""
+    """Answers refusals as JSON, counts and audits them."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class AccessControlMiddleware:
             await self._app(scope, receive, send)
             return
         request = HTTPConnection(scope)
-        no = self._objection(scope["method"], request.headers)
-        if no is None:
+        refusal = self._objection(scope["method"], request.headers)
+        if refusal is None:
             await self._app(scope, receive, send)
             return
-        self._count(no.reason)
-        self._audit.refused(request, no.reason)
-        answer = refused(FailedMedium.of(no))
-        if no.reason == "unauthorized":
+        self._count(refusal.reason)
+        self._audit.refused(request, refusal.reason)
+        answer = refused(FailedMedium.of(refusal))
+        if refusal.reason == "unauthorized":
             answer.headers["www-authenticate"] = "Bearer"
         await answer(scope, receive, send)
 
@@ -94,7 +94,7 @@ class AccessControlMiddleware:
                 )
         if method in _READING:
             return None
-        if _of_elsewhere(headers):
+        if _from_other_site(headers):
             return EncoderRefused("origin: pages of other sites may not ask here", reason="forbidden_origin")
         return None
 
@@ -106,7 +106,7 @@ class AccessControlMiddleware:
         return self._classes.knows(said) or admin
 
     def _foreign(self, headers: Headers) -> str | None:
-        """The first Host that is no name of ours. Without one no browser asks."""
+        """The first Host header that is no name of this service; browsers always send one."""
         for said in headers.getlist("host"):
             name = _name(said)
             if name not in self._names and not _is_address(name):
@@ -114,8 +114,8 @@ class AccessControlMiddleware:
         return None
 
 
-def _of_elsewhere(headers: Headers) -> bool:
-    """Whether a browser sent this for a page that is not ours."""
+def _from_other_site(headers: Headers) -> bool:
+    """Whether a browser sent the request for a page of another site."""
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")
@@ -123,7 +123,7 @@ def _of_elsewhere(headers: Headers) -> bool:
 
 
 def _name(host: str) -> str:
-    """A Host header's name: lower case, no port, no brackets, no dot at the end."""
+    """A Host header's name in lower case, without port, brackets and trailing dot."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

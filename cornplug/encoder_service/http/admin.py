@@ -1,7 +1,7 @@
 """`POST /v1/reload`: serve the weights that are on disk now. For the operator only.
 
-Without `encoder.admin_key`, who asks from this host is the operator; with it, who has the key. JSON
-only, so that no web page in a browser on this host can ask in passing.
+Without `encoder.admin_key`, callers on this host are the operator; with it, callers that send the key. JSON
+only, so that no web page in a browser on this host can send the request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class ReloadBody(pydantic.BaseModel):
-    """Which model; none: all of them."""
+    """The model to reload; None: all models."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     model: str | None = pydantic.Field(default=None, max_length=1024)
@@ -41,7 +41,7 @@ def router(encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, aud
         """The models whose weights or settings have changed, as they are served now."""
         _allow(request, key)
         name = await _model(request)
-        # Loading takes as long as it takes; nothing that is served waits for it.
+        # On a thread, as loading is long: served requests do not wait for it.
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
@@ -62,7 +62,7 @@ def _allow(request: Request, key: str) -> None:
                 "authorization: want the operator's key (encoder.admin_key)", reason="forbidden"
             )
         return
-    # What a proxy on this host passes on comes from this host as well.
+    # Requests that a proxy on this host forwards come from this host, too.
     passed_on = any(name in request.headers for name in _FORWARDED)
     if passed_on or request.client is None or not _is_here(request.client.host):
         raise EncoderRefused(

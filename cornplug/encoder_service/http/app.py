@@ -1,12 +1,12 @@
-"""The HTTP face: media in, embeddings out. Every digest and key is computed here.
+"""The HTTP API: media in, embeddings out. The service computes every digest and key itself.
 
-    POST /v1/encode   one medium, or several answered as each finishes: see `http_bodies`, `http_answers`
-    POST /v1/reload   the operator's, see `http_admin`
+    POST /v1/encode   one medium, or several answered as each finishes: see `requests`, `responses`
+    POST /v1/reload   for the operator, see `admin`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
-    GET  /            a page of live figures, see `status`   GET /v1/status
-    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`, see `sglang_epd`
+    GET  /            a page of live figures, see `dashboard`   GET /v1/status
+    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`, see `epd_server`
 
-A client gives no ids. Nothing is fetched but from hosts that the operator allows, see `remote`.
+Clients send no ids. Media are fetched from hosts that the operator allows only, see `url_fetcher`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import admin as http_admin
-from cornplug.encoder_service.http import dashboard, openapi
+from cornplug.encoder_service.http import admin, dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard
 from cornplug.encoder_service.http.dashboard import StatusReport
@@ -48,10 +47,10 @@ from cornplug.errors import EncoderRefused, MediaError
 def create_app(
     encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
 ) -> FastAPI:
-    """The ASGI application over an encoder. Limits are `config`'s; who closes `gate` drains it."""
+    """The ASGI application over an encoder, with the limits of `config`. Closing `gate` drains it."""
     gate = gate or DrainState()
     preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
-    # For JSON, base64 and headers: what is long is done behind the door.
+    # For JSON, base64 and headers; longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     door = MediaIntake(encoder, threads, config)
     served = ModelsRoute(encoder.registry, preparer)
@@ -68,7 +67,7 @@ def create_app(
         async with parts.running() if config.sglang else contextlib.nullcontext(), history.running():
             yield
 
-    # FastAPI's own pages load scripts from elsewhere, onto the origin that may reload.
+    # FastAPI's own pages load third-party scripts, onto the origin that may reload.
     app = FastAPI(
         title="cornplug encoder",
         version=__version__,
@@ -80,7 +79,7 @@ def create_app(
     if config.sglang:
         app.include_router(epd_server.router(parts, encoder, audit))
     app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
-    app.include_router(http_admin.router(encoder, served, config, audit))
+    app.include_router(admin.router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
         max_bytes=config.max_body_bytes,
@@ -88,7 +87,7 @@ def create_app(
         read_s=config.body_deadline_s,
         count=encoder.meters.refused,
     )
-    # A part that is being encoded waits to hear there where it is to be sent.
+    # A part that is being encoded waits for its receivers to register there.
     app.add_middleware(
         DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
     )
@@ -141,7 +140,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
-    """Whatever goes wrong, the answer is an `ErrorAnswer`."""
+    """Answer every exception as an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)
@@ -152,7 +151,7 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, e: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=499)  # the client has gone
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, e: HTTPException) -> Response:

@@ -1,7 +1,7 @@
 """ASGI middleware between the socket and the routes: bodies that are too large, too slow or too many.
 
 A body is bounded by its length header or where it passes, has `read_s` seconds to arrive, and all
-bodies under way together have one budget. (An answer that nobody reads is the kernel's to give up:
+bodies being received share one budget. (The kernel ends a connection whose client does not read its answer:
 `server.Listeners` sets TCP_USER_TIMEOUT.)
 """
 
@@ -20,7 +20,7 @@ _FORM_OVERHEAD_BYTES: Final = 64 << 10
 
 
 class BodyGuard:
-    """Limits in bytes and seconds. What is refused gets a JSON answer, and the connection ends."""
+    """Limits in bytes and seconds. A refused request gets a JSON answer, and its connection ends."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class BodyGuard:
         read_s: float,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`count` hears the reason of what is refused before a route sees it."""
+        """`count` is called with the reason of each request that is refused before its route."""
         self._app = app
         self._count = count
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
@@ -55,7 +55,7 @@ class BodyGuard:
         async def counted() -> Message:
             nonlocal seen, whole
             if whole:
-                # Only to hear that the client has gone: that may take as long as the answer does.
+                # Only to notice a disconnect, which may come at any time before the answer.
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):

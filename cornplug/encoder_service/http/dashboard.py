@@ -1,7 +1,7 @@
 """`GET /v1/status`, and the page at `/` that shows it.
 
 The page is three kinds of static files, without a build step and without anything from elsewhere. It
-shows names that clients chose: they go into text nodes only, and its policy lets no script of theirs run.
+shows names that clients chose, as text nodes only, under a content security policy without inline scripts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HEADERS: Final = {
 
 
 class SampleRow(pydantic.BaseModel):
-    """What happened in `seconds` up to `at_s` (Unix time). Counts are of that time, queues of its end."""
+    """Counts of the `seconds` up to `at_s` (Unix time); queue lengths are of the end."""
 
     seq: int
     at_s: float
@@ -55,10 +55,10 @@ class SampleRow(pydantic.BaseModel):
     queue: dict[str, int] = pydantic.Field(description="Requests that no batch has taken, by class.")
     waiting: int = pydantic.Field(description="Requests admitted and not answered.")
     batches: int
-    media: int = pydantic.Field(description="Media that a tower was run for.")
-    tokens: int = pydantic.Field(description="Tokens that a tower was run for.")
+    media: int = pydantic.Field(description="Media computed by a tower.")
+    tokens: int = pydantic.Field(description="Tokens computed by a tower.")
     busy_s: float = pydantic.Field(description="Seconds of the tower passes that ended.")
-    p50_s: float | None = pydantic.Field(description="Receipt to answer; null where nothing was answered.")
+    p50_s: float | None = pydantic.Field(description="Median of receipt to answer; null without answers.")
     p95_s: float | None
     store_failures: int
 
@@ -86,7 +86,7 @@ class ExecutorsView(pydantic.BaseModel):
 class Overview(pydantic.BaseModel):
     """The service now, and its last fifteen minutes."""
 
-    instance: str = pydantic.Field(description="Another one after each restart: numbers begin anew.")
+    instance: str = pydantic.Field(description="A new one after each restart: counts begin at 0.")
     version: str
     state: State
     now_s: float = pydantic.Field(description="Unix time of this answer.")

@@ -1,4 +1,4 @@
-"""Whether the service takes requests: counts those under way by HTTP, and closes when it is to stop."""
+"""Graceful drain: counts HTTP requests in flight, and refuses new ones when the service is to stop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CLOSED: Final = FailedMedium(
 
 
 class DrainState:
-    """For one event loop. What came in before `close` may finish, streams included."""
+    """Requests in flight, for one event loop. Those that began before `close` may finish, streams included."""
 
     def __init__(self) -> None:
-        self._inside = 0
+        self._in_flight = 0
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -31,22 +31,22 @@ class DrainState:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Around one request, until the last byte of its answer."""
-        self._inside += 1
+        """Context manager around one request, until the last byte of its answer."""
+        self._in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._inside -= 1
-            if not self._inside:
+            self._in_flight -= 1
+            if not self._in_flight:
                 self._idle.set()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse new requests."""
         self._closed = True
 
     async def idle(self, deadline_s: float) -> bool:
-        """Wait until nobody is inside. False when the deadline passed first."""
+        """Wait until no request is in flight. False if the deadline passed first."""
         try:
             await asyncio.wait_for(self._idle.wait(), deadline_s)
         except TimeoutError:
@@ -55,9 +55,9 @@ class DrainState:
 
 
 class DrainMiddleware:
-    """ASGI middleware: what is posted passes the gate, or hears that it is closed.
+    """ASGI middleware: POST requests count as in flight, or are refused after `close`.
 
-    `still`: ends of paths that requests under way depend on, so they are let in to the end.
+    `still`: suffixes of paths that requests in flight depend on, so they are admitted to the end.
     """
 
     def __init__(

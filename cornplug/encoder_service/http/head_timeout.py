@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with a deadline for request heads and a bound on connections: uvicorn waits
-for ever, and takes connections until the process has no descriptor left for anything.
+"""uvicorn's HTTP protocol, with a deadline for request heads and a limit of connections: uvicorn waits
+without limit, and accepts connections until the process has no descriptor left.
 
-Bodies have their deadline in `body_guard`; between requests uvicorn's own keep-alive timeout counts.
+Bodies have their deadline in `body_limits`; between requests uvicorn's keep-alive timeout applies.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Final
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_S: Final = 10.0
-"""Within at most twice this, a connection has sent a whole request head, or it is closed."""
+"""A connection without a complete request head is closed after HEAD_S to twice HEAD_S."""
 BACKLOG: Final = 128
-"""Connections that wait to be taken; all of them may be, before the first is closed again."""
+"""Connections waiting to be accepted; all may be accepted before the first is closed again."""
 _MOST: Final = 4096
 _FOR_OTHERS: Final = 512
 """Descriptors kept for engines, replicas, files, fetches, and connections that are being closed."""
@@ -23,7 +23,7 @@ _LEAST: Final = 64
 
 
 def raise_descriptors() -> None:
-    """Let this process have as many descriptors as it may."""
+    """Raise the soft limit of descriptors to the hard limit, at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -37,7 +37,7 @@ def connections_allowed() -> int:
 
 
 class HeadTimeoutProtocol(AutoHTTPProtocol):
-    """One connection. Looks every `HEAD_S` whether a request has begun since it last looked."""
+    """One connection. Checks every `HEAD_S` whether a request has begun since the last check."""
 
     most: ClassVar[int] = _MOST
     others: ClassVar[dict[HeadTimeoutProtocol, None]] = {}
@@ -48,7 +48,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
         self._before: object = self  # no cycle is it
         self._look: asyncio.TimerHandle = self.loop.call_later(HEAD_S, self._tick)
         if len(self.others) >= self.most:
-            self._spared().transport.abort()
+            self._evicted().transport.abort()
         self.others[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,9 +65,9 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
         self._before = cycle
         self._look = self.loop.call_later(HEAD_S, self._tick)
 
-    def _spared(self) -> HeadTimeoutProtocol:
-        """Whom to close for this one: who asks nothing, then who has not sent its whole request, the
-        longest there first; and this one where all the others wait for answers."""
+    def _evicted(self) -> HeadTimeoutProtocol:
+        """The connection to close for this one: the oldest idle one, else the oldest with an incomplete
+        request; this one if all others wait for answers."""
         begun = None
         for one in self.others:
             cycle: Any = one.cycle
@@ -81,5 +81,5 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
 
 def limited(most: int) -> type[HeadTimeoutProtocol]:
-    """The protocol of one server with at most so many connections."""
+    """The protocol of one server with at most `most` connections."""
     return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})

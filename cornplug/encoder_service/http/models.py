@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served, by what it is computed from."""
+"""`GET /v1/models`: the served models with the fingerprints of their parts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SIDES: Final = ((224, 224), (896, 224))
 
 
 class ModalityRow(pydantic.BaseModel):
-    """One kind of medium that a model takes, with its own preprocessing."""
+    """One modality of a model, with its preprocessing."""
 
     name: Modality
     identity: str
     spec_fp: str
     rows: Rows
-    """Whether all media of the kind give embeddings of equally many rows."""
+    """Whether all media of the modality give embeddings of equally many rows."""
 
 
 class ModelRow(pydantic.BaseModel):
@@ -44,7 +44,7 @@ class ModelRow(pydantic.BaseModel):
     dtype: str
     hidden_size: int
     epoch: int
-    """How often its weights have been replaced since the service started."""
+    """Number of reloads of its weights since the service started."""
 
 
 class ModelList(pydantic.BaseModel):
@@ -56,7 +56,7 @@ class Status(pydantic.BaseModel):
 
 
 class ModelsRoute:
-    """The list, as it is now. Whether rows are fixed is tried once a model, on two blank images."""
+    """The list of served models. Whether rows are fixed is tried once per model, with two blank images."""
 
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
@@ -69,7 +69,7 @@ class ModelsRoute:
         return self.of(self._registry.served())
 
     def of(self, served: tuple[ServedModel, ...]) -> ModelList:
-        """The rows of these."""
+        """The rows of the given models."""
         return ModelList(models=[self._row(model) for model in served])
 
     def _row(self, served: ServedModel) -> ModelRow:
@@ -99,7 +99,7 @@ class ModelsRoute:
         )
 
     def _alike(self, model: str) -> bool:
-        """Whether images of other sides look the same to the tower, but for their pixels."""
+        """Whether images of different sizes have tower inputs of the same shapes and grids."""
         try:
             square, wide = (self._blank(model, sides) for sides in _SIDES)
         except CornplugError:
@@ -113,12 +113,12 @@ class ModelsRoute:
 
 
 def as_modality(name: str) -> Modality:
-    """The name that the wire carries, as the type that it is."""
+    """A modality's name from the wire, typed."""
     return next(modality for modality in MODALITIES if modality == name)
 
 
 def _geometry(request: EncodeRequest) -> dict[str, object]:
-    """Shapes, and the values of what counts: grids, sizes, numbers of tiles."""
+    """Shapes of all inputs, and the values of integer ones: grids, sizes, numbers of tiles."""
     return {
         name: (tensor.shape, tensor.data if tensor.dtype.startswith(("int", "bool")) else None)
         for name, tensor in request.inputs.items()

@@ -104,7 +104,7 @@ BODY: Final[Mapping[str, Any]] = {
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route that reads its JSON body itself."""
+    """The OpenAPI body of a route that parses its JSON itself."""
     return {
         "requestBody": {
             "required": True,

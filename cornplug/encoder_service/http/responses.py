@@ -1,4 +1,4 @@
-"""What a client gets: embeddings as JSON, raw bytes, lines or parts; refusals as one JSON form."""
+"""HTTP answers: embeddings as JSON, raw bytes, lines or parts; refusals as one JSON form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EncodeAnswer(pydantic.BaseModel):
 
     key: str = pydantic.Field(examples=["5e" * 32])
     shape: list[int] | None = pydantic.Field(examples=[[576, 4096]])
-    """(rows, hidden_size); None where `data` is left out: the store's entry tells it."""
+    """(rows, hidden_size); None where `data` is left out: the store's entry has it."""
     dtype: str = pydantic.Field(examples=["bfloat16"])
     origin: Literal["computed", "coalesced", "cached"]
     stored: bool
@@ -41,7 +41,7 @@ class EncodeAnswer(pydantic.BaseModel):
 
 
 class ErrorDetail(pydantic.BaseModel):
-    """Why not. `reason` is a fixed word, `message` names the field and the remedy."""
+    """The refusal. `reason` is one of a fixed set, `message` names the field and the remedy."""
 
     reason: str = pydantic.Field(examples=["bad_input"])
     message: str = pydantic.Field(examples=["image: not base64"])
@@ -49,7 +49,7 @@ class ErrorDetail(pydantic.BaseModel):
 
 
 class ErrorAnswer(pydantic.BaseModel):
-    """Every status that is not 200."""
+    """The body of every status but 200."""
 
     error: ErrorDetail
 
@@ -76,14 +76,14 @@ def header(field: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMedium:
-    """One medium's embedding."""
+    """The embedding of one medium."""
 
     answer: EncodeReply
     dtype: str
     handle: str | None
 
     def meta(self) -> dict[str, Any]:
-        """Everything but the bytes."""
+        """All fields but the data."""
         tensor = self.answer.tensor
         return {
             "key": self.answer.key.hex(),
@@ -96,13 +96,13 @@ class EncodedMedium:
         }
 
     def fields(self) -> dict[str, Any]:
-        """With the bytes, as base64."""
+        """All fields, with the data as base64."""
         tensor = self.answer.tensor
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
         return {**self.meta(), "data": data}
 
     def headers(self) -> dict[str, str]:
-        """`meta` for an answer whose body is the bytes."""
+        """`meta` as headers, for an answer whose body is the data."""
         return {
             header(name): ",".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in self.meta().items()
@@ -112,7 +112,7 @@ class EncodedMedium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedMedium:
-    """Why there is none."""
+    """The refusal of one medium."""
 
     reason: str
     message: str
@@ -126,7 +126,7 @@ class FailedMedium:
         return cls(reason=refusal.reason, message=str(refusal), retry_after_s=retry_after_s)
 
     def fields(self) -> dict[str, Any]:
-        """As ErrorAnswer has it."""
+        """The fields of `ErrorAnswer`."""
         detail: dict[str, Any] = {"reason": self.reason, "message": self.message}
         if self.retry_after_s is not None:
             detail["retry_after_s"] = round(self.retry_after_s, 3)
@@ -147,12 +147,12 @@ def one(outcome: Outcome, accept: str) -> Response:
 
 
 class StreamedEncodings(StreamingResponse):
-    """Lines or parts. However it ends, what is left of the work is let go at once."""
+    """Lines or parts. When the answer ends, also by a disconnect, unfinished work is cancelled at once."""
 
     def __init__(self, outcomes: AsyncGenerator[tuple[int, Outcome], None], accept: str) -> None:
         self._outcomes = outcomes
         if PARTS in accept:
-            # Random, so that no embedding holds it.
+            # Random, so that no embedding contains it.
             boundary = secrets.token_hex(16)
             super().__init__(_parts(outcomes, boundary), media_type=f'{PARTS}; boundary="{boundary}"')
         else:
@@ -166,7 +166,7 @@ class StreamedEncodings(StreamingResponse):
 
 
 def wants_many(accept: str) -> bool:
-    """Whether the client names a form that holds several answers."""
+    """Whether the client accepts a form with several answers."""
     return LINES in accept or PARTS in accept
 
 

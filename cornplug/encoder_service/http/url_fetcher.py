@@ -1,11 +1,11 @@
-"""Media by URL, from hosts that the operator named, and from nowhere else.
+"""Fetching of media by URL, from the hosts that the operator allows only.
 
     url ─> scheme, port, host on the list ─> resolve once ─> every address public or listed
         ─> connect to that very address ─> redirect? the same again, three times at most ─> bytes
 
-What a name resolves to is checked and then connected to as a number, so that a second answer of a
-name server is never asked for. No proxies, credentials or cookies; no compression, whose size
-would be known too late. The digest is of the content: a URL is in no key.
+A name is resolved once, and the checked address is connected to, so that a second answer of a name server
+(DNS rebinding) has no effect. No proxies, credentials or cookies; no compression, as its size would be known
+too late. The media digest covers the content: no key contains a URL.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ Network = IPv4Network | IPv6Network
 MAX_REDIRECTS: Final = 3
 _MAX_URL: Final = 4096
 _AT_ONCE: Final = 8
-"""Fetches under way: bounds the bytes that are held for them."""
+"""Concurrent fetches; bounds the bytes held for them."""
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _LOCAL_NAT64: Final = IPv6Network("64:ff9b:1::/48")
 _COMPATIBLE: Final = IPv6Network("::/96")
 _RELAYS: Final = IPv4Network("192.88.99.0/24")
-"""6to4's anycast: whoever announces it gets what is sent there."""
+"""6to4's anycast: any network may announce it and receive its traffic."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlRules:
-    """What may be asked. Pure: no sockets here."""
+    """The allowed URLs and addresses. Pure: no sockets here."""
 
     hosts: tuple[str, ...]
-    """Lower case; exact, or "*.suffix" for what lies below it."""
+    """Lower case; exact, or "*.suffix" for all names below it."""
     networks: tuple[Network, ...]
-    """Addresses that are allowed though they are not public."""
+    """Allowed addresses that are not public."""
     ports: frozenset[int]
 
     @classmethod
@@ -71,11 +71,11 @@ class UrlRules:
         return cls(hosts=hosts, networks=networks, ports=frozenset(map(int, ports)))
 
     def allows_host(self, host: str) -> bool:
-        """By name, before anything is resolved."""
+        """Whether the host's name is allowed, before it is resolved."""
         return any(host == h or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts)
 
     def allows_address(self, address: Address) -> bool:
-        """Public ones, those listed, and nothing that hides a private one in an IPv6 address."""
+        """Whether an address is public or listed; no private address embedded in an IPv6 address is."""
         plain = _unmapped(address)
         if any(plain in network for network in self.networks if network.version == plain.version):
             return True
@@ -93,7 +93,7 @@ class _Target:
 
 
 class UrlFetcher:
-    """For one event loop."""
+    """Fetches media by the rules. For one event loop."""
 
     def __init__(self, rules: UrlRules, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
@@ -162,7 +162,7 @@ class UrlFetcher:
         addresses = tuple(
             dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
         )
-        # One that is not allowed spoils all: such an answer is an attack, or a mistake.
+        # One disallowed address refuses all: such an answer is an attack or a mistake.
         if not addresses or not all(map(self._rules.allows_address, addresses)):
             raise EncoderRefused(
                 f"{field}: its host is at an address that is not fetched from", reason="remote_url"
@@ -170,7 +170,7 @@ class UrlFetcher:
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
     async def _get(self, field: str, target: _Target) -> bytes | str:
-        """The body, or where a redirect leads. Tries the addresses in turn."""
+        """The body, or the location of a redirect. Tries the addresses in turn."""
         for address in target.addresses[:-1]:
             try:
                 return await self._get_from(field, target, address)
@@ -218,7 +218,7 @@ def _words(text: str) -> list[str]:
 
 
 def _host(url: httpx.URL) -> str:
-    """As the list has it: ASCII, lower case, no dot at the end."""
+    """The host as in the list: ASCII, lower case, no trailing dot."""
     return url.raw_host.decode("ascii").lower().rstrip(".")
 
 
@@ -231,7 +231,7 @@ def _public(address: Address) -> bool:
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return _public(IPv4Address(int(address) & 0xFFFFFFFF))
-        # Tunnels and forms of old, which lead to IPv4 addresses that nobody checked.
+        # Tunnels and obsolete forms, which lead to unchecked IPv4 addresses.
         if address.sixtofour or address.teredo or address in _COMPATIBLE or address in _LOCAL_NAT64:
             return False
         if address.is_site_local:

@@ -1,8 +1,7 @@
-"""Where embeddings for SGLang go: who may be sent to, who waits for which part, and the sending.
+"""Delivery of embeddings to SGLang: allowed receivers, the receivers of each part, and the sending.
 
-Everybody who reaches the HTTP port can name a host and a port to send to. So a receiver must be
-the host that asks, or lie in a network that the deployment lists (`encoder.receivers`): the
-service opens no connection to anybody else.
+Every client of the HTTP port can name a host and a port to send to. So a receiver must be the requesting
+host, or lie in a network of `encoder.receivers`: the service opens no other connections.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_WAITING: Final = 4096
-"""Of one group."""
+"""Parts and receivers waiting in one group."""
 _MAX_GROUPS: Final = 256
 _OURS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
-"""How long libzmq goes on with a message that it has taken, after the socket was closed."""
+"""How long libzmq keeps sending a queued message after the socket was closed."""
 
 
 class ReceiverGuard:
-    """Decides who may be sent to. For one event loop."""
+    """Decides which addresses may receive embeddings. For one event loop."""
 
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
         self._networks = networks
-        # Of its own: a stranger's name whose server does not answer holds up other strangers' names only.
+        # A separate pool: a slow name server delays only other lookups of receivers.
         self._names = ThreadPoolExecutor(2, "cornplug-names")
 
     async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
-        """The ZMQ endpoint of a receiver, by the address that was checked, not by its name.
+        """The ZMQ endpoint of a receiver, by the address that was checked, not by name.
 
         Raises EncoderRefused("forbidden_receiver").
         """
@@ -53,12 +52,12 @@ class ReceiverGuard:
                 shown = f"[{ip}]" if ip.version == 6 else str(ip)
                 return f"tcp://{shown}:{port}"
         raise EncoderRefused(
-            f"{host!r} is not the host that asks ({asked_by}), and in no network of encoder.receivers",
+            f"{host!r} is not the requesting host ({asked_by}), and in no network of encoder.receivers",
             reason="forbidden_receiver",
         )
 
     def group(self, asked_by: str | None) -> str:
-        """Whose requests and receivers may meet: those of one host, or of the deployment's networks."""
+        """The group for matching parts and receivers: one host, or the networks of `encoder.receivers`."""
         ip = _normal(asked_by)
         if ip is None:
             return ""
@@ -67,7 +66,7 @@ class ReceiverGuard:
         return _OURS[0] if _is_here(ip) else str(ip)
 
     def close(self) -> None:
-        """Look up nothing more."""
+        """Stop name lookups."""
         self._names.shutdown(wait=False, cancel_futures=True)
 
     async def _addresses(self, host: str) -> Sequence[str]:
@@ -102,10 +101,10 @@ class _Waiting:
 
 
 class ReceiverRendezvous:
-    """Receivers and parts of one group (`ReceiverGuard.group`) meet, whichever comes first. For one
+    """Matches parts with their receivers, in either order, within a group (`ReceiverGuard.group`). For one
     event loop.
 
-    A stranger who knows a request's id meets nobody with it. What finds nobody is forgotten after
+    A client of another group cannot receive a part by its request id. Unmatched entries are dropped after
     `forget_s`.
     """
 
@@ -114,7 +113,7 @@ class ReceiverRendezvous:
         self._groups: OrderedDict[str, OrderedDict[str, _Waiting]] = OrderedDict()
 
     def register(self, req_id: str, group: str, count: int, endpoint: str) -> None:
-        """One of `count` receivers of a part. Raises EncoderRefused where they disagree on `count`."""
+        """Add one of `count` receivers of a part. Raises EncoderRefused if receivers disagree on `count`."""
         waiting = self._entry(req_id, group)
         if waiting.count not in (None, count):
             raise EncoderRefused(
@@ -141,7 +140,7 @@ class ReceiverRendezvous:
         return waiting.endpoints
 
     def _entry(self, req_id: str, group: str) -> _Waiting:
-        """Each group has room of its own: a flood from one address makes nobody else be forgotten."""
+        """A request's entry. Each group has a separate bound: a flood from one host evicts only its entries."""
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
             del self._groups[next(g for g in self._groups if g not in _OURS)]
@@ -163,7 +162,7 @@ class ReceiverRendezvous:
 
 
 class ZmqSender:
-    """Sends multipart messages, a connection each: a receiver's port is often used just once."""
+    """Sends multipart messages, one connection each: a receiver's port is often used just once."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -171,7 +170,7 @@ class ZmqSender:
     async def send(self, endpoint: str, frames: Sequence[bytes], *, deadline_s: float) -> None:
         """Hand a message to a receiver that is connected. Raises EncoderRefused("undeliverable")."""
         sock = self._context.socket(zmq.PUSH)
-        # A message is taken once there is a connection, so that silence is noticed.
+        # A message is queued only once there is a connection, so that a dead receiver is noticed.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.IPV6, 1)
         try:
@@ -201,7 +200,7 @@ def _normal(host: str | None) -> IPAddress | None:
 
 
 def _is_here(ip: IPAddress) -> bool:
-    """Whether this host has the address: only then can it be bound."""
+    """Whether this host has the address: only then can a socket be bound to it."""
     if ip.is_loopback:
         return True
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET

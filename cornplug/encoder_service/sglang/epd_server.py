@@ -14,7 +14,7 @@ the hub id, or the last part of a folder. Both ZMQ backends of SGLang work; moon
 Images come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
 refusal is a status with {"message"}, which SGLang hands to its client. But the scheduler of a
 stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
-plugin, which keeps it alive and encodes there what is refused here, take `zmq_to_tokenizer`.
+plugin, which keeps it alive and encodes refused images in the server, use `zmq_to_tokenizer`.
 
 SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt, and the proof
 that it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
@@ -57,10 +57,10 @@ from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
 
 SGLANG_FAMILIES: Final = ("qwen2_vl",)
-"""Families of ours that SGLang 0.5.23 runs without a tower."""
+"""Supported families that SGLang 0.5.23 runs without a tower."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Images of one part that are prepared at a time, as of one request of `/v1/encode`."""
+"""Images of one part that are prepared at a time, as for one request of `/v1/encode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class _EncodedImage:
 
 
 class SglangParts:
-    """Encodes parts of requests and sends them to who waits. For one event loop."""
+    """Encodes parts of requests and sends them to their receivers. For one event loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SglangParts:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Sockets live as long as this."""
+        """Context manager: sockets are open while it is."""
         self._sender = ZmqSender()
         try:
             yield
@@ -106,10 +106,10 @@ class SglangParts:
             await asyncio.to_thread(self._sender.close)
             self._guard.close()
 
-    def believed(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
-        """The part with the salts that its images are kept under.
+    def verify_claims(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
+        """The part with the verified salt of each image.
 
-        Raises EncoderRefused("forbidden_salt") for one without proof, as `doorman.salt_of`.
+        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `policy.salt_of`.
         """
 
         def of(item: wire.MediaItem) -> wire.MediaItem:
@@ -123,9 +123,9 @@ class SglangParts:
     async def encode(
         self, model: LoadedModel, part: wire.EncodePart, *, caller: QosCaller, asked_by: str | None
     ) -> None:
-        """Encode a part's images and send their rows; back when they are sent.
+        """Encode a part's images and send their rows; returns when they are sent.
 
-        Raises EncoderRefused and MediaError, nothing sent.
+        Raises EncoderRefused and MediaError; then nothing was sent.
         """
         end = time.monotonic() + self._door.deadline_s(caller.qos, self._timeout_s)
         known = None
@@ -146,7 +146,7 @@ class SglangParts:
     async def receive_at(
         self, receiver: wire.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
     ) -> None:
-        """Send a part to this address too, once it is there. Raises EncoderRefused."""
+        """Add a receiver of a part, which is sent there when it is encoded. Raises EncoderRefused."""
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
         group = self._guard.group(asked_by)
         self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
@@ -174,7 +174,7 @@ class SglangParts:
         caller: QosCaller,
         end: float,
     ) -> _EncodedImage:
-        """One image, through the same door as everybody's."""
+        """One image, admitted as any other medium."""
 
         def read() -> Parts:
             return [medium_bytes("image", item.url)]
@@ -226,14 +226,14 @@ class SglangParts:
 
 
 def router(parts: SglangParts, encoder: EncoderCore, audit: AuditLog) -> APIRouter:
-    """The routes, at the root and below /sglang/NAME. Left out of the OpenAPI page: they are SGLang's."""
+    """The routes, at the root and below /sglang/NAME. Not in the OpenAPI page: SGLang defines them."""
     routes = APIRouter(include_in_schema=False)
 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
-            # SGLang's servers send no header that says who they are: an app of this name is theirs.
+            # SGLang's servers send no app header: they count as the app of this name.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
-            part = parts.believed(wire.read_part(await request.body()), caller)
+            part = parts.verify_claims(wire.read_part(await request.body()), caller)
             named = model_named(encoder.registry, model)
             await parts.encode(named, part, caller=caller, asked_by=_peer(request))
         except (EncoderRefused, MediaError) as e:
@@ -263,9 +263,9 @@ def router(parts: SglangParts, encoder: EncoderCore, audit: AuditLog) -> APIRout
 
 
 def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
-    """The model that a URL means; None is the only one that is served.
+    """The model that a URL names; None names the only served model.
 
-    Raises EncoderRefused("unknown_model") that lists what could be meant.
+    Raises EncoderRefused("unknown_model") that lists the names.
     """
     fitting = {
         loaded.served.identity: loaded

@@ -1,4 +1,4 @@
-"""SGLang's encoder protocol as bytes: what its language-only servers ask, and what they take.
+"""SGLang's encoder protocol as bytes: requests of its language-only servers, and their embeddings.
 
 Requests are JSON, read strictly. An embedding goes to the server's ZMQ socket as two frames:
 
@@ -7,9 +7,9 @@ Requests are JSON, read strictly. An embedding goes to the server's ZMQ socket a
 
 Nothing here reads a pickle, and Python's pickle module is not needed to write this one. It is
 a fixed sequence of opcodes of protocol 2 that makes one `EmbeddingData` with a dictionary of
-strings, integers and lists. It names three globals, all on SGLang's own short list of what it
-lets into the process (`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and
-the dtype. The dictionary may hold more than SGLang knows: it keeps that and ignores it.
+strings, integers and lists. It names three globals, all on the allow list of SGLang's unpickler
+(`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and the dtype. SGLang keeps and
+ignores further entries of the dictionary.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image with what its request said about it."""
+    """An image with its options of the request."""
 
     url: str
     detail: str | None = None
-    """OpenAI's hint. The families that we encode have one resolution: it changes nothing."""
+    """OpenAI's hint. It has no effect: the served families have one resolution."""
     content_hash: str | None = None
-    """A client's word on the content; ours is a digest of the pixels."""
+    """A client's hash of the content. Unused: keys hold a digest of the pixels."""
     cornplug_salt: str | None = None
-    """The request's tenant, where the server has our plugin (`sglang_hooks/mm/epd.py`)."""
+    """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/mm/epd.py`)."""
     cornplug_salt_proof: str | None = None
-    """`statement.salt_proof` of it: no stranger names a tenant."""
+    """`signed_claims.salt_proof` of it: only a server with the secret can name a salt."""
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,14 +57,14 @@ class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_idx: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     prefill_host: _Host | None = None
     embedding_port: _Port | None = None
-    """Where to send. None: receivers register themselves (`ReceiveAt`)."""
+    """Port of the receiver. None: receivers register themselves (`ReceiveAt`)."""
     encoder_idx: int = 0
     encoder_url: str = ""
     time_stats_json: Any = None
 
 
 class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /scheduler_receive_url: one of `receive_count` schedulers that want a part."""
+    """POST /scheduler_receive_url: the address of one of `receive_count` receivers of a part."""
 
     req_id: _RequestId
     receive_url: Annotated[str, msgspec.Meta(min_length=3, max_length=260)]
@@ -74,7 +74,7 @@ class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_part(body: bytes) -> EncodePart:
-    """Raises EncoderRefused("bad_input") for anything that is no such request."""
+    """The parsed request. Raises EncoderRefused("bad_input")."""
     try:
         part = msgspec.json.decode(body, type=EncodePart)
     except msgspec.DecodeError as e:
@@ -101,7 +101,7 @@ def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
 
 
 def items_of(part: EncodePart) -> list[MediaItem]:
-    """Its images, all in the long form."""
+    """The part's images, all as `MediaItem`."""
     return [MediaItem(url=item) if isinstance(item, str) else item for item in part.mm_items]
 
 
@@ -117,7 +117,7 @@ def header(
 
     Args:
         shape: (rows, hidden_size) of the second frame.
-        grid: An image's (frames, height, width) in patches, a row an image.
+        grid: (frames, height, width) in patches, one row per image.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")

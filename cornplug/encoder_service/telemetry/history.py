@@ -1,4 +1,4 @@
-"""The last fifteen minutes, second by second: what `ServiceMetrics` counted between two looks at it."""
+"""The last fifteen minutes, second by second: differences of `ServiceMetrics` between two samples."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Series = dict[tuple[str, ...], float]
 
 
 class HistorySample(msgspec.Struct, frozen=True):
-    """What happened in `seconds` up to `at_s`. Counts are of that time, queues of its end."""
+    """Counts of the `seconds` up to `at_s`; queue lengths are of the end."""
 
     seq: int
     at_s: float
     """Unix time."""
     seconds: float
     answers: dict[str, int]
-    """By who ran the tower: ran, joined, reused."""
+    """By origin: computed, coalesced, cached."""
     refusals: dict[str, int]
     """By class."""
     queue: dict[str, int]
@@ -37,13 +37,13 @@ class HistorySample(msgspec.Struct, frozen=True):
     waiting: int
     batches: int
     media: int
-    """Media that a tower was run for."""
+    """Media computed by a tower."""
     tokens: int
-    """Tokens that a tower was run for."""
+    """Tokens computed by a tower."""
     busy_s: float
-    """Seconds of tower passes that ended; over `seconds` times executors, the part of time they were busy."""
+    """Seconds of tower passes that ended; divided by `seconds` and executors, their utilisation."""
     p50_s: float | None
-    """Receipt to answer; None where nothing was answered."""
+    """Median of receipt to answer; None without answers."""
     p95_s: float | None
     store_failures: int
 
@@ -69,7 +69,7 @@ class ServiceHistory:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Looks once a period, as long as this is open."""
+        """Context manager: samples once a period while it is open."""
         looking = asyncio.create_task(self._look())
         try:
             yield
@@ -79,11 +79,11 @@ class ServiceHistory:
                 await looking
 
     def since(self, seq: int) -> Sequence[HistorySample]:
-        """The samples after number `seq`, oldest first. 0: all that are kept."""
+        """The samples after number `seq`, oldest first. 0: all samples kept."""
         return [sample for sample in self._samples if sample.seq > seq]
 
     def sample(self) -> HistorySample:
-        """Look now. Also what `running` does."""
+        """Take and keep one sample."""
         meters = self._meters
         now = self._clock()
         answers = self._new("answers", totals(meters.answers))
@@ -141,7 +141,7 @@ def totals(counter: Counter) -> Series:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float | None:
-    """The smallest value that `part` of them do not exceed (nearest rank); None of none."""
+    """The quantile by nearest rank of sorted values; None if there are none."""
     if not ordered:
         return None
     return round(ordered[max(math.ceil(part * len(ordered)) - 1, 0)], 6)
@@ -161,5 +161,5 @@ def _by(series: Series, *, place: int) -> dict[str, int]:
 
 
 def largest(values: Iterable[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
-    """The `limit` largest, the largest first."""
+    """The pairs with the `limit` largest values, in descending order."""
     return sorted(values, key=lambda pair: (-pair[1], pair[0]))[:limit]

@@ -1,4 +1,4 @@
-"""What happens to a request, told once: counted by `ServiceMetrics` and traced by `RequestTracing`.
+"""Events of a request: counted by `ServiceMetrics` and traced by `RequestTracing` in one call.
 
 preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
                           └───────────────────────── refused, or gone ──────────────────────────┘
@@ -20,14 +20,14 @@ from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 
 
 class RequestObserver:
-    """Thread-safe; never raises into who tells it, never blocks."""
+    """Receives the events. Thread-safe; never blocks, never raises into its caller."""
 
     def __init__(self, meters: ServiceMetrics, tracing: RequestTracing = OFF) -> None:
         self.meters = meters
         self.tracing = tracing
 
     def received(self, wait: PendingRequest, model: LoadedModel | None) -> None:
-        """A request has come: its span begins."""
+        """A request was received: its span begins."""
         request = wait.request
         wait.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
         wait.span.set_attributes({"cornplug.app": request.app, "cornplug.class": wait.qos.name})
@@ -41,11 +41,11 @@ class RequestObserver:
             )
 
     def preprocessing(self) -> AbstractContextManager[None]:
-        """Around what HTTP does to a medium before there is a request: part of the current span."""
+        """Context manager around a medium's preprocessing, a child of the current span."""
         return self._stage("preprocess", get_current_span())
 
     def stage(self, stage: Stage, wait: PendingRequest) -> AbstractContextManager[None]:
-        """Around one stage of a request."""
+        """Context manager around one stage of a request."""
         return self._stage(stage, wait.span)
 
     @contextmanager
@@ -58,7 +58,7 @@ class RequestObserver:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
     def queued(self, wait: PendingRequest, tokens: int) -> None:
-        """From now on it waits for a batch."""
+        """The request waits for a batch from now on."""
         wait.queued_s = time.monotonic()
         wait.span.set_attribute("cornplug.tokens", tokens)
 
@@ -87,20 +87,20 @@ class RequestObserver:
             self.meters.passed(len(tokens), sum(tokens), seconds)
 
     def answered(self, wait: PendingRequest, origin: str, *, stored: bool, seconds: float) -> None:
-        """Its embedding is about to be handed over."""
+        """The request's answer is about to be sent."""
         self.meters.answered(wait.request.app, wait.qos.name, origin, seconds)
         wait.span.set_attributes({"cornplug.origin": origin, "cornplug.stored": stored})
         wait.span.end()
 
     def refused(self, wait: PendingRequest, reason: str) -> None:
-        """It is about to be refused."""
+        """The request is about to be refused."""
         self.meters.refused(reason, wait.qos.name)
         wait.span.set_attribute("cornplug.reason", reason)
         wait.span.set_status(StatusCode.ERROR, reason)
         wait.span.end()
 
     def gone(self, wait: PendingRequest) -> None:
-        """Nobody waits for it any more: it was answered, or its client has gone."""
+        """The request ended without an answer, as its client has gone; no effect after an answer."""
         if wait.span.is_recording():
             wait.span.set_attribute("cornplug.cancelled", True)
             wait.span.end()

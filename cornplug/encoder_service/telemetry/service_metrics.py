@@ -1,7 +1,7 @@
-"""What the service shows at `/metrics`: every name, in one place.
+"""Metrics of the service at `/metrics`, all names in one place.
 
-Labels are bounded: classes come from the configuration, reasons from the code, and of app
-names, which clients choose, the first `APPS_MAX` have a series of their own.
+Labels are bounded: classes come from the configuration and reasons from the code. App names, which clients
+choose, get a separate series up to `APPS_MAX`; later ones count as "other".
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 _RECENT_MAX: Final = 8192
 
 Queue = Mapping[str, tuple[int, int]]
-"""By class: (requests waiting for a batch, tokens that they ask the tower for)."""
+"""By class: (requests waiting for a batch, their tokens)."""
 
 
 class BoundedLabels:
-    """Label values that clients choose: the first `limit` and those `known` as they are, the rest "other"."""
+    """Bounded label values from clients: `known` and the first `limit` values; the rest become "other"."""
 
     def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
         self._limit = limit
@@ -49,9 +49,9 @@ class BoundedLabels:
 
 
 class ServiceMetrics:
-    """Counters of one service, in a registry of its own. Thread-safe.
+    """Counters of one service, in a separate registry. Thread-safe.
 
-    `waiting`, `queue`, `predicted`, `models` and `executors` are asked at each scrape; they must not block.
+    `waiting`, `queue`, `predicted`, `models` and `executors` are called at each scrape and must not block.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ServiceMetrics:
         self.models: Final = models
         self.executors: Final = executors
         self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
-        """Receipt to answer of the latest answers, for who drains it (the status page)."""
+        """Seconds from receipt to answer of the latest answers; `ServiceHistory` drains it."""
         self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
@@ -169,7 +169,7 @@ class ServiceMetrics:
 
 
 class _Live:
-    """What is read off the service at each scrape: series of a model that has gone, go."""
+    """Gauges read at each scrape, so that series of an unloaded model disappear."""
 
     def __init__(self, meters: ServiceMetrics) -> None:
         self._meters = meters

@@ -1,4 +1,4 @@
-"""Spans of what the service does, in the trace of who asked (OpenTelemetry).
+"""Spans of the service's work in the client's trace (OpenTelemetry).
 
     POST /v1/encode (server span, if HTTP)
     ├ cornplug.preprocess        decode, resize
@@ -9,8 +9,8 @@
         │                        (cornplug.project where all features were kept)
         └ cornplug.publish       store, answer
 
-Callers name their trace by W3C headers, or by `protocol.Encode.trace`. Without an SDK the API's
-own no-op tracer stands here: nothing is recorded and nobody asks whether tracing is on.
+Callers name their trace by W3C headers, or by `EncodeRequest.trace`. Without an SDK the API's no-op tracer
+is used: it records nothing, and no code checks whether tracing is on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RequestTracing:
         self._tracer = tracer
 
     def request(self, carrier: Mapping[str, str] | None, kind: SpanKind, name: str) -> Span:
-        """A span in the trace that `carrier` names, else in the one that is current here."""
+        """A span in the trace that `carrier` names, else in the current trace."""
         context = _PROPAGATOR.extract(carrier) if carrier else None
         return self._tracer.start_span(name, context=context, kind=kind)
 
@@ -66,12 +66,12 @@ class RequestTracing:
             yield span
 
     def past(self, parent: Span, name: str, *, began_ns: int, ended_ns: int) -> None:
-        """A span that is over already. Times are of `time.time_ns`."""
+        """Record a finished span. Times are of `time.time_ns`."""
         context = trace.set_span_in_context(parent)
         self._tracer.start_span(name, context=context, start_time=began_ns).end(ended_ns)
 
     def close(self) -> None:
-        """Send what is left, for five seconds at most."""
+        """Send unsent spans, for at most five seconds."""
 
 
 OFF: Final = RequestTracing(NoOpTracer())
@@ -100,9 +100,9 @@ class _Exported(RequestTracing):
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
-    """Tracing as the OTEL_* variables want it: OFF without them; OFF, and said so, without an SDK.
+    """Tracing by the OTEL_* variables: OFF without them; OFF with a warning without an SDK.
 
-    Under `opentelemetry-instrument` its provider is used.
+    Under `opentelemetry-instrument` its tracer provider is used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return OFF
@@ -139,7 +139,7 @@ class TraceRequests:
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        # Not the path: it may hold a model's name, and a span's name is of few.
+        # Not the path: it may hold a model's name, and span names must be few.
         route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
         span = self._tracing.request(trace_of(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
 

@@ -1,1 +1,1 @@
-"""What crosses the service's unix socket. Clients and engines import it."""
+"""Messages on the service's unix socket. Clients and engines import it."""

@@ -1,13 +1,13 @@
-"""Who is at the other end of the engines' socket: each side proves that it has the shared secret.
+"""Handshake on the engines' socket: each side proves that it has the shared secret.
 
     engine  ── Hello: version, nonce ───────────>  service
             <── Challenge: version, nonce, proof ──
             ── Proof ───────────────────────────>
 
-A proof is an HMAC over the side's name and both nonces, which are new for each connection: nothing
-that was said before is of use again, and neither side's proof can be sent back as the other's.
-Inputs and salts follow only after both have been checked. The kernel says whose process it is
-(`foreign_user`), so that no other user can stand between the two and pass proofs on. Torch-free.
+A proof is an HMAC over the side's name and both nonces, which are new for each connection: no recorded
+message can be replayed, and neither side's proof can be sent back as the other's. Inputs and salts follow
+only after both proofs have been checked. The kernel tells the user of the other process (`foreign_user`),
+so that no other user can stand between the two and relay proofs. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cornplug.errors import EncoderUnavailable
 from cornplug.local_socket import foreign_user
 
 MAX_BYTES: Final = 1024
-"""Of a frame, until the other side has proved who it is."""
+"""Longest frame that is read before the other side has proved that it has the secret."""
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""Longest that a handshake may take."""
+"""Longest duration of a handshake."""
 _NONCE_BYTES: Final = 32
 _DOMAIN: Final = b"cornplug/encoder-socket/1/"
 
@@ -41,7 +41,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """The service's answer: its proof, and what the engine's is to be made of."""
+    """The service's answer: its proof, and the nonce for the engine's proof."""
 
     version: int
     nonce: bytes
@@ -61,7 +61,7 @@ _proof = msgspec.msgpack.Decoder(EngineProof).decode
 
 
 class UntrustedPeer(ValueError):
-    """The other side has not proved that it is one of ours."""
+    """The other side has not proved that it has the secret."""
 
 
 class EngineHandshake:
@@ -76,7 +76,7 @@ class EngineHandshake:
         return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
-        """What to send to a service whose challenge is `frame`, once that is proved.
+        """The frame that answers the service's challenge `frame`, after the service's proof was checked.
 
         Raises msgspec's errors for another message, EncoderUnavailable ("encoder_version", or
         "encoder_untrusted" without a proof).
@@ -100,7 +100,7 @@ class ServiceHandshake:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def challenge(self, frame: bytes) -> bytes:
-        """What to answer to a hello. Raises msgspec's errors for another message, Untrusted."""
+        """The frame that answers a hello. Raises msgspec's errors for another message, UntrustedPeer."""
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
             raise UntrustedPeer(f"a nonce of {len(hello.nonce)} bytes")
@@ -109,7 +109,7 @@ class ServiceHandshake:
         return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
 
     def check(self, frame: bytes) -> None:
-        """Return when the engine's proof holds. Raises Untrusted, msgspec's errors."""
+        """Check the engine's proof. Raises UntrustedPeer, msgspec's errors."""
         if not hmac.compare_digest(
             _proof(frame).proof, _mac(self._secret, b"engine", self._theirs, self._nonce)
         ):
@@ -117,10 +117,11 @@ class ServiceHandshake:
 
 
 def check_user(sock: socket.socket) -> None:
-    """Return when the other side is this user's. Raises EncoderUnavailable("encoder_untrusted")."""
+    """Check that the other side is a process of this user. Raises EncoderUnavailable("encoder_untrusted")."""
     if (uid := foreign_user(sock)) is not None:
         raise EncoderUnavailable(
-            f"user {uid} listens there, not this one ({os.getuid()}); name an encoder.socket of yours",
+            f"user {uid} listens there, not this one ({os.getuid()}); set encoder.socket to a path in a "
+            "folder of this user",
             reason="encoder_untrusted",
         )
 
@@ -133,6 +134,6 @@ def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
 def _check(proof: bytes, secret: bytes, side: bytes, engines: bytes, services: bytes) -> None:
     if len(services) != _NONCE_BYTES or not hmac.compare_digest(proof, _mac(secret, side, engines, services)):
         raise EncoderUnavailable(
-            "what listens there does not have this store.secret_file; use one file for both",
+            "the listener does not have this store.secret_file; use one file for both",
             reason="encoder_untrusted",
         )

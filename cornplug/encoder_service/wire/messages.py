@@ -1,10 +1,10 @@
-"""What crosses the encoder's unix socket: length-prefixed msgpack, never pickle.
+"""Messages on the encoder's unix socket: length-prefixed msgpack, never pickle.
 
 Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many
 requests under way on one connection; replies carry the request's id and come in any order.
 The socket is for engines of the same user on the same host that have the shared secret; both
-sides prove it first (`handshake`). They are trusted to name the embedding key that belongs to the
-inputs they send. Strangers speak HTTP, where the service computes every digest itself.
+sides prove it first (`handshake`). The service trusts their embedding keys to belong to the inputs beside
+them. Other clients use HTTP, where the service computes every digest itself.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe"):
-    """Ask what the service serves."""
+    """Ask for the list of served models."""
 
     version: int = PROTOCOL_VERSION
 
 
 class ServedModality(msgspec.Struct, frozen=True):
-    """One kind of medium that a model takes. Its processor is another one, so its identity is too."""
+    """One modality of a model. Each has its own processor, hence its own model identity."""
 
     name: str
     """ "image", "video" or "audio"."""
@@ -43,7 +43,7 @@ class ServedModality(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """One model of the service, by what it is computed from. Fingerprints are 32 bytes."""
+    """One served model with the fingerprints of its parts, 32 bytes each."""
 
     name: str
     family: str
@@ -56,12 +56,12 @@ class ServedModel(msgspec.Struct, frozen=True):
     hidden_size: int
     """Width of an embedding row, as the LLM consumes it."""
     modalities: tuple[ServedModality, ...] = ()
-    """All that it takes, the first one first."""
+    """All modalities of the model, in the order of its family."""
     epoch: int = 0
-    """How often its weights have been replaced since the service started."""
+    """Number of reloads of its weights since the service started."""
 
     def identity_for(self, modality: str) -> bytes | None:
-        """The identity of this model's embeddings of a modality, None where it takes none such."""
+        """The model identity for a modality, None if the model does not take it."""
         return next((m.identity for m in self.modalities if m.name == modality), None)
 
 
@@ -84,9 +84,9 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode"):
     """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
     app: str
     deadline_s: float
-    """Seconds from receipt after which nobody waits for the answer any more."""
+    """Seconds from receipt after which the client no longer waits for the answer."""
     trace: dict[str, str] | None = None
-    """W3C `traceparent` and `tracestate` of who asks. An older peer leaves it out, or ignores it."""
+    """W3C `traceparent` and `tracestate` of the client's request. An older peer omits or ignores it."""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
@@ -117,9 +117,9 @@ Reply = DescribeReply | EncodeReply | EncodeRefusal
 
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    """What of a request's headers (names in lower case) names its trace; None where nothing does.
+    """The trace headers among a request's headers (names in lower case); None without `traceparent`.
 
-    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on, a longer one may go.
+    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on, a longer one may be dropped.
     """
     found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
     kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}

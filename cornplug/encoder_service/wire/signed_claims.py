@@ -1,9 +1,9 @@
-"""What an encoder says of an embedding that it sends to a socket which takes bytes from anybody.
+"""The encoder's signed statement about an embedding that it sends to an unauthenticated socket (SGLang's).
 
-Which model made it, of which media, on which grids: these say where an image's tokens stand, so
-its KV depends on them. Signed with the store's secret over the very bytes, so that a receiver who
-has the secret may name what it computes from them, and share that under the name.
-Without a statement that holds, an embedding is used as SGLang uses it, and shared with nobody.
+It names the model identity, the media digests and the grids, which place an image's tokens, so that its KV
+depends on them. The signature, with the store's secret, covers the embedding's bytes: a receiver that has
+the secret may compute embedding keys from the statement and share KV under them.
+An embedding without a valid statement is used as stock SGLang uses it, and neither it nor its KV is shared.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _DOMAIN: Final = "cornplug-statement-v2"
 _SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
 
 Grid = Sequence[Sequence[int]]
-"""An image's (frames, height, width) in patches, a row an image; counts of 64 bits."""
+"""(frames, height, width) in patches, one row per image; 64-bit counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedClaim:
-    """Signed: this model made these rows of these media, in this order."""
+    """Signed statement: this model computed these rows from these media, in this order."""
 
     identity: bytes
     """`identity.model_identity` of the encoder's model."""
     media: tuple[bytes, ...]
-    """Media digests, one an image."""
+    """Media digests, one per image."""
     proof: bytes
 
     @classmethod
@@ -57,12 +57,12 @@ class SignedClaim:
     def holds(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
-        """Whether a holder of the secret made this claim about these bytes."""
+        """Whether a holder of the secret signed this statement about these bytes."""
         parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
         return is_signed(self.proof, secret, _DOMAIN, *parts)
 
     def fields(self) -> Mapping[str, str]:
-        """As text, for a message with named fields."""
+        """The statement as text, for a message with named fields."""
         return {
             _IDENTITY: self.identity.hex(),
             _MEDIA: ",".join(digest.hex() for digest in self.media),
@@ -71,9 +71,9 @@ class SignedClaim:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> Self | None:
-        """The statement in a message's fields; None where there is none.
+        """The statement in a message's fields; None if the fields are absent.
 
-        Raises CodecError for one that is no statement.
+        Raises CodecError("statement") for malformed fields.
         """
         texts = [fields.get(name) for name in (_IDENTITY, _MEDIA, _PROOF)]
         if all(text is None for text in texts):
@@ -89,7 +89,7 @@ class SignedClaim:
 
 
 def salt_proof(secret: bytes, salt: str) -> str:
-    """Hex by which a service sees that an engine with the secret named this salt."""
+    """Proof, in hex, that an engine with the secret named this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 

@@ -39,9 +39,9 @@ _STATUS: Final[Mapping[str, int]] = {
 }
 
 A_FAULT: Final = "a fault of the service; its log says which"
-"""What callers hear of an exception: its text may hold paths, addresses and others' data."""
+"""The message for an internal error: an exception's text may hold paths, addresses and others' data."""
 
 
 def status_of(reason: str) -> int:
-    """422 for whatever is wrong with a medium."""
+    """The HTTP status of a reason: 422 for all reasons that concern the medium."""
     return _STATUS.get(reason, 422)

@@ -1,4 +1,4 @@
-"""torch's tensors as bytes: what the service, its towers and the engines' rooms all mean by them."""
+"""torch's tensors as bytes, for the service, its towers and both engines' plugins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, C-contiguous, from whatever device; a copy only where it is not so already."""
+    """A tensor's bytes, C-contiguous; a copy if it is on another device or not contiguous."""
     host = tensor.detach().cpu().contiguous()
     return memoryview(host.view(-1).view(torch.uint8).numpy())
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """A tensor as it crosses a socket."""
+    """A tensor as a message field."""
     return WireTensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())
