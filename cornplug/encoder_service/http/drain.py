@@ -17,7 +17,7 @@ CLOSED: Final = FailedMedium(
 
 
 class DrainState:
-    """Requests in flight, for one event loop. Those that began before `close` may finish, streams included."""
+    """Requests in flight, for one event loop. Requests begun before `close` may finish, streams included."""
 
     def __init__(self) -> None:
         self._in_flight = 0

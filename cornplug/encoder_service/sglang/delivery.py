@@ -140,7 +140,7 @@ class ReceiverRendezvous:
         return waiting.endpoints
 
     def _entry(self, req_id: str, group: str) -> _Waiting:
-        """A request's entry. Each group has a separate bound: a flood from one host evicts only its entries."""
+        """A request's entry. Each group has its bound: a flood from one host evicts only its entries."""
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
             del self._groups[next(g for g in self._groups if g not in _OURS)]
