@@ -30,6 +30,7 @@ from rich.table import Table
 
 from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header
 from cornplug.config import StoreConfig
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
@@ -107,7 +108,7 @@ class Moves:
                 torch.randn(tokens, _HEADS, _DIM, generator=generator).to(torch.bfloat16) for _ in range(2)
             )
             write(key, value, cache, torch.arange(tokens))
-        self.worker = KVWorker(self.page, mine, _BLOCK_TOKENS, store)
+        self.worker = KVWorker(RankPages(self.page, mine, store), _BLOCK_TOKENS, _DEADLINE_S)
         impl = SimpleNamespace(do_kv_cache_update=lambda _, *rest: write(*rest))
         names = [str(i) for i in range(layers)]
         layer = SimpleNamespace(impl=impl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from cornplug.codec import checksum
 from cornplug.engine_common.page_envelope import read_page_header
-from cornplug.errors import CodecError
+from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Lease, PayloadLocation, Store
 
@@ -32,7 +33,7 @@ class RankPages:
         return len(self.held.heads) * len(self.held.layers)
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of a page that this rank holds."""
         return self.segments * self.page.segment_bytes
 
@@ -73,6 +74,15 @@ class RankPages:
             sums |= self._sums(here, head)
             np.copyto(there, here)
         return sums
+
+    def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:
+        """Drop a damaged page and the pages that follow it.
+
+        Where one is damaged others are. The engine computes them all again anyway, and whole prefixes heal
+        at once instead of page by page.
+        """
+        with suppress(CornplugError):
+            self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
     def _arena(self, payload: memoryview) -> Bytes:
         """This rank's part of a page in the store, shape (heads, bytes of its layers)."""

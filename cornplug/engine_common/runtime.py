@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from cornplug.config import Config
 from cornplug.errors import ConfigError, CornplugError
@@ -14,6 +15,10 @@ from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
 from cornplug.store.base import Store
 from cornplug.store.disabled import OffStore
+
+KV_PAGE: Final = "kv_page"
+EMBEDDING: Final = "embedding"
+"""Kinds of entries, as metrics label them (`what`)."""
 
 _log = logging.getLogger("cornplug")
 

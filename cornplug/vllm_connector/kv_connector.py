@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
@@ -106,8 +107,9 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
             else:
                 block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                mine = rank_slice(kv_cache_config, geometry)
-                self._worker = KVWorker(geometry, mine, block_size, self._runtime.store)
+                held = rank_slice(kv_cache_config, geometry)
+                pages = RankPages(geometry, held, self._runtime.store)
+                self._worker = KVWorker(pages, block_size, self._runtime.background_timeout_s)
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             if role == KVConnectorRole.WORKER:

@@ -88,9 +88,9 @@ def test_rank_pages_bytes_of_all_ranks_are_the_page(store: MemoryStore) -> None:
     client = store.connect()
     for split in SPLITS:
         ranks = [RankPages(PAGE, held, client) for held in parts(*split)]
-        assert sum(mine.bytes for mine in ranks) == PAGE.page_bytes
+        assert sum(mine.size_bytes for mine in ranks) == PAGE.page_bytes
         assert sum(mine.segments for mine in ranks) == PAGE.segments
-        assert all(mine.memory().nbytes == mine.bytes for mine in ranks)
+        assert all(mine.memory().nbytes == mine.size_bytes for mine in ranks)
 
 
 def test_rank_pages_read_damaged_segment_is_corrupt_for_its_rank_only(

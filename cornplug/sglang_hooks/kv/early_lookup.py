@@ -10,10 +10,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from cornplug.engine_common.runtime import KV_PAGE
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
+from cornplug.sglang_hooks.kv.reader import PageReader
 
 _NEAR_TOKENS: Final = 4096
 """Tokens of a prompt that one lookup covers, in about a millisecond."""
@@ -42,7 +43,7 @@ class EarlyLookup:
         if self._pace.pays(ahead):
             return ahead
         missed = max(1, ahead // self._index.page_tokens)
-        self._tally.count("cornplug_misses_total", self._app, WHAT, "cheaper", by=missed)
+        self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "cheaper", by=missed)
         return 0
 
 

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import miss
+from cornplug.engine_common.runtime import KV_PAGE, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import RankSlice
 from cornplug.sglang_hooks import activation
@@ -34,7 +34,7 @@ from cornplug.sglang_hooks.kv.hicache_config import compile_hash
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
+from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 
 
@@ -113,7 +113,7 @@ class CornplugStorage(HiCacheStorage):
         roots = NamespaceRoots(self._run.secret, page, _identify)
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
         mine = RankPages(page, held, self._run.store)
-        token_bytes = mine.bytes / page.page_tokens
+        token_bytes = mine.size_bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         self._reader = PageReader(self._run, roots, index, mine, pages, self._tally)
@@ -164,7 +164,7 @@ class CornplugStorage(HiCacheStorage):
         """
         found = 0
         if self._ahead is not None and self._may_share():
-            with miss(self._tally, self._run.app, WHAT):
+            with miss(self._tally, self._run.app, KV_PAGE):
                 found = self._ahead.worth(tokens, prefix, last_hash, space)
         return found
 
@@ -179,7 +179,7 @@ class CornplugStorage(HiCacheStorage):
         """How many of these pages, from the first, the store has."""
         found = 0
         if self._may_share() and self._reader is not None:
-            with miss(self._tally, self._run.app, WHAT):
+            with miss(self._tally, self._run.app, KV_PAGE):
                 found = self._reader.present(keys)
         return found
 
@@ -195,7 +195,7 @@ class CornplugStorage(HiCacheStorage):
             began = time.monotonic()
             done = self._reader.load(keys, self._slots(host_indices))
             took_s = time.monotonic() - began
-            self._tally.observe("cornplug_wait_seconds", took_s, self._run.app, WHAT)
+            self._tally.observe("cornplug_wait_seconds", took_s, self._run.app, KV_PAGE)
             if self.pace is not None and done:
                 self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
@@ -203,7 +203,7 @@ class CornplugStorage(HiCacheStorage):
     def _may_share(self) -> bool:
         reason = self._off or ("weights_updated" if weights_guard.replaced() else "")
         if reason:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+            self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         return not reason
 
     def _slots(self, host_indices: torch.Tensor) -> list[int]:

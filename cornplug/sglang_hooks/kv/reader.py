@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
@@ -16,8 +16,6 @@ from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, HashedPage, PageHashIndex, PageOverlap
 from cornplug.store.base import Lease
-
-WHAT = "kv_page"
 
 
 class PageReader:
@@ -124,7 +122,8 @@ class PageReader:
         except CodecError as e:
             reason = e.reason
             if e.is_damage:
-                self._discard([key for parts in plan[done:] for _, keys in parts for key in keys])
+                damaged = [key for parts in plan[done:] for _, keys in parts for key in keys]
+                self._mine.discard(damaged, deadline_s=self._run.background_timeout_s)
         except CornplugError as e:
             reason = e.reason
         finally:
@@ -172,27 +171,22 @@ class PageReader:
                 if leases:
                     store.release([lease.token for lease in leases], deadline_s=deadline_s)
 
-    def _discard(self, keys: Sequence[bytes]) -> None:
-        """Drop a damaged page and what follows it: whole prefixes then heal at once."""
-        with suppress(StoreUnavailable):
-            self._run.store.delete(list(dict.fromkeys(keys)), deadline_s=self._run.background_timeout_s)
-
     def _missed(self, reason: str, tokens: int) -> None:
         # In whole pages of the store: the rest of one is nothing that anybody could have saved.
         if pages := tokens // self._index.page_tokens:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason, by=pages)
+            self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._index.page_size
         if done:
             # Of the store's pages: what any other engine would have counted.
             pages = max(1, tokens // self._index.page_tokens)
-            self._tally.count("cornplug_hits_total", app, WHAT, "store", by=pages)
+            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
-            moved = tokens * self._mine.bytes / self._index.page_tokens
-            self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=moved)
+            moved = tokens * self._mine.size_bytes / self._index.page_tokens
+            self._tally.count("cornplug_bytes_total", app, KV_PAGE, "load", by=moved)
         if reason:
-            self._tally.count("cornplug_misses_total", app, WHAT, reason)
+            self._tally.count("cornplug_misses_total", app, KV_PAGE, reason)
 
 
 class _Copies:

@@ -8,24 +8,23 @@ parts. A rank that is late, gone or stopped in the middle holds nobody up.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from cornplug.engine_common.page_envelope import page_header, page_part
+from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.errors import CheckpointError, CornplugError, StoreUnavailable
+from cornplug.errors import CheckpointError, CornplugError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
 from cornplug.sglang_hooks.kv.page_hash_index import HashedPage, PageHashIndex
-from cornplug.sglang_hooks.kv.reader import WHAT, PageReader
+from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
@@ -77,7 +76,10 @@ class PageWriter:
         tally: Tally,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
-        self._mine, self._host, self._part, self._tally = mine, host, part, tally
+        self._mine, self._host = mine, host
+        self._publisher = PagePublisher(
+            runtime, mine.page, tally, deadline_s=runtime.background_timeout_s, part=part
+        )
         self._memory = mine.memory()
         self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._tail_bytes = 0
@@ -87,23 +89,19 @@ class PageWriter:
         if not self._mine.held.writes:
             return
         began = time.monotonic()
-        outcomes: Counter[str] = Counter()
-        refused = self._offer(self._wanted(hashes, slots, outcomes), outcomes, began + _SAVE_S)
+        refused = self._offer(self._wanted(hashes, slots), began + _SAVE_S)
         pause_s = _FIRST_PAUSE_S
         # A young store grows while we wait; SGLang offers no page twice.
         while refused and time.monotonic() + pause_s < began + self._run.background_timeout_s:
             time.sleep(pause_s)
             pause_s *= 2
-            refused = self._offer(refused, outcomes, began + _SAVE_S)
-        outcomes[ReserveRefusal.GROWING.value] += len(refused)
+            refused = self._offer(refused, began + _SAVE_S)
+        self._publisher.count_outcome(ReserveRefusal.GROWING.value, len(refused))
         self._keep_tails(hashes, slots)
-        self._count(outcomes)
 
     # -- which of the store's pages are complete -----------------------------------------------
 
-    def _wanted(
-        self, hashes: Sequence[str], slots: Sequence[int], outcomes: Counter[str]
-    ) -> dict[bytes, list[_Piece]]:
+    def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> dict[bytes, list[_Piece]]:
         """Key -> pieces, of the store's pages that these pages complete."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
@@ -111,7 +109,7 @@ class PageWriter:
         for name, page in zip(hashes, self._index.find(hashes), strict=True):
             try:
                 if page is None:
-                    outcomes["no_page_key"] += 1
+                    self._publisher.count_outcome("no_page_key")
                 elif self._index.page_size >= self._index.page_tokens:
                     whole = self._host.page(at[name])
                     for part in self._index.overlaps(page):
@@ -121,9 +119,9 @@ class PageWriter:
                     if pieces := self._gathered(name, at):
                         found[self._closing_key(page, roots)] = pieces
                     else:
-                        outcomes["incomplete"] += 1
+                        self._publisher.count_outcome("incomplete")
             except CheckpointError as e:
-                outcomes[e.reason] += 1
+                self._publisher.count_outcome(e.reason)
         return found
 
     def _closing_key(self, page: HashedPage, roots: RootsOfCall) -> bytes:
@@ -163,23 +161,21 @@ class PageWriter:
 
     # -- writing them ---------------------------------------------------------------------------
 
-    def _offer(self, wanted: _Wanted, outcomes: Counter[str], end_s: float) -> dict[bytes, list[_Piece]]:
+    def _offer(self, wanted: _Wanted, end_s: float) -> dict[bytes, list[_Piece]]:
         """Write pages, some at a time; those for which room is being made."""
         refused: dict[bytes, list[_Piece]] = {}
         for keys in self._rounds(list(wanted)):
             deadline_s = min(self._run.background_timeout_s, end_s - time.monotonic())
             if deadline_s <= 0:
-                outcomes["late"] += len(keys)
+                self._publisher.count_outcome("late", len(keys))
                 continue
             reserved = []
-            for key, answer in zip(keys, self._reserve(keys, deadline_s, outcomes), strict=False):
+            for key, answer in zip(keys, self._publisher.reserve(keys, deadline_s=deadline_s), strict=True):
                 if isinstance(answer, Reservation):
                     reserved.append(answer)
                 elif answer is ReserveRefusal.GROWING:
                     refused[key] = wanted[key]
-                else:
-                    outcomes[answer.value] += 1
-            self._fill(wanted, reserved, outcomes)
+            self._fill(wanted, reserved)
         return refused
 
     def _rounds(self, keys: list[bytes]) -> Iterator[list[bytes]]:
@@ -187,38 +183,17 @@ class PageWriter:
         for start in range(0, len(keys), step):
             yield keys[start : start + step]
 
-    def _reserve(
-        self, keys: Sequence[bytes], deadline_s: float, outcomes: Counter[str]
-    ) -> list[Reservation | ReserveRefusal]:
-        entries = [(key, self._mine.page.page_bytes) for key in keys]
-        try:
-            return self._run.store.reserve(entries, app=self._run.app, deadline_s=deadline_s, part=self._part)
-        except StoreUnavailable as e:
-            outcomes[e.reason] += len(keys)
-            return []
-
-    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation], outcomes: Counter[str]) -> None:
+    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
         """Write this rank's heads of the pages that room is reserved for, and tell the store."""
         written, broken = [], []
         for reservation in reserved:
             sums = self._written(wanted[reservation.key], reservation.location)
             if sums is None:
                 broken.append(reservation)
-            elif self._part is None:
-                written.append((reservation, page_header(reservation.key, self._mine.page, sums)))
             else:
-                written.append((reservation, page_part(reservation.key, self._mine.page, sums)))
-        outcomes["write_failed"] += len(broken)
-        self._give_up(broken)
-        try:
-            stored = (
-                self._run.store.commit(written, deadline_s=self._run.background_timeout_s) if written else []
-            )
-        except StoreUnavailable as e:
-            outcomes[e.reason] += len(written)
-            return
-        outcomes["stored"] += sum(stored)
-        outcomes["reservation_ended"] += len(stored) - sum(stored)
+                written.append((reservation, sums))
+        self._publisher.give_up(broken, "write_failed")
+        self._publisher.commit(written)
 
     def _written(self, pieces: list[_Piece], location: PayloadLocation) -> Mapping[int, int] | None:
         """Segment -> checksum of this rank's part, None where it could not be written."""
@@ -234,21 +209,3 @@ class PageWriter:
             return self._mine.write(self._memory, location)
         except CornplugError:
             return None
-
-    def _give_up(self, reserved: Sequence[Reservation]) -> None:
-        with suppress(StoreUnavailable):
-            if reserved:
-                self._run.store.release(
-                    [r.token for r in reserved], deadline_s=self._run.background_timeout_s
-                )
-
-    def _count(self, outcomes: Counter[str]) -> None:
-        # Of a page that ranks write together the first counts.
-        if self._part is not None and self._part.index != 0:
-            return
-        for outcome, by in outcomes.items():
-            if by:
-                self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome, by=by)
-        if outcomes["stored"]:
-            moved = outcomes["stored"] * self._mine.page.page_bytes
-            self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "save", by=moved)

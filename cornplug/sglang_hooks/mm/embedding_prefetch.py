@@ -29,13 +29,12 @@ from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import encode_deadline_s
 from cornplug.engine_common.model_identity import TowerIdentity
-from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.store.payload import put_payload
 
-WHAT: Final = "embedding"
 _SOURCE: Final = "cornplug_source"
 
 
@@ -78,18 +77,18 @@ class EmbeddingPrefetcher:
         began = time.monotonic()
         always = self._run.config.store.load_when == "always"
         if not always and not engine_state.current().fetch_pays():
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, "cheaper")
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "cheaper")
             return ""
         try:
             if await self._in_thread(self._stored, key):
                 return "store"
             return await self._encoded(key, item, tower, salt, began)
         except CornplugError as e:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
         finally:
             waited = time.monotonic() - began
-            self._tally.observe("cornplug_wait_seconds", waited, self._run.app, WHAT)
+            self._tally.observe("cornplug_wait_seconds", waited, self._run.app, EMBEDDING)
 
     async def _encoded(
         self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None, began: float

@@ -26,13 +26,13 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
-from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.errors import CodecError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.mm.embedding_prefetch import WHAT, source_of
+from cornplug.sglang_hooks.mm.embedding_prefetch import source_of
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of, rows_of
 from cornplug.sglang_hooks.model.model_config import engine_model
 from cornplug.store.payload import get_payload
@@ -69,9 +69,9 @@ class EmbeddingSource:
         app = self._run.app
         for item, tensor in zip(items, taken, strict=True):
             if tensor is not None and self._first:
-                self._tally.count("cornplug_hits_total", app, WHAT, source_of(item) or "store")
+                self._tally.count("cornplug_hits_total", app, EMBEDDING, source_of(item) or "store")
                 self._tally.count("cornplug_saved_tower_passes_total", app)
-                self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=tensor.nbytes)
+                self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
 
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """What this engine's own tower made, for the others. Returns at once."""
@@ -126,12 +126,12 @@ class EmbeddingSource:
 
     def _miss(self, reason: str) -> None:
         if self._first:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
 
     def _report(self, outcome: str, size: int) -> None:
-        self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
+        self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
         if outcome == "stored":
-            self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "save", by=size)
+            self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
 
 
 class EncoderBypass:

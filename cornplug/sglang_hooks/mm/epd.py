@@ -32,6 +32,7 @@ import torch
 from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import activation
@@ -40,7 +41,6 @@ from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.sglang_hooks.model.model_config import engine_model
 
-_WHAT: Final = "embedding"
 _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
@@ -119,10 +119,10 @@ def _image_items(mm_inputs: Any) -> list[Any]:
 
 def _count(image_items: Sequence[Any]) -> None:
     tally, app = activation.tally(), activation.runtime().app
-    tally.count("cornplug_hits_total", app, _WHAT, "service_epd", by=len(image_items))
+    tally.count("cornplug_hits_total", app, EMBEDDING, "service_epd", by=len(image_items))
     tally.count("cornplug_saved_tower_passes_total", app, by=len(image_items))
     size = sum(item.precomputed_embeddings.nbytes for item in image_items)
-    tally.count("cornplug_bytes_total", app, _WHAT, "load", by=size)
+    tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=size)
 
 
 # -- both processes --------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _judged(data: Any) -> Media:
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
-        activation.tally().count("cornplug_misses_total", activation.runtime().app, _WHAT, e.reason)
+        activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, e.reason)
         return None
 
 

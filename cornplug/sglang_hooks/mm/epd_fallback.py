@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cornplug.engine_common.encoder_backoff import BackOff
+from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import EncoderUnavailable
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
@@ -62,7 +63,7 @@ def _failed(reason: str) -> None:
 
 
 def _miss(reason: str) -> None:
-    activation.tally().count("cornplug_misses_total", activation.runtime().app, "embedding", reason)
+    activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, reason)
 
 
 # -- both processes --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.encoder_backoff import BackOff
 from cornplug.engine_common.load_policy import FetchRule
-from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import (
     CodecError,
     CornplugError,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-WHAT = "embedding"
 _MAX_WAITING_BYTES = 1 << 30
 """Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
 _IDLE_WAIT_S = 0.005
@@ -161,9 +160,9 @@ class ECScheduler:
         app = self._run.app
         for item in items:
             assert item.arrived is not None
-            self._tally.count("cornplug_hits_total", app, WHAT, item.source)
+            self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
             self._tally.count("cornplug_saved_tower_passes_total", app)
-            self._tally.count("cornplug_bytes_total", app, WHAT, "load", by=len(item.arrived.data))
+            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=len(item.arrived.data))
         return CornplugECMetadata(
             arrived=[item.arrived for item in items if item.arrived is not None],
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
@@ -185,9 +184,9 @@ class ECScheduler:
         for size, seconds in acks.copied:
             self._rule.copied(size, seconds)
         for outcome, size in acks.saves:
-            self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
+            self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
             if outcome == "stored":
-                self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "save", by=size)
+                self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
 
     def close(self) -> None:
         """End the connection to the service and the fetching threads."""
@@ -264,7 +263,7 @@ class ECScheduler:
         try:
             found = get_payload(self._run.store, item.key, deadline_s=self._run.deadline_s)
         except CodecError as e:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return False
         if found is None:
             return False
@@ -338,8 +337,8 @@ class ECScheduler:
 
     def _fail(self, item: _Item, reason: str) -> None:
         item.failed = reason
-        self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+        self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
         self._observe(item)
 
     def _observe(self, item: _Item) -> None:
-        self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, WHAT)
+        self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, EMBEDDING)

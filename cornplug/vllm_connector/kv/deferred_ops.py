@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.runtime import EngineRuntime, miss
+from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
-from cornplug.metrics import Tally
 from cornplug.store.base import Reservation
-
-WHAT = "kv_page"
 
 
 @dataclass(slots=True)
@@ -42,10 +40,9 @@ class DeferredStoreOps:
     for its turns at the interpreter's lock behind vLLM's busy loop, holding up whoever comes next.
     """
 
-    def __init__(self, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
+    def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
         self._run = runtime
-        self._page = page
-        self._tally = tally
+        self._publisher = publisher
         self._commit: list[OpenSave] = []
         self._release: list[int] = []
         self._delete: list[bytes] = []
@@ -70,28 +67,9 @@ class DeferredStoreOps:
         commit, self._commit = self._commit, []
         release, self._release = self._release, []
         delete, self._delete = self._delete, []
-        store, deadline_s = self._run.store, self._run.deadline_s
-        if commit:
-            self._publish(commit)
-        with miss(self._tally, self._run.app, WHAT):
+        self._publisher.commit([(save.reservation, save.checksums) for save in commit])
+        with suppress(CornplugError):
             if release:
-                store.release(release, deadline_s=deadline_s)
+                self._run.store.release(release, deadline_s=self._run.deadline_s)
             if delete:
-                store.delete(delete, deadline_s=deadline_s)
-
-    def _publish(self, saves: list[OpenSave]) -> None:
-        app, page_bytes = self._run.app, self._page.page_bytes
-        written = [
-            (save.reservation, page_header(save.reservation.key, self._page, save.checksums))
-            for save in saves
-        ]
-        try:
-            stored = sum(self._run.store.commit(written, deadline_s=self._run.deadline_s))
-        except CornplugError as e:
-            self._tally.count("cornplug_saves_total", app, WHAT, e.reason, by=len(saves))
-            return
-        if stored:
-            self._tally.count("cornplug_saves_total", app, WHAT, "stored", by=stored)
-            self._tally.count("cornplug_bytes_total", app, WHAT, "save", by=stored * page_bytes)
-        if stored < len(saves):
-            self._tally.count("cornplug_saves_total", app, WHAT, "reservation_ended", by=len(saves) - stored)
+                self._run.store.delete(delete, deadline_s=self._run.deadline_s)

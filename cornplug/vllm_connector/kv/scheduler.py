@@ -12,15 +12,16 @@ from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.page_envelope import read_page_header
-from cornplug.engine_common.runtime import EngineRuntime, miss
+from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.base import Lease, ReserveRefusal
+from cornplug.store.base import Lease, Reservation, ReserveRefusal
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import provenance
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.deferred_ops import WHAT, DeferredStoreOps, OpenSave
+from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVMetadata,
     CornplugKVWorkerMetadata,
@@ -86,7 +87,8 @@ class KVScheduler:
         self._loads: list[PageLoad] = []
         self._open: dict[int, OpenSave] = {}
         self._finishing: list[str] = []
-        self._errands = DeferredStoreOps(runtime, geometry, tally)
+        self._publisher = PagePublisher(runtime, geometry, tally, deadline_s=runtime.deadline_s)
+        self._errands = DeferredStoreOps(runtime, self._publisher)
         self._unusable = ""
         """Why a rank cannot move KV."""
         self._others_load = provenance.others_load()
@@ -134,7 +136,7 @@ class KVScheduler:
             tracked = self._tracked[request.request_id] = _Tracked(request, None, own=own)
             reason = self._name(tracked)
             if reason:
-                self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         elif tracked.later:
             self._name(tracked)
         return tracked
@@ -168,7 +170,7 @@ class KVScheduler:
             match = tracked.match = _Match(
                 computed, [], [], time.monotonic() + self._run.config.store.lease_s / 3
             )
-            with miss(self._tally, self._run.app, WHAT):
+            with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, match)
         if not match.reads:
             return 0
@@ -187,13 +189,13 @@ class KVScheduler:
         keys = keys if present < 0 else keys[:present]
         if present >= 0:
             self._tally.count(
-                "cornplug_misses_total", self._run.app, WHAT, "absent", by=len(wanted) - present
+                "cornplug_misses_total", self._run.app, KV_PAGE, "absent", by=len(wanted) - present
             )
         if not keys:
             return
         end = (wanted.start + len(keys)) * page.page_tokens
         if not self._costs.pays(tokens=end - match.computed, pages=len(keys)):
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, "cheaper", by=len(keys))
+            self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "cheaper", by=len(keys))
             tracked.saved_pages = max(tracked.saved_pages, wanted.start + len(keys))
             return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
@@ -212,7 +214,7 @@ class KVScheduler:
         try:
             header = read_page_header(lease, self._page)
         except CodecError as e:
-            self._tally.count("cornplug_misses_total", self._run.app, WHAT, e.reason)
+            self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, e.reason)
             if e.is_damage:
                 self._errands.delete(lease.key)
             return None
@@ -258,9 +260,9 @@ class KVScheduler:
         match, tracked.loading = tracked.loading, None
         self._errands.release(match.tokens)
         app, waited = self._run.app, self._costs.load_ended(request_id, whole=not tracked.barred)
-        self._tally.observe("cornplug_wait_seconds", waited, app, WHAT)
+        self._tally.observe("cornplug_wait_seconds", waited, app, KV_PAGE)
         if not tracked.barred:
-            self._tally.count("cornplug_hits_total", app, WHAT, "store", by=len(match.reads))
+            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=len(match.reads))
             self._tally.count("cornplug_saved_tokens_total", app, by=match.end - match.computed)
             if tracked.own is not None:
                 tracked.own.extend(match.computed, match.end)
@@ -282,8 +284,7 @@ class KVScheduler:
         moves.timed = self._costs.time_step(output) if not self._off else 0
         wanted = self._new_pages(output)
         if wanted:
-            with miss(self._tally, self._run.app, WHAT):
-                moves.saves = self._reserve(wanted)
+            moves.saves = self._reserve(wanted)
         return moves
 
     def _give_up_saves(self, request_id: str) -> None:
@@ -327,21 +328,17 @@ class KVScheduler:
         assert self._manager is not None
         room = max(0, self._run.config.engine.max_open_saves_bytes // self._page.page_bytes - len(self._open))
         if len(wanted) > room:
-            self._tally.count("cornplug_saves_total", self._run.app, WHAT, "busy", by=len(wanted) - room)
+            self._publisher.count_outcome("busy", len(wanted) - room)
             wanted = wanted[:room]
             if not wanted:
                 return []
-        answers = self._run.store.reserve(
-            [(key, self._page.page_bytes) for _, _, key in wanted],
-            app=self._run.app,
-            deadline_s=self._run.deadline_s,
-        )
+        answers = self._publisher.reserve([key for _, _, key in wanted])
         writes: dict[str, list[PageWrite]] = {}
         for (tracked, index, _), answer in zip(wanted, answers, strict=True):
-            if isinstance(answer, ReserveRefusal):
-                self._tally.count("cornplug_saves_total", self._run.app, WHAT, answer.value)
-                if answer is ReserveRefusal.GROWING:
-                    tracked.again.add(index)
+            if answer is ReserveRefusal.GROWING:
+                self._publisher.count_outcome(answer.value)
+                tracked.again.add(index)
+            if not isinstance(answer, Reservation):
                 continue
             request_id = tracked.request.request_id
             self._open[answer.token] = OpenSave(answer, request_id, index)
@@ -362,14 +359,14 @@ class KVScheduler:
             tracked = self._tracked.get(request_id)
             # Ranks may fail a load in different steps: it is one miss.
             if tracked is None or not tracked.barred:
-                self._tally.count("cornplug_misses_total", self._run.app, WHAT, reason)
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
             if tracked is not None:
                 tracked.barred = True
                 if tracked.loading is not None:
                     # What it now computes itself may be what the store has lost.
                     tracked.saved_pages = tracked.loading.computed // self._page.page_tokens
         if acks.loaded_bytes:
-            self._tally.count("cornplug_bytes_total", self._run.app, WHAT, "load", by=acks.loaded_bytes)
+            self._tally.count("cornplug_bytes_total", self._run.app, KV_PAGE, "load", by=acks.loaded_bytes)
         for token, sums in acks.written.items():
             if token in self._open:
                 self._open[token].checksums |= sums
@@ -389,8 +386,7 @@ class KVScheduler:
         save = self._open.pop(token)
         if save.failed_segments:
             self._errands.release([token])
-            outcome = "preempted" if save.given_up else "write_failed"
-            self._tally.count("cornplug_saves_total", self._run.app, WHAT, outcome)
+            self._publisher.count_outcome("preempted" if save.given_up else "write_failed")
         else:
             self._errands.commit(save)
         tracked = self._tracked.get(save.request_id)

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
-from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.store.base import Store
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, CpuSide, kernel_table
 from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
@@ -50,12 +48,12 @@ class _Saving:
 class KVWorker:
     """One per rank."""
 
-    def __init__(self, geometry: PageGeometry, mine: RankSlice, block_size: int, store: Store) -> None:
-        self._page = geometry
-        self._mine = mine
-        self._pages = RankPages(geometry, mine, store)
+    def __init__(self, pages: RankPages, block_size: int, background_timeout_s: float) -> None:
+        """`background_timeout_s`: of the mover's calls of the store."""
+        self._page, self._mine = pages.page, pages.held
+        self._pages = pages
+        self._background_timeout_s = background_timeout_s
         self._block_size = block_size
-        self._store = store
         self._copies: BlockCopies | None = None
         self._slots = block_size
         """Of one block of the caches, where the engine's is several of the kernels'."""
@@ -204,8 +202,9 @@ class KVWorker:
         except CornplugError as e:
             reason = e.reason
             compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
-            if isinstance(e, CodecError):
-                self._discard(load.pages[done:])
+            if isinstance(e, CodecError) and e.is_damage:
+                damaged = [page.key for page in load.pages[done:]]
+                self._pages.discard(damaged, deadline_s=self._background_timeout_s)
         finally:
             first_bad = (
                 load.pages[done].index * self._page.page_tokens if done < len(load.pages) else load.end
@@ -214,7 +213,7 @@ class KVWorker:
                 if reason:
                     self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
                     self._acks.failed_loads[load.request_id] = reason
-                self._acks.loaded_bytes += done * self._pages.bytes
+                self._acks.loaded_bytes += done * self._pages.size_bytes
                 self._acks.loading_s += time.monotonic() - began
                 self._loaded.add(load.request_id)
 
@@ -288,11 +287,3 @@ class KVWorker:
         except CodecError:
             return False
         return True
-
-    def _discard(self, pages: Sequence[PageRead]) -> None:
-        """Drop a damaged page and what follows it: where one is damaged others are, the request
-        computes them all again anyway, and whole prefixes heal at once instead of page by page."""
-        try:
-            self._store.delete([page.key for page in pages], deadline_s=1.0)
-        except CornplugError as e:
-            compat.logger.debug("cornplug: damaged pages not dropped: %s", e)

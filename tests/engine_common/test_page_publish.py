@@ -1,0 +1,123 @@
+"""Each page that is offered to the store has one counted outcome, whatever the store does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cornplug.config import Config
+from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.kv_page import PageGeometry
+from cornplug.metrics import Tally
+from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+
+PAGE = PageGeometry(page_tokens=16, heads=2, layers=2, dim=8, dtype="float32")
+SUMS = dict.fromkeys(range(PAGE.segments), 7)
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+class Runtime(EngineRuntime):
+    def __init__(self, store: Any) -> None:
+        self.config, self.app, self.secret, self.store = Config(), "test", bytes(32), store
+
+
+class Stage:
+    """A publisher over a store with faults."""
+
+    def __init__(self, part: WriterPart | None = None, store: MemoryStore | None = None) -> None:
+        self.faulty = FaultyStore((store or MemoryStore(capacity_bytes=8 << 20)).connect())
+        self.tally = Tally()
+        self.publisher = PagePublisher(Runtime(self.faulty), PAGE, self.tally, deadline_s=1, part=part)
+
+    def reserved(self, keys: list[bytes]) -> list[Reservation]:
+        answers = self.publisher.reserve(keys)
+        assert all(isinstance(answer, Reservation) for answer in answers)
+        return [answer for answer in answers if isinstance(answer, Reservation)]
+
+    def counts(self) -> dict[str, float]:
+        """Outcome -> pages; the label of bytes -> bytes. Nothing else is counted."""
+        drained = self.tally.drain()
+        assert drained.keys() <= {"cornplug_saves_total", "cornplug_bytes_total"}, "a failed save is no miss"
+        return {labels[2]: sum(values) for rows in drained.values() for labels, values in rows}
+
+
+def test_page_publisher_commit_counts_stored_pages_and_bytes() -> None:
+    stage = Stage()
+    stage.publisher.commit([(reserved, SUMS) for reserved in stage.reserved(KEYS)])
+    assert stage.counts() == {"stored": 4, "save": 4 * PAGE.page_bytes}
+    assert stage.faulty.contains(KEYS, deadline_s=1) == b"\1" * 4
+
+
+def test_page_publisher_reserve_refused_is_counted_by_its_word() -> None:
+    stage = Stage()
+    stage.publisher.commit([(stage.reserved(KEYS[:1])[0], SUMS)])
+    stage.counts()
+    first, second = stage.publisher.reserve(KEYS[:2])
+    assert (first, type(second)) == (ReserveRefusal.PRESENT, Reservation)
+    assert stage.counts() == {"present": 1}
+
+
+def test_page_publisher_reserve_growing_is_left_to_caller() -> None:
+    stage = Stage()
+    stage.faulty.growing = 1
+    answers = stage.publisher.reserve(KEYS[:3])
+    assert isinstance(answers[0], Reservation)
+    assert answers[1:] == [ReserveRefusal.GROWING] * 2
+    assert stage.counts() == {}
+
+
+def test_page_publisher_reserve_without_store_is_outcome_of_each_page() -> None:
+    stage = Stage()
+    stage.faulty.unavailable = True
+    assert stage.publisher.reserve(KEYS) == [None] * 4
+    assert stage.counts() == {"store_down": 4}
+
+
+def test_page_publisher_commit_without_store_is_outcome_of_each_page() -> None:
+    stage = Stage()
+    reserved = stage.reserved(KEYS)
+    stage.faulty.unavailable = True
+    stage.publisher.commit([(one, SUMS) for one in reserved])
+    assert stage.counts() == {"store_down": 4}
+
+
+def test_page_publisher_commit_of_ended_reservation_is_counted() -> None:
+    stage = Stage()
+    one, two = stage.reserved(KEYS[:2])
+    stage.faulty.release([one.token], deadline_s=1)
+    stage.publisher.commit([(one, SUMS), (two, SUMS)])
+    assert stage.counts() == {"reservation_ended": 1, "stored": 1, "save": PAGE.page_bytes}
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_page_publisher_give_up_counts_and_frees_room(down: bool) -> None:
+    stage = Stage()
+    reserved = stage.reserved(KEYS)
+    stage.faulty.unavailable = down
+    stage.publisher.give_up(reserved, "write_failed")
+    assert stage.counts() == {"write_failed": 4}
+    if not down:
+        assert stage.faulty.stat(deadline_s=1).reservations == 0
+
+
+def test_page_publisher_nothing_to_tell_asks_store_nothing() -> None:
+    stage = Stage()
+    stage.publisher.commit([])
+    stage.publisher.give_up([], "write_failed")
+    assert (stage.counts(), stage.faulty.calls) == ({}, {})
+
+
+def test_page_publisher_parts_are_counted_by_first_rank_only() -> None:
+    store = MemoryStore(capacity_bytes=8 << 20)
+    ranks = [Stage(WriterPart(b"g" * 16, index, 2), store) for index in range(2)]
+    reserved = [rank.reserved(KEYS[:1])[0] for rank in ranks]
+    for head, (rank, room) in enumerate(zip(ranks, reserved, strict=True)):
+        sums = {head * PAGE.layers + layer: 7 for layer in range(PAGE.layers)}
+        rank.publisher.commit([(room, sums)])
+    assert ranks[0].counts() == {"stored": 1, "save": PAGE.page_bytes}
+    assert ranks[1].counts() == {}
+    assert store.connect().contains(KEYS[:1], deadline_s=1) == b"\1", "both parts make the page"
