@@ -1,4 +1,4 @@
-"""Everything that knows a version of SGLang: the tested range, and how its seams are hooked.
+"""Facts of one SGLang version: the tested range, the validated families, and how functions are hooked.
 
 SGLang offers entry points and a hook registry for any of its functions. Each module of this
 room lists the hooks that it needs (`HOOKS`); `hook_registry.py` registers them.
@@ -19,19 +19,19 @@ logger = logging.getLogger("sglang.cornplug")
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
 
 VALIDATED_FAMILIES: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Families whose images are shared here: `tests/integration/test_families.py` has compared what SGLang
-makes of them with what the encoder service makes. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
+"""Families whose images are shared here: `tests/integration/test_families.py` has compared SGLang's
+embeddings with those of the encoder service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
-LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that we could stand in for."""
+LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that could be hooked."""
 
 EPOCHS: Final[Mapping[str, int]] = {}
-"""`model_type` -> how often a release in the tested range has mended what SGLang computes for that
-family. A mended one computes other values from the same checkpoint: an epoch other than 0 is part of
-the key, so that a server before the mending and one after it share nothing."""
+"""`model_type` -> number of releases in the tested range that have mended SGLang's code of that family.
+Mended code computes other values from the same checkpoint: an epoch other than 0 is part of the key, so
+that a server before the mending and one after it share nothing."""
 
 
 class Hook(NamedTuple):
-    """One seam. `function` as `sglang.srt.plugins.hook_registry.HookType` says:
+    """A function of ours on one of SGLang's. Its signature, by `sglang.srt.plugins.hook_registry.HookType`:
 
     before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result
     or None; around(original, *args, **kwargs) -> result; replace: a function or a class.
@@ -51,10 +51,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call of `target` gives for each of its parameters, defaults included.
+    """Parameter -> argument of a call of `target`, defaults included.
 
-    So that a hook follows SGLang's signature, which changes from release to release, and does not
-    repeat it.
+    Hooks read arguments by name: SGLang's signatures change from release to release.
     """
     bound = _signature(target).bind(*args, **kwargs)
     bound.apply_defaults()

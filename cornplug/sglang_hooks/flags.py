@@ -56,8 +56,10 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
-    """The last moment before SGLang seals what the operator gave, of command lines and of
-    `Engine(...)` alike, and before any process is started."""
+    """Around SGLang's resolution of its settings, before it starts any process.
+
+    It comes last before SGLang seals the operator's settings, of command lines and of `Engine(...)` alike.
+    """
     if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
         return
@@ -76,7 +78,7 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
 
 
 def _say_what_is_not_shared(server_args: Any) -> None:
-    """Front ends in which no plugin of SGLang's runs: images pass them unnamed, and nothing is wrong."""
+    """Warn of front ends in which SGLang runs no plugin: images pass them without a key, and still work."""
     from sglang.srt.environ import envs
 
     without = [

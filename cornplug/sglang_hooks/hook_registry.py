@@ -1,6 +1,6 @@
-"""Hooks put into SGLang's registry, and checked where they ended up.
+"""Registers hooks with SGLang, and verifies that SGLang has applied them.
 
-SGLang swallows what a plugin raises and logs the hooks that it could not apply.
+SGLang swallows the exceptions of a plugin, and only logs the hooks that it could not apply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _registered: dict[str, Hook] = {}
 
 
 def install(needed: Iterable[str]) -> None:
-    """Hook these parts now: the main process knows only from its settings what it shares.
+    """Hook these parts now: the main process learns them from its settings, after plugins were loaded.
 
     Raises ConfigError where this SGLang lacks a target or has another kind of function there, or
     where another plugin holds it.
@@ -69,8 +69,8 @@ def is_applied(hook: Hook) -> bool:
 def misfit(hook: Hook) -> str:
     """Why a hook in its place cannot take the calls that its target gets; "" where it can.
 
-    Tried with every parameter that the target has, given by position and by name: what was added to
-    it or renamed is found here, and not at the first request.
+    It is tried with every parameter of the target, by position and by name, so that an added or renamed
+    parameter is found here, and not at the first request.
     """
     if hook.kind == "replace":
         return ""
@@ -96,12 +96,12 @@ def misfit(hook: Hook) -> str:
 
 
 def register_parts(needed: Iterable[str]) -> None:
-    """Name the hooks of these parts to SGLang, and the check that they are in their places."""
+    """Register the hooks of these parts with SGLang, and the check that they are in their places."""
     register((*hook_selection.hooks(needed), _LAST))
 
 
 def register(hooks: tuple[Hook, ...]) -> None:
-    """Name these hooks to SGLang, which applies them when all plugins have had their turn."""
+    """Register these hooks with SGLang, which applies them once all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource("cornplug", "cornplug")

@@ -1,4 +1,4 @@
-"""What SGLang's entry point `sglang.srt.plugins` calls, in every process of every server.
+"""The function of SGLang's entry point `sglang.srt.plugins`, called in every process of every server.
 
 A server without cornplug gets its flags and no other change. In a server with it, a hook that cannot work
 stops the process with the reason.
@@ -14,7 +14,7 @@ from cornplug.sglang_hooks.activation import ENABLE
 
 
 def register() -> None:
-    """Hook the flags; in the processes of a server that shares, what that server needs.
+    """Hook the flags; in the processes of a server that shares, also the parts that the server needs.
 
     Raises SystemExit, which SGLang lets through, where cornplug was asked for and this SGLang
     is not one that it knows.

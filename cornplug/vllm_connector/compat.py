@@ -1,15 +1,14 @@
-"""Everything that knows a version of vLLM: the tested range and the seams we patch.
+"""Facts of one vLLM version: the tested range, the validated families, and how functions are wrapped.
 
-vLLM offers entry points, connector classes and metrics hooks; those need no patch. Some
-things have no hook in 0.32 and are wrapped here, each idempotent and each a thin shell over
-the original:
+vLLM offers entry points, connector classes and metrics hooks; those need no patch. Functions without a
+hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 
 * `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
 * `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;
-* `Worker.load_model`: to compare what was loaded with the files;
+* `Worker.load_model`: to compare the loaded weights with the files;
 * `MultiConnector.__init__`: to learn that other connectors load KV beside ours;
-* `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that somebody replaced the weights.
+* `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that the weights were replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ logger = logging.getLogger("vllm.cornplug")
 
 KV_CONNECTOR: Final = "CornplugConnector"
 EC_CONNECTOR: Final = "CornplugECConnector"
-"""The names by which vLLM's factories know us: users write them into configurations."""
+"""Names of both connectors in vLLM's factories: users write them into configurations."""
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
 
@@ -44,12 +43,12 @@ VALIDATED_FAMILIES: Final = frozenset(
         "qwen3_vl_moe",
     }
 )
-"""Families whose images are shared here: `tests/integration/test_families.py` has compared what vLLM
-makes of them with what the encoder service makes. vLLM may lay out, scale or split another's otherwise."""
+"""Families whose images are shared here: `tests/integration/test_families.py` has compared vLLM's
+embeddings with those of the encoder service. vLLM may lay out, scale or split another's otherwise."""
 
 EPOCHS: Final[dict[str, int]] = {}
-"""`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes what comes out of
-that model (a mended tower, another rope), so that engines before and after it do not share."""
+"""`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values
+(a mended tower, another rope), so that engines before and after it do not share."""
 
 _MARK = "_cornplug_original"
 

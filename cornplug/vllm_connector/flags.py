@@ -1,7 +1,7 @@
 """`vllm serve MODEL --kv-connector cornplug` and its option group.
 
-The flags only fill `--kv-transfer-config` and `--ec-transfer-config`; whoever prefers the
-long JSON form writes the same `kv_connector_extra_config` by hand:
+The flags only fill `--kv-transfer-config` and `--ec-transfer-config`, which may be written by hand in
+their long JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'

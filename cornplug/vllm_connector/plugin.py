@@ -1,4 +1,4 @@
-"""What vLLM's entry point `vllm.general_plugins` calls, in every process, maybe twice.
+"""The function of vLLM's entry point `vllm.general_plugins`, which every process calls, some twice.
 
 vLLM does not guard this call: an exception here would stop an engine that never asked for
 cornplug. So an unsupported version is one log line here, and a clear error only where
@@ -24,7 +24,7 @@ def why_not() -> str:
 
 
 def register() -> None:
-    """Add the flags, name both connectors, and wrap the seams of `compat`."""
+    """Add the flags, register both connectors, and wrap the functions that `compat` lists."""
     if registered():
         return
     why = compat.SUPPORTED_VERSIONS.refusal()

@@ -1,4 +1,4 @@
-"""What the KV of a namespace is computed from, besides its tokens: the root of its page keys.
+"""Roots of page keys: digests of all inputs of a namespace's KV but its tokens.
 
 Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine_common.kv_root`.
 """
@@ -23,8 +23,8 @@ class NamespaceRoots:
     """Roots of page keys, of one engine process.
 
     Args:
-        identify: gives (language model fingerprint, KV spec); reads weights, so it runs on a
-            thread of its own. May raise CheckpointError: then every root raises it.
+        identify: gives (language model fingerprint, KV spec); reads weights, so it runs on another
+            thread. May raise CheckpointError: then every root raises it.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class NamespaceRoots:
         self._identity.first_wait()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the checkpoint has been read, well or not, within that time."""
+        """Whether the checkpoint has been read, with an error or without, within that time."""
         return self._identity.wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
         """The root of a namespace's page keys (32 bytes).
 
-        Raises CheckpointError where nobody can say what its KV is computed from: "identifying"
-        in the first moments, "lora", "lora_changed", or what the checkpoint's reading ended with.
+        Raises CheckpointError where the model or adapter is not identified: "identifying" while the
+        checkpoint is read, "lora", "lora_changed", or the error of reading the checkpoint.
         """
         identity = self._identity.get()
         extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
@@ -58,7 +58,7 @@ class NamespaceRoots:
 
 
 class RootsOfCall:
-    """Roots, each made once: of the pages of one call, which are hundreds of one namespace."""
+    """Roots for one call, each made once: its hundreds of pages share a namespace."""
 
     def __init__(self, roots: NamespaceRoots) -> None:
         self._roots = roots

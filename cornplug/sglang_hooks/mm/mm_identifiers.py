@@ -1,14 +1,14 @@
-"""Images get their names: identities of content, model and salt (tokenizer process).
+"""Assigns embedding keys to images: digests of content, model and salt (tokenizer process).
 
 SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`,
 or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
-pages, and the key of its embedding cache. Here every image whose digest we have gets
+pages, and the key of its embedding cache. Here every image with a digest gets
 
-    named.assign_key(item, embedding key)
+    placeholder_tokens.assign_key(item, embedding key)
 
-the same key as in vLLM, so that both engines see one token stream. Whatever else was
-there before, a client's included, gives way. What has no digest keeps SGLang's name and has no
-identity, so that nobody takes it for ours.
+the same key as in vLLM, so that both engines see one token stream. It replaces an identity that SGLang or a
+client has set. Media without a digest keep SGLang's name and get no identity, so that they cannot be taken
+for media with a key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REQUEST_FIELDS: Final = (
 
 
 class MediaIdentifiers:
-    """Identity of this tokenizer process's model, and the names that it gives to images."""
+    """Identity of the model of this tokenizer process."""
 
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
@@ -50,9 +50,9 @@ class MediaIdentifiers:
         )
 
     async def tower(self) -> TowerIdentity | None:
-        """None where nobody can say what computes, or not yet."""
+        """The identity of tower and projector; None while it is being read, and where it cannot be."""
         if self._tower.first_wait_s() > 0:
-            # In a thread that SGLang decodes in.
+            # In one of the threads in which SGLang decodes media.
             await asyncio.to_thread(self._tower.first_wait)
         return self._tower.found
 
@@ -70,11 +70,11 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
 
-def name(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
-    """Give identities to the images of a request, and take them from everything else.
+def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
+    """Assign embedding keys to the images of a request, and clear those of all other items.
 
     `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
-    EmbeddingReqInput. Returns the items that have a name.
+    EmbeddingReqInput. Returns the items with a key.
     """
     items = mm_inputs.mm_items
     options = _options(obj, [item for item in items if item.is_image()])
@@ -103,13 +103,13 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
     try:
         return embedding_key(activation.runtime().secret, tower, medium_with_options(media, options), salt)
     except (TypeError, ValueError):
-        return None  # Options of a client's that have no encoding.
+        return None  # A client's options without a canonical encoding.
 
 
 def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
-    """id of an item -> this request's own processor arguments for it; None where nobody can say.
+    """id of an item -> this request's processor arguments for it; None where they cannot be paired.
 
-    Under a name of SGLang's own: what an argument does, only SGLang's processor knows.
+    They stand under "sglang", as an argument may act otherwise in another engine's processor.
     """
     from sglang.srt.multimodal.cache import media_preprocess_kwargs
 
@@ -132,7 +132,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
 
 
 class _Tokenizer:
-    """What the tokenizer process needs, once."""
+    """State of the tokenizer process, made once."""
 
     def __init__(self, processor: Any) -> None:
         self.names = MediaIdentifiers(processor)
@@ -145,7 +145,7 @@ class _Tokenizer:
 
 
 def _one_host() -> bool:
-    """Whether all ranks have this host's store: what one of them lacks, none of them takes."""
+    """Whether all ranks have this host's store: an embedding that one of them lacks, none of them takes."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
@@ -169,7 +169,7 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
         here = _tokenizer(manager.mm_processor)
         tower = await here.names.tower()
         await media_digests.settle(mm_inputs.mm_items)
-        items = name(mm_inputs, tower, obj)
+        items = assign_keys(mm_inputs, tower, obj)
         if here.prefetches and items and tower is not None and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
             await here.prefetcher.prepare(wanted, tower, salt_of_request(obj))

@@ -1,16 +1,16 @@
 """vLLM's media identifiers, replaced at their source by keys of content.
 
 vLLM names an image by a hash over the model's *name* and the container's bytes, by a
-client's uuid, or by an EXIF ImageID that anyone can write. That name then keys its own
-encoder cache, its prefix blocks and every connector. In the API process we put instead
+client's uuid, or by an EXIF ImageID that any client can write. That name then keys its own
+encoder cache, its prefix blocks and every connector. The API process puts in its place
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
 which also repairs the engine's own caches. An embedding that came by handle (`embedding_handles.py`) gets
-the identifier of its image. What we cannot digest (video and audio in this
-release, or no checkpoint to identify the model by) keeps vLLM's name, made unable to look
-like ours, and is shared with nobody.
+the identifier of its image. Media without a digest (video and audio in this release), and those of an
+unidentified model, keep a name of vLLM's or of this engine, which cannot begin like a key, and are not
+shared.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _UUIDS: Final = 65536
 
 
 def key_of(identifier: str) -> bytes | None:
-    """The embedding key in an identifier of ours, None for any other."""
+    """The embedding key (32 bytes) in an identifier; None for an identifier without one."""
     return bytes.fromhex(identifier[len(PREFIX) :]) if _OURS.fullmatch(identifier) else None
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """Our settings, where this engine was started with either connector of ours."""
+    """The settings of cornplug's connectors; None in an engine without either of them."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
@@ -112,7 +112,7 @@ class MmIdentifiers:
             return self._uuids.get(uuid) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None) -> str:
-        """The identifier that belongs to a `mm_hash` of ours.
+        """The identifier for a `mm_hash` that `media_name` or `ReceivedHandles.name` made.
 
         Raises VLLMValidationError for a handle of another salt.
         """
@@ -121,7 +121,7 @@ class MmIdentifiers:
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         identity = self._known_identity()
         if identity is None:
-            # Names content, yet no model: good for this engine's caches, and for nobody else.
+            # Identifies content, yet no model: it serves this engine's caches only.
             return LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
         return PREFIX + embedding_key(self._secret, identity, media, salt).hex()
 
@@ -149,7 +149,7 @@ def _media_digest(item: object) -> bytes | None:
 
 _active: MmIdentifiers | None = None
 _asked_for = False
-"""Whether this engine has connectors of ours, which must not take a client's uuid for a name of ours."""
+"""Whether this engine has cornplug's connectors, which must not take a client's uuid for a key."""
 
 
 def _input_processor_init(
@@ -164,7 +164,7 @@ def _input_processor_init(
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
-        # What this host's files are like is no reason for an engine not to start.
+        # An engine starts without a readable secret file, and shares nothing.
         if e.field != "store.secret_file":
             raise
         compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
@@ -198,7 +198,7 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 
 def _foreign(name: str) -> str:
-    """vLLM's own name, which may be a client's uuid, unable to pass for one of ours."""
+    """vLLM's own name, which may be a client's uuid, with a prefix if it begins like one of cornplug's."""
     return f"foreign-{name}" if name.startswith((PREFIX, LOCAL, HANDLE)) else name
 
 
@@ -215,7 +215,7 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
         for feature in request.mm_features or ():
             if feature.mm_hash.startswith(HANDLE):
                 feature.identifier = active.identifier(feature.identifier, request.cache_salt)
-            # A LoRA on the tower prefixes the identifier; such an embedding is nobody else's.
+            # A LoRA on the tower prefixes the identifier; such an embedding is not shared.
             elif feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
                 feature.identifier = active.identifier(feature.mm_hash, request.cache_salt)
     return request

@@ -184,7 +184,7 @@ def test_media_digests_of_llava_depend_on_aspect_mode() -> None:
 
 def named(items: list[Any], obj: Any, **fields: Any) -> MultimodalProcessorOutput:
     made = MultimodalProcessorOutput(mm_items=items, **fields)
-    mm_identifiers.name(made, TOWERS, obj)
+    mm_identifiers.assign_keys(made, TOWERS, obj)
     return made
 
 
@@ -243,7 +243,7 @@ def test_mm_identifiers_client_hashes_give_no_key() -> None:
 
 def test_mm_identifiers_without_identity_give_no_key() -> None:
     one = with_digest()
-    assert mm_identifiers.name(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
+    assert mm_identifiers.assign_keys(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
     assert one.identity is None
 
 
@@ -252,7 +252,7 @@ def test_mm_identifiers_item_without_offsets_gets_no_key() -> None:
     nowhere, here = with_digest(1), with_digest(2)
     nowhere.offsets = None
     made = MultimodalProcessorOutput(mm_items=[nowhere, here])
-    assert mm_identifiers.name(made, TOWERS, request(image_data=["a", "b"])) == [here]
+    assert mm_identifiers.assign_keys(made, TOWERS, request(image_data=["a", "b"])) == [here]
     assert key_of(nowhere) is None
     assert nowhere.identity is None
 
