@@ -70,7 +70,7 @@ class StoreConfig(_Section):
     """A file of 32 bytes that keys every digest, made on first use. Hosts that share need the same file."""
 
 
-_PICTURE_FORMATS = (
+_IMAGE_FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
 """As `encoder_service.media.FORMATS`, which may not be imported here; a test compares them."""
@@ -142,7 +142,7 @@ class EncoderConfig(_Section):
     max_connections: int | None = Field(default=None, gt=0)
     """Number of HTTP connections at a time; each further one ends the longest idle one. None: the limit of
     the process's descriptors, at most 4096."""
-    picture_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
+    image_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
     """Image formats that are decoded, by Pillow's names."""
     tenant_part: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the store that one tenant's HTTP requests may fill, and all requests without a tenant
@@ -175,18 +175,18 @@ class EncoderConfig(_Section):
             else value
         )
 
-    @field_validator("picture_formats")
+    @field_validator("image_formats")
     @classmethod
     def _known(cls, value: str) -> str:
-        known = {name.upper() for name in _PICTURE_FORMATS}
+        known = {name.upper() for name in _IMAGE_FORMATS}
         wrong = [name for name in _words(value) if name.upper() not in known]
         if wrong or not _words(value):
-            raise ValueError(f"{', '.join(wrong) or 'none'}: known are {', '.join(_PICTURE_FORMATS)}")
+            raise ValueError(f"{', '.join(wrong) or 'none'}: known are {', '.join(_IMAGE_FORMATS)}")
         return value
 
     def formats(self) -> tuple[str, ...]:
-        """`picture_formats`, read."""
-        return tuple(name.upper() for name in _words(self.picture_formats))
+        """`image_formats`, read."""
+        return tuple(name.upper() for name in _words(self.image_formats))
 
     @field_validator("receivers")
     @classmethod

@@ -109,7 +109,7 @@ def living(llava_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
         "CORNPLUG_ENCODER_MAX_BODY_BYTES": str(MAX_BODY),
         "CORNPLUG_ENCODER_BODY_DEADLINE_S": str(BODY_S),
         # More than an operator should allow: what each of these decoders does with hostile files is tested.
-        "CORNPLUG_ENCODER_PICTURE_FORMATS": ", ".join(FORMATS),
+        "CORNPLUG_ENCODER_IMAGE_FORMATS": ", ".join(FORMATS),
         "OMP_NUM_THREADS": "1",
     }
     with EncoderProcess(

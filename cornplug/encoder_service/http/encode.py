@@ -1,7 +1,7 @@
-"""From what a client asked to outcomes: fetch, prepare, submit, and let go when the client goes.
+"""`POST /v1/encode`: fetch, prepare and submit each medium; cancelled when the client disconnects.
 
-read ─> each medium: fetch or decode base64 ─> Door: prepare ─> Encoder.submit ─> Outcome
-                at most two of one request at a time               as each finishes
+read ─> each medium: fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
+                at most two of one request at a time                       as each finishes
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake, Parts
-from cornplug.encoder_service.http import requests as http_bodies
-from cornplug.encoder_service.http import responses as http_answers
+from cornplug.encoder_service.http import requests, responses
 from cornplug.encoder_service.http.requests import MediumSource, ParsedRequest
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
@@ -41,7 +40,7 @@ from cornplug.qos import QosCaller
 _AT_ONCE: Final = 2
 """Media of one request that are prepared at a time: sixty-four of one do not delay one of another."""
 _MARGIN_S: Final = 1.0
-"""What is begun in time may end this much after the deadline."""
+"""Grace after the deadline for work that began in time."""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HttpRequest:
-    """One request under way: whose, and when (by the monotonic clock) nobody waits any more."""
+    """One request in flight, with its caller, and its deadline by the monotonic clock."""
 
     asked: ParsedRequest
     caller: QosCaller
@@ -80,9 +79,9 @@ class EncodeRoute:
         self._fetcher = UrlFetcher.of(config)
 
     async def __call__(self, request: Request) -> Response:
-        """Raises EncoderRefused and MediaError for what is wrong with the whole request, and
+        """The answer to a request. Raises EncoderRefused and MediaError for errors of the whole request, and
         ClientDisconnect."""
-        asked = await http_bodies.read(request, self._threads, max_items=self._config.max_items)
+        asked = await requests.read(request, self._threads, max_items=self._config.max_items)
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
         caller = self._encoder.classes.of_headers(request.headers)
@@ -91,9 +90,9 @@ class EncodeRoute:
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
         accept = request.headers.get("accept", "")
-        if not (asked.many or http_answers.wants_many(accept)):
+        if not (asked.many or responses.wants_many(accept)):
             outcome = await _unless_gone(request, self._outcome(job, asked.sources[0]))
-            return http_answers.one(outcome, accept)
+            return responses.one(outcome, accept)
         outcomes = self._outcomes(job)
         try:
             held = await _unless_gone(request, _opening(outcomes))
@@ -101,11 +100,11 @@ class EncodeRoute:
             await outcomes.aclose()
             raise
         if (failed := _all_alike(held, len(asked.sources))) is not None:
-            return http_answers.refused(failed)
-        return http_answers.StreamedEncodings(_chain(held, outcomes), accept)
+            return responses.refused(failed)
+        return responses.StreamedEncodings(_chain(held, outcomes), accept)
 
     async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """(index, outcome) of each medium as it finishes. Closing it cancels what is left."""
+        """(index, outcome) of each medium as it finishes. Closing the generator cancels the others."""
         tasks = {
             asyncio.create_task(self._outcome(job, source)): index
             for index, source in enumerate(job.asked.sources)
@@ -130,7 +129,7 @@ class EncodeRoute:
             failed = FailedMedium(
                 reason="too_late", message=f"{source.field}: not answered inside the deadline"
             )
-        # Counted here what the worker never saw.
+        # Refusals before the encoder saw the medium are counted here.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
@@ -181,19 +180,19 @@ class EncodeRoute:
         url = source.url()
         fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
 
-        # A video may come as its images.
-        as_pictures = source.modality == "video" and source.of_pictures
+        # A video may be sent as images.
+        as_frames = source.modality == "video" and source.is_frames
 
         def read() -> Parts:
             if fetched is not None:
                 return [fetched]
-            return source.pictures() if as_pictures else [source.data()]
+            return source.frames() if as_frames else [source.data()]
 
         def prepare(parts: Parts, bench: PreprocessContext) -> PreprocessedMedium:
             common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "bench": bench}
             if source.modality == "video":
                 common["sampling"] = asked.sampling
-            if as_pictures:
+            if as_frames:
                 return self._preparer.prepare_frames(asked.model, parts, **common)
             return self._preparer.prepare(asked.model, source.modality, parts[0], **common)
 
@@ -204,13 +203,13 @@ class EncodeRoute:
 
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
-    """What the answer needs of it: while it waits for a tower, the encoder alone has its inputs."""
+    """The medium without its pixels: while it waits for a tower, only the encoder holds its inputs."""
     kept = {name: tensor for name, tensor in prepared.request.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, request=msgspec.structs.replace(prepared.request, inputs=kept))
 
 
 async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:
-    """What came until the first success, or until two refusals differ."""
+    """The outcomes up to the first success, or up to two refusals that differ."""
     held: list[tuple[int, Outcome]] = []
     async for index, outcome in outcomes:
         held.append((index, outcome))
@@ -220,7 +219,7 @@ async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[i
 
 
 def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> FailedMedium | None:
-    """The one refusal that stands for all: then the status can say it."""
+    """The refusal that all media share, which becomes the status; None if there is none."""
     failed = [outcome for _, outcome in held if isinstance(outcome, FailedMedium)]
     if len(failed) < expected or len({f.reason for f in failed}) > 1:
         return None
@@ -238,7 +237,7 @@ async def _chain(
 
 
 def _result(task: asyncio.Task[Outcome]) -> Outcome:
-    """A fault of ours is that medium's answer, as in `worker`."""
+    """A task's outcome; an unexpected exception refuses its medium as "internal", as in `EncoderCore`."""
     error = task.exception()
     if error is None:
         return task.result()
@@ -247,7 +246,7 @@ def _result(task: asyncio.Task[Outcome]) -> Outcome:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The work's result, or ClientDisconnect as soon as the client has gone: uvicorn cancels nothing."""
+    """The work's result. Raises ClientDisconnect as soon as the client has gone: uvicorn cancels nothing."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(request))
     try:

@@ -1,4 +1,4 @@
-"""What a client asks for: the schema of `POST /v1/encode`, and reading it off the wire."""
+"""Requests of `POST /v1/encode`: their schema and parsing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 16 << 10
-_PICTURES: Final = "data:video/jpeg;base64,"
-_PICTURE: Final = "data:image/jpeg;base64,"
-_MAX_PICTURES: Final = 4096
+_VIDEO_URL: Final = "data:video/jpeg;base64,"
+_IMAGE_URL: Final = "data:image/jpeg;base64,"
+_MAX_FRAMES: Final = 4096
 _SHOWN: Final = 200
-"""Characters of a client's own words that a message repeats."""
+"""Characters of a client's value that a message repeats."""
 
 
 class _InMemory(MultiPartParser):
-    """Customers' media are not written to /tmp: `body_guard` bounds what is held."""
+    """Media are kept in memory, not spooled to /tmp; `body_limits` bounds the bytes."""
 
     spool_max_size = 1 << 62
 
@@ -64,13 +64,13 @@ class Medium(pydantic.BaseModel):
         return [modality for modality in MODALITIES if modality in self.model_fields_set]
 
     def source(self, where: str = "") -> MediumSource:
-        """The medium, and what a message calls it."""
+        """The medium, with the name of its field for messages."""
         modality = self._named()[0]
         return MediumSource(modality=modality, field=where + modality, content=getattr(self, modality))
 
 
 class EncodeBody(Medium):
-    """What to encode: one medium, or `items`. In a multipart form the media are files."""
+    """The media to encode: one medium, or `items`. In a multipart form the media are files."""
 
     model_config = pydantic.ConfigDict(
         json_schema_extra={
@@ -90,9 +90,9 @@ class EncodeBody(Medium):
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
     """Counts from the receipt of the body, for all items together."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
-    """Frames a second to take of the videos; of a video sent as images, how many were."""
+    """Frames to sample per second of video; of a video sent as images, their rate."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Frames to take of each video, instead of `fps`. With neither: as the model's engine does."""
+    """Frames to sample of each video, instead of `fps`. Default: as the model's engine does."""
 
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -109,30 +109,30 @@ class EncodeBody(Medium):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumSource:
-    """One medium as it came: a file's bytes, or a JSON text."""
+    """One medium of a request: a file's bytes, or a JSON string."""
 
     modality: Modality
     field: str
     content: bytes | str
 
     def url(self) -> str | None:
-        """Where the bytes are to be fetched from, if they are not here."""
+        """The URL to fetch the bytes from; None if they came with the request."""
         if isinstance(self.content, str) and self.content[:8].lower().startswith(("http://", "https://")):
             return self.content
         return None
 
     @property
-    def of_pictures(self) -> bool:
-        """Whether it is a video that came as vLLM takes it too: `data:video/jpeg;base64,FRAME,FRAME,...`."""
-        return isinstance(self.content, str) and self.content.startswith(_PICTURES)
+    def is_frames(self) -> bool:
+        """Whether a video was sent as images, in vLLM's form: `data:video/jpeg;base64,FRAME,FRAME,...`."""
+        return isinstance(self.content, str) and self.content.startswith(_VIDEO_URL)
 
-    def pictures(self) -> list[bytes]:
-        """Its frames. Raises EncoderRefused("bad_input")."""
+    def frames(self) -> list[bytes]:
+        """The encoded frames. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
-        each = self.content.removeprefix(_PICTURES).split(",", _MAX_PICTURES)
-        if len(each) > _MAX_PICTURES:
-            raise _bad(f"{self.field}: over {_MAX_PICTURES} frames")
-        return [medium_bytes(self.field, _PICTURE + text) for text in each]
+        each = self.content.removeprefix(_VIDEO_URL).split(",", _MAX_FRAMES)
+        if len(each) > _MAX_FRAMES:
+            raise _bad(f"{self.field}: over {_MAX_FRAMES} frames")
+        return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:
         """The bytes that came. Raises EncoderRefused("bad_input", "remote_url")."""
@@ -141,7 +141,7 @@ class MediumSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A checked request. `many`: the client wants its answers one by one, as they finish."""
+    """A validated request. `many`: the client wants an answer for each medium as it finishes."""
 
     model: str
     sources: tuple[MediumSource, ...]
@@ -150,17 +150,17 @@ class ParsedRequest:
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
-    """Of its videos."""
+    """Sampling of its videos."""
 
 
 async def read(request: Request, threads: Executor, *, max_items: int) -> ParsedRequest:
-    """Raises EncoderRefused: "media_type", "too_many_items", or "bad_input" with the field's name."""
+    """The parsed request. Raises EncoderRefused: "media_type", "too_many_items" or "bad_input"."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         asked = await _read_form(request, max_items)
     elif kind == "application/json":
         text = await request.body()
-        # Tens of megabytes of base64 take tenths of a second: not in the loop that others are served by.
+        # Tens of megabytes of base64 take tenths of a second: not on the event loop.
         body = await asyncio.get_running_loop().run_in_executor(threads, _validate, text)
         asked = _asked(body, body.sources(), many=bool(body.items))
     else:

@@ -1,1 +1,1 @@
-"""Encoded media, decoded: what image, video and audio bytes stand for. No torch."""
+"""Decoding of image, video and audio bytes. No torch, but for `audio_resample`."""

@@ -1,14 +1,14 @@
-"""From a sound's bytes to the samples that an engine hands on, and to their digest.
+"""Decoding of audio files to the samples that an engine passes on, and their digest.
 
-The rule, which is vLLM's own (vllm/multimodal/media/audio.py, 0.32), so that engines and the
-service arrive at one digest for one sound:
+The rule is that of vLLM 0.32 (vllm/multimodal/media/audio.py), so that engines and the service compute one
+digest for the same audio:
 
-1. The first audio stream counts, at its own rate; what else the container holds is passed over.
+1. The first audio stream counts, at its own rate; the container's other streams are ignored.
 2. Integers are scaled to [-1, 1): divided by 2 to the (bits - 1).
-3. Channels become one by their mean, in float32.
+3. Channels are averaged to one, in float32.
 
-The processor's own rate comes later (`resampling`). Bytes are a stranger's: containers and
-protocols are named here one by one, since a playlist would otherwise open files and URLs.
+Resampling to the processor's rate follows later (`audio_resample`). The bytes are untrusted: containers and
+protocols are on an allow list, since a playlist would otherwise open files and URLs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ FORMATS: Final = (
     "wav", "w64", "aiff", "au", "caf", "flac", "mp3", "ogg", "aac", "amr", "mov", "mp4", "m4a", "3gp",
     "matroska", "webm", "avi", "asf", "flv", "mpegts", "mpeg",
 )  # fmt: skip
-"""FFmpeg's demuxers that read one file and open no other. hls, dash and concat do: never."""
+"""FFmpeg's demuxers that open no further file; hls, dash and concat do."""
 MIN_RATE: Final = 1_000
 MAX_RATE: Final = 384_000
 MAX_CHANNELS: Final = 32
 MAX_SAMPLES: Final = 1 << 26
-"""Of one channel, at whatever rate: 256 MiB of float32."""
+"""Samples per channel, at any rate: 256 MiB of float32."""
 DECODE_TIMEOUT_S: Final = 30.0
-"""Longest that one medium may take to decode."""
+"""Longest decoding of one medium."""
 _SHORT_BY: Final = 0.02
-"""Part of the announced duration whose absence is no truncation."""
+"""Fraction of the announced duration that may be missing without being a truncation."""
 _PRIMING_S: Final = 0.1
-"""What an encoder's filling at either end may add to what it announces."""
+"""Padding at both ends that an encoder may include in the announced duration."""
 _ENDLESS: Final = 0x7FFF_F000
-"""RIFF sizes from here on are written by who streams, and does not know the size yet."""
+"""RIFF sizes from here on are placeholders of writers that stream and do not know the size yet."""
 _EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
-"""Containers whose header says how long the sound is, and does not estimate it."""
+"""Containers whose header has the exact duration, not an estimate."""
 _SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
 
 # PyAV lets FFmpeg's errors out as its own, and Python's where a header is nonsense.
@@ -54,11 +54,13 @@ BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeErr
 
 Samples = npt.NDArray[np.float32]
 Before = Callable[[float, int], None]
-"""Hears the seconds (at most) and the rate before anything is decoded; what it raises ends the decoding."""
+"""Called with the seconds (at most) and the rate before decoding; an exception ends the decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AudioSamples:
+    """Decoded audio."""
+
     samples: Samples
     """Mono, shape (samples,)."""
     rate: int
@@ -78,10 +80,10 @@ def _no_objection(seconds: float, rate: int) -> None:
 
 
 def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> AudioSamples:
-    """Decode one sound, whole, at its own rate.
+    """The samples of a whole audio file, at its own rate.
 
-    What the header says is checked before anything is decoded, and what comes out while it does:
-    a header that lies costs at most `max_s` of samples.
+    The header is checked before decoding, and the samples during it: a wrong header costs at most
+    `max_s` of samples.
 
     Raises MediaError: "empty" (no bytes, or 0 s), "unknown_format", "no_audio", "sample_rate",
     "channels", "too_long", "too_slow", "damaged" (truncated, inconsistent, not finite).
@@ -90,12 +92,12 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Audi
     # Many writers miscount by a header or a padding byte: that is no truncation.
     if riff < _ENDLESS and len(data) < riff * (1 - _SHORT_BY):
         raise MediaError(f"the WAV is truncated: {len(data)} bytes are not what it says", reason="damaged")
-    with opened(data, "sound") as container:
+    with opened(data, "audio") as container:
         if not container.streams.audio:
             raise MediaError("the file has no audio stream", reason="no_audio")
         stream = container.streams.audio[0]
         if stream.codec_context is None:
-            raise MediaError("the sound's codec is unknown", reason="unknown_format")
+            raise MediaError("the audio codec is unknown", reason="unknown_format")
         announced_s = announced_duration_s(container, stream)
         _check_header(stream, announced_s, max_s)
         rate: int = stream.rate
@@ -103,12 +105,12 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Audi
         samples = np.concatenate([*_mono(container, stream, max_s), np.zeros(0, np.float32)])
         exact = container.format.name in _EXACT
     if not len(samples):
-        raise MediaError("the sound has no samples: 0 s", reason="empty")
+        raise MediaError("the audio has no samples: 0 s", reason="empty")
     if not np.isfinite(samples).all():
-        raise MediaError("the sound has NaN or infinite samples", reason="damaged")
+        raise MediaError("the audio has NaN or infinite samples", reason="damaged")
     if exact and announced_s is not None and len(samples) / rate < announced_s * (1 - _SHORT_BY) - _PRIMING_S:
         raise MediaError(
-            f"the sound is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
+            f"the audio is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
         )
     return AudioSamples(samples=samples, rate=rate)
 
@@ -127,13 +129,13 @@ def opened(data: bytes, what: str, **options: str) -> Any:
         )
     except BROKEN as e:
         raise MediaError(
-            f"{len(data)} bytes are no {what} that we know; send one of {', '.join(FORMATS)}",
+            f"{len(data)} bytes are no accepted {what}; send one of {', '.join(FORMATS)}",
             reason="unknown_format",
         ) from e
 
 
 def announced_duration_s(container: Any, stream: Any) -> float | None:
-    """What the header says of the duration, None where it says nothing."""
+    """The duration by the header, None if it has none."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     return container.duration / av.time_base if container.duration and container.duration > 0 else None
@@ -165,20 +167,20 @@ def _check_header(stream: Any, announced_s: float | None, max_s: float) -> None:
     if not 1 <= channels <= MAX_CHANNELS:
         raise MediaError(f"{channels} channels, at most {MAX_CHANNELS} are accepted", reason="channels")
     if announced_s is not None and announced_s > max_s:
-        raise MediaError(f"{announced_s:.0f} s of sound, at most {max_s:g} are accepted", reason="too_long")
+        raise MediaError(f"{announced_s:.0f} s of audio, at most {max_s:g} are accepted", reason="too_long")
 
 
 def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
     rate, channels, total = stream.rate, stream.channels, 0
     most = min(math.floor(max_s * rate), MAX_SAMPLES)
-    for frame in frames(container, stream, "sound"):
-        # A frame may change both in mid-stream; no engine follows it there.
+    for frame in frames(container, stream, "audio"):
+        # A frame may change both in mid-stream, which no engine supports.
         if frame.sample_rate != rate or frame.layout.nb_channels != channels:
-            raise MediaError("the sound changes its rate or channels on its way", reason="damaged")
+            raise MediaError("the audio changes its rate or channels in mid-stream", reason="damaged")
         total += frame.samples
         if total > most:
             raise MediaError(
-                f"over {most / rate:.0f} s of sound at {rate} Hz, at most {max_s:g} s are accepted",
+                f"over {most / rate:.0f} s of audio at {rate} Hz, at most {max_s:g} s are accepted",
                 reason="too_long",
             )
         yield _floats(frame, channels).mean(axis=0)

@@ -1,9 +1,9 @@
-"""A sound at the rate that a model's processor takes, as vLLM 0.32 brings it there.
+"""Audio at the rate of a model's processor, resampled as by vLLM 0.32.
 
 vLLM uses torchaudio's `Resample` with its defaults: a windowed sinc (Hann), 6 zero crossings
 wide, rolling off at 0.99 of the lower rate. The formula is J. O. Smith's
-(https://ccrma.stanford.edu/~jos/resample/); what is taken from torchaudio is the order of its
-steps and where it rounds, so that engine and service arrive at the same bits and one digest.
+(https://ccrma.stanford.edu/~jos/resample/); the order of the steps
+and the rounding follow torchaudio, so that engine and service compute the same bits and one digest.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ _ROLLOFF: Final = 0.99
 _MAX_KERNEL: Final = 1 << 20
 """Values in a filter: two rates without a common divisor would need billions."""
 _BLOCK: Final = 1 << 22
-"""Values of the sound, laid out for the product, that are in memory at a time."""
+"""Unfolded samples that are in memory at a time."""
 
 
-def resampled(sound: AudioSamples, rate: int) -> AudioSamples:
-    """The same sound at another rate. At its own it is left alone.
+def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
+    """The same audio at another rate; unchanged at its own rate.
 
-    Raises MediaError("sample_rate") for a rate that has too little in common with the wanted one.
+    Raises MediaError("sample_rate") for two rates with a too small common divisor.
     """
-    if sound.rate == rate:
-        return sound
-    divisor = math.gcd(sound.rate, rate)
-    old, new = sound.rate // divisor, rate // divisor
+    if audio.rate == rate:
+        return audio
+    divisor = math.gcd(audio.rate, rate)
+    old, new = audio.rate // divisor, rate // divisor
     if new * (old + 2 * _reach(old, new)) > _MAX_KERNEL:
         raise MediaError(
-            f"{sound.rate} Hz do not divide into {rate} Hz: resample the sound to a usual rate",
+            f"{audio.rate} Hz do not divide into {rate} Hz: resample the audio to a usual rate",
             reason="sample_rate",
         )
     kernel, reach = _kernel(old, new)
-    wanted = math.ceil(new * len(sound.samples) / old)
-    return AudioSamples(samples=_convolved(sound.samples, kernel, old, reach)[:wanted], rate=rate)
+    wanted = math.ceil(new * len(audio.samples) / old)
+    return AudioSamples(samples=_convolved(audio.samples, kernel, old, reach)[:wanted], rate=rate)
 
 
 def _reach(old: int, new: int) -> int:
-    """Samples that a filter sees on either side."""
+    """Samples on either side that a filter covers."""
     return math.ceil(_ZERO_CROSSINGS * old / (min(old, new) * _ROLLOFF))
 
 
 @lru_cache(maxsize=32)
 def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
-    """Filters, shape (new, old + 2 * reach), float32: one for each new sample in a period; and the reach."""
+    """(filters, reach): float32 of shape (new, old + 2 * reach), one filter per new sample of a period."""
     reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
     inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
     # float32 here, as torchaudio has it: the sum is float64 again.

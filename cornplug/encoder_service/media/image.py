@@ -1,16 +1,16 @@
-"""From an image's bytes to the pixels that a processor receives, and to their digest.
+"""Decoding of image files to the pixels that a processor receives, and their digest.
 
-The rule, which is vLLM's own (vllm/multimodal/image.py, 0.32), so that engines and the
-service arrive at one digest for one image:
+The rule is that of vLLM 0.32 (vllm/multimodal/image.py), so that engines and the service compute one digest
+for the same image:
 
 1. EXIF orientation is applied, and only the first frame of an animation counts.
-2. An image with mode "RGB" is left alone, even where it names a transparent colour.
+2. An image with mode "RGB" is unchanged, even if it names a transparent colour.
 3. An image with transparency (RGBA, LA, PA, or a palette or grey image that names a
    transparent colour) becomes RGBA and is laid on white.
 4. Everything else goes through Pillow's `convert("RGB")`.
 
-The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one image agree,
-and a caller who flattens an image by this rule beforehand changes nothing.
+The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one image have the same digest,
+and so has an image that the caller flattened by this rule beforehand.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from cornplug.identity import pixels_digest
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Still images that Pillow can be let decode. EPS starts Ghostscript: never."""
+"""Formats of still images that Pillow may decode; not EPS, which starts Ghostscript."""
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Those that are decoded where nothing else is configured: each other one is one more decoder to attack."""
+"""Formats that are accepted by default: each further format is one more decoder to attack."""
 
 MAX_SCANS: Final = 100
-"""Of a JPEG. A progressive one has some ten; each costs a pass over all pixels, however few its bytes."""
+"""Scans of a JPEG. A progressive one has some ten; each costs a pass over all pixels."""
 MAX_SEGMENTS: Final = 4096
-"""Of a JPEG, between and before its scans."""
+"""Segments of a JPEG, between and before its scans."""
 
 _WHITE: Final = (255, 255, 255)
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""What ends a scan's data, in which every 0xFF is followed by 0 or by a restart marker's number."""
+"""The marker after a scan's data; inside the data 0xFF is followed by 0 or a restart marker's number."""
 _START_OF_SCAN: Final = 0xDA
 _END_OF_IMAGE: Final = 0xD9
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 
 Before = Callable[[int, int], None]
-"""Hears width and height before anything is decoded; what it raises ends the decoding."""
+"""Called with width and height before decoding; an exception ends the decoding."""
 
 # Pillow's readers parse hostile bytes with struct, slices and dictionaries, and let all of this out.
 BROKEN: Final = (
@@ -65,7 +65,7 @@ BROKEN: Final = (
 
 
 def no_objection(width: int, height: int) -> None:
-    """Returns: whatever comes may be decoded."""
+    """Accept every image."""
 
 
 def decode(
@@ -76,43 +76,43 @@ def decode(
     before: Before = no_objection,
     formats: Sequence[str] = COMMON,
 ) -> Image.Image:
-    """Decode one still image, whole, with its EXIF orientation applied unless `upright` is False.
+    """One decoded still image, with its EXIF orientation applied unless `upright` is False.
 
-    Nothing is decoded before width times height has been checked, so a decompression bomb
-    costs its header only; nor before `before` has heard them.
+    Width times height is checked, and `before` called, before decoding, so a decompression bomb costs its
+    header only.
 
     Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels",
     "too_many_scans" or "damaged" (truncated or inconsistent).
     """
     if not data:
-        raise MediaError("the picture has no bytes", reason="empty")
+        raise MediaError("the image has no bytes", reason="empty")
     check_scans(data)
     try:
         image = Image.open(io.BytesIO(data), formats=list(formats))
     except UnidentifiedImageError as e:
         raise MediaError(
-            f"{len(data)} bytes are no picture that is taken; send one of {', '.join(formats)}, or allow "
-            "more by encoder.picture_formats",
+            f"{len(data)} bytes are no accepted image; send one of {', '.join(formats)}, or allow "
+            "more by encoder.image_formats",
             reason="unknown_format",
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
     except BROKEN as e:
-        raise MediaError(f"the picture's header is damaged: {e}", reason="damaged") from e
+        raise MediaError(f"the image's header is damaged: {e}", reason="damaged") from e
     width, height = image.size
     if width * height > max_pixels:
         raise MediaError(
             f"{width} x {height} pixels, at most {max_pixels} are accepted", reason="too_many_pixels"
         )
     if width * height == 0:
-        raise MediaError("the picture has no pixels", reason="damaged")
+        raise MediaError("the image has no pixels", reason="damaged")
     before(width, height)
     try:
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
     except BROKEN as e:
-        raise MediaError(f"the {image.format} picture is truncated or damaged: {e}", reason="damaged") from e
+        raise MediaError(f"the {image.format} image is truncated or damaged: {e}", reason="damaged") from e
     return _upright(image) if upright else image
 
 
@@ -127,7 +127,7 @@ def check_scans(data: bytes) -> None:
             return
         at = found.end()
         if kind not in _WITHOUT_LENGTH:
-            # A length that lies moves only where we look next: what a decoder skips, so do we.
+            # A wrong length moves only the next search: a decoder skips the same bytes.
             at += int.from_bytes(data[at : at + 2], "big")
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
@@ -142,7 +142,7 @@ def check_scans(data: bytes) -> None:
 
 
 def as_received(image: Image.Image) -> Image.Image:
-    """The RGB image that an engine hands to its processor; see the module's rule."""
+    """The RGB image that an engine passes to its processor; see the module's rule."""
     image = _upright(image)
     if image.mode == "RGB":
         return image
@@ -157,10 +157,10 @@ def as_received(image: Image.Image) -> Image.Image:
 def as_sglang_receives(
     data: bytes, max_pixels: int, *, before: Before = no_objection, formats: Sequence[str] = COMMON
 ) -> Image.Image:
-    """The RGB image that SGLang 0.5.23 hands to its processor: another one than the rule's.
+    """The RGB image that SGLang 0.5.23 passes to its processor.
 
-    It applies no EXIF orientation, and drops transparency instead of laying the image on white.
-    For an image that has neither, both are the same. Raises MediaError as `decode`.
+    SGLang applies no EXIF orientation, and drops transparency instead of laying the image on white. For an
+    image with neither, the result is that of the module's rule. Raises MediaError as `decode`.
     """
     image = decode(data, max_pixels, upright=False, before=before, formats=formats)
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -180,5 +180,5 @@ def _upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
     except BROKEN:
-        # Damaged EXIF: vLLM takes the pixels as they lie, so do we.
+        # Damaged EXIF: the orientation is not applied, as in vLLM.
         return image

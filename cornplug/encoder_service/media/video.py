@@ -1,14 +1,14 @@
-"""From a video's bytes to sampled RGB frames with their times, and to their digest.
+"""Decoding of video files to sampled RGB frames with their times, and their digest.
 
-The rule is vLLM's own (vllm/multimodal/video.py and video_decoders/opencv.py, 0.32), so that
-engines and the service arrive at one digest for one video:
+The rule is that of vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that engines and
+the service compute one digest for the same video:
 
-1. The first video stream counts. Frames are numbered as they are shown; a frame's time is its
-   number over the stream's rate, whatever its own time stamp says.
-2. Which frames are taken is said by the model (`readers.clips`) and by the request.
-3. Pixels are converted as OpenCV has FFmpeg do it, and turned upright where the file says so.
+1. The first video stream counts. Frames are numbered in display order; a frame's time is its number divided
+   by the stream's rate; time stamps are ignored.
+2. The model (`preprocess.video`) and the request determine the sampled frames.
+3. Pixels are converted as by OpenCV with FFmpeg, and rotated upright by the file's metadata.
 
-The digest is over the sampled frames and their times. What the sampling was called is not in it.
+The digest is over the sampled frames and their times, not over the sampling options.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.audio import BROKEN, announced_duration_s, frames, opened
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 
 Frames = npt.NDArray[np.uint8]
 _SHORT_BY: Final = 0.02
-"""Part of the announced frames whose absence is no truncation."""
+"""Fraction of the announced frames that may be missing without being a truncation."""
 _MAX_FPS: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoHeader:
-    """What a file says of its video, before any frame is decoded."""
+    """A video's properties by its file's header."""
 
     total: int
-    """Frames in it."""
+    """Number of frames."""
     fps: float
     width: int
     height: int
@@ -53,12 +53,12 @@ class VideoFrames:
     frames: Frames
     """(sampled, height, width, 3) RGB."""
     indices: tuple[int, ...]
-    """The number of each, rising, in the whole video."""
+    """The frames' numbers in the whole video, ascending."""
     source: VideoHeader
 
     @property
     def times_s(self) -> list[float]:
-        """Seconds from the start, of each frame."""
+        """The frames' times, in seconds from the start."""
         return [index / self.source.fps for index in self.indices]
 
     def digest(self) -> bytes:
@@ -68,21 +68,23 @@ class VideoFrames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipLimits:
+class VideoLimits:
+    """Limits of one video."""
+
     max_s: float = 600.0
     max_frames: int = 768
-    """Sampled."""
+    """Sampled frames."""
     max_pixels: int = 64_000_000
-    """Of one frame; all sampled frames together may have four times as many."""
-    picture_formats: tuple[str, ...] = media.COMMON
-    """Of a video that is given as its frames."""
+    """Pixels of one frame; all sampled frames together may have four times as many."""
+    image_formats: tuple[str, ...] = image.COMMON
+    """Formats of the frames of a video that is sent as images."""
 
 
-def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits) -> VideoFrames:
-    """Decode the frames that `choose` names; duration and size are checked before anything is decoded.
+def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits) -> VideoFrames:
+    """The frames that `choose` samples; duration and size are checked before decoding.
 
     Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
-    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and what `choose` raises.
+    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and as `choose`.
     """
     source = _source(data, limits)
     indices = sampled(source, choose(source), limits)
@@ -102,44 +104,45 @@ def _no_objection(source: VideoHeader) -> None:
     pass
 
 
-def of_pictures(
-    pictures: Sequence[bytes],
+def decode_frames(
+    images: Sequence[bytes],
     fps: float,
-    limits: ClipLimits,
+    limits: VideoLimits,
     *,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
-    """A video given as images of one size, `fps` of them a second; every one is taken.
+    """All frames of a video that is sent as images of one size, `fps` of them a second.
 
-    `before` hears of it before any is decoded; what it raises ends the decoding.
+    `before` is called with the header before decoding; an exception ends the decoding.
 
-    Raises MediaError as `media.decode`, and "too_many_frames", "too_many_pixels", "frame_size".
+    Raises MediaError as `image.decode`, and "too_many_frames", "too_many_pixels", "frame_size".
     """
-    if not pictures:
+    if not images:
         raise MediaError("the video has no frames", reason="empty")
     if not 0 < fps <= _MAX_FPS:
         raise MediaError(f"fps: {fps}, want over 0 and at most {_MAX_FPS:g}", reason="frame_rate")
     taken: list[Frames] = []
 
     def first(width: int, height: int) -> None:
-        check_room(len(pictures), width, height, limits)
-        before(VideoHeader(total=len(pictures), fps=fps, width=width, height=height))
+        check_room(len(images), width, height, limits)
+        before(VideoHeader(total=len(images), fps=fps, width=width, height=height))
 
-    for picture in pictures:
-        hears: media.Before = media.no_objection if taken else first
-        image = media.as_received(
-            media.decode(picture, limits.max_pixels, before=hears, formats=limits.picture_formats)
+    for encoded in images:
+        before_frame: image.Before = image.no_objection if taken else first
+        frame = image.as_received(
+            image.decode(encoded, limits.max_pixels, before=before_frame, formats=limits.image_formats)
         )
-        if taken and image.size != (taken[0].shape[1], taken[0].shape[0]):
+        if taken and frame.size != (taken[0].shape[1], taken[0].shape[0]):
             raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
-        taken.append(np.asarray(image))
+        taken.append(np.asarray(frame))
     height, width = taken[0].shape[:2]
     source = VideoHeader(total=len(taken), fps=fps, width=width, height=height)
     return VideoFrames(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
 
 
-def sampled(source: VideoHeader, chosen: Sequence[int], limits: ClipLimits) -> tuple[int, ...]:
-    """The frames that are taken, rising. Raises MediaError("unprocessable") for none, and as `check_room`."""
+def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
+    """The numbers of the sampled frames, ascending. Raises MediaError("unprocessable") for none, and as
+    `check_room`."""
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices or indices[0] < 0 or indices[-1] >= source.total:
         raise MediaError(f"no frame of {source.total} is sampled", reason="unprocessable")
@@ -147,11 +150,11 @@ def sampled(source: VideoHeader, chosen: Sequence[int], limits: ClipLimits) -> t
     return indices
 
 
-def _source(data: bytes, limits: ClipLimits) -> VideoHeader:
-    """What the header says, compared with the packets that are there."""
+def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
+    """The header, checked against the packets in the file."""
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
-            raise MediaError("the file has no video stream that we know", reason="no_video")
+            raise MediaError("the file has no video stream of a known codec", reason="no_video")
         stream = container.streams.video[0]
         width, height = stream.codec_context.width, stream.codec_context.height
         if width * height > limits.max_pixels:
@@ -181,14 +184,14 @@ def _source(data: bytes, limits: ClipLimits) -> VideoHeader:
 
 
 def _packets(container: Any, stream: Any) -> int:
-    """How many frames lie in the file, without decoding any."""
+    """Number of frames in the file, counted without decoding."""
     try:
         return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     except BROKEN as e:
         raise MediaError(f"the video is damaged: {e}", reason="damaged") from e
 
 
-def check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
+def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None:
     """Raises MediaError("too_many_frames", "too_many_pixels") for more sampled frames than are accepted."""
     if count > limits.max_frames:
         raise MediaError(
@@ -205,7 +208,7 @@ def check_room(count: int, width: int, height: int, limits: ClipLimits) -> None:
 def _rgb(frame: Any, source: VideoHeader) -> Frames:
     """(height, width, 3) of one decoded frame, upright."""
     if (frame.width, frame.height) != (source.width, source.height):
-        raise MediaError("the video changes its size on its way", reason="damaged")
+        raise MediaError("the video changes its size in mid-stream", reason="damaged")
     try:
         bgr: Frames = frame.reformat(format="bgr24", interpolation="BICUBIC").to_ndarray()
     except BROKEN as e:

@@ -34,7 +34,7 @@ class ImagePreprocessor:
         path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
         self._probes: tuple[int, int] | None = None
-        self._formats = limits.picture_formats
+        self._formats = limits.image_formats
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(

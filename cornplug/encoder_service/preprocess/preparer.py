@@ -100,7 +100,7 @@ class MediaPreparer:
     ) -> PreprocessedMedium:
         """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
 
-        Raises as `prepare`, and as `clips.of_pictures`.
+        Raises as `prepare`, and as `clips.decode_frames`.
         """
         if sampling.num_frames is not None:
             raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")

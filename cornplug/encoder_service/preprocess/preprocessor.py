@@ -11,7 +11,7 @@ import torch
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import ClipLimits
+from cornplug.encoder_service.media.video import VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
     Heard,
     InProcessDecoder,
@@ -29,7 +29,7 @@ class MediumLimits:
     max_audio_s: float = 600.0
     max_video_s: float = 600.0
     max_frames: int = 768
-    picture_formats: tuple[str, ...] = COMMON
+    image_formats: tuple[str, ...] = COMMON
 
     @classmethod
     def of(cls, config: EncoderConfig) -> MediumLimits:
@@ -38,15 +38,15 @@ class MediumLimits:
             max_audio_s=config.max_audio_s,
             max_video_s=config.max_video_s,
             max_frames=config.max_frames,
-            picture_formats=config.formats(),
+            image_formats=config.formats(),
         )
 
-    def clips(self) -> ClipLimits:
-        return ClipLimits(
+    def clips(self) -> VideoLimits:
+        return VideoLimits(
             max_s=self.max_video_s,
             max_frames=self.max_frames,
             max_pixels=self.max_pixels,
-            picture_formats=self.picture_formats,
+            image_formats=self.image_formats,
         )
 
 

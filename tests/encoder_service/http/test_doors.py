@@ -312,7 +312,7 @@ def saved(kind: str) -> bytes:
 
 
 def test_only_formats_of_the_list_are_decoded(make: Make, llava_pair: Any) -> None:
-    service, wide = make(), make(picture_formats="tiff, png")
+    service, wide = make(), make(image_formats="tiff, png")
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP"):
         body = {"model": str(llava_pair[0]), "image": base64.b64encode(saved(kind)).decode()}
         assert service.post(json=body).status_code == 200
@@ -320,7 +320,7 @@ def test_only_formats_of_the_list_are_decoded(make: Make, llava_pair: Any) -> No
         body = {"model": str(llava_pair[0]), "image": base64.b64encode(saved(kind)).decode()}
         answer = service.post(json=body)
         assert reason(answer) == (422, "unknown_format")
-        assert "encoder.picture_formats" in answer.json()["error"]["message"]
+        assert "encoder.image_formats" in answer.json()["error"]["message"]
         assert wide.post(json=body).status_code == (200 if kind == "TIFF" else 422)
     jpeg = {"model": str(llava_pair[0]), "image": base64.b64encode(saved("JPEG")).decode()}
     assert reason(wide.post(json=jpeg)) == (422, "unknown_format")
@@ -328,10 +328,10 @@ def test_only_formats_of_the_list_are_decoded(make: Make, llava_pair: Any) -> No
 
 def test_the_list_is_of_known_formats() -> None:
     for wrong in ("EPS", "JPEG, PDF", ""):
-        with pytest.raises(ConfigError, match=r"encoder\.picture_formats"):
-            load({"encoder.picture_formats": wrong}, environ={})
+        with pytest.raises(ConfigError, match=r"encoder\.image_formats"):
+            load({"encoder.image_formats": wrong}, environ={})
     every = ", ".join(media.FORMATS)
-    assert load({"encoder.picture_formats": every}, environ={}).encoder.formats() == media.FORMATS
+    assert load({"encoder.image_formats": every}, environ={}).encoder.formats() == media.FORMATS
 
 
 # -- audit ---------------------------------------------------------------------------------------

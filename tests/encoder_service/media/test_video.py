@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.video import ClipLimits, VideoHeader
+from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
@@ -21,7 +21,7 @@ from cornplug.errors import EncoderRefused, MediaError
 from ..conftest import picture, png
 from ..recordings import moving, tone, turned_by_90, video, wav
 
-LIMITS = ClipLimits(max_s=20, max_frames=40, max_pixels=10_000)
+LIMITS = VideoLimits(max_s=20, max_frames=40, max_pixels=10_000)
 SHOWN = moving(31)
 MP4 = video(SHOWN)
 
@@ -83,10 +83,10 @@ def test_the_container_does_not_matter_but_pixels_times_and_choice_do() -> None:
 
 def test_a_video_as_pictures_is_the_same_video() -> None:
     still = [picture(i) for i in range(4)]
-    clip = clips.of_pictures([png(p) for p in still], 2.0, LIMITS)
+    clip = clips.decode_frames([png(p) for p in still], 2.0, LIMITS)
     assert np.array_equal(clip.frames, np.stack([np.asarray(p) for p in still]))
     assert clip.times_s == [0, 0.5, 1, 1.5]
-    assert clip.digest() != clips.of_pictures([png(p) for p in still], 1.0, LIMITS).digest()
+    assert clip.digest() != clips.decode_frames([png(p) for p in still], 1.0, LIMITS).digest()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_video_as_pictures_is_the_same_video() -> None:
 )
 def test_bad_pictures_of_a_video_are_refused(pictures: list[bytes], fps: float, reason: str) -> None:
     with pytest.raises(MediaError) as e:
-        clips.of_pictures(pictures, fps, LIMITS)
+        clips.decode_frames(pictures, fps, LIMITS)
     assert e.value.reason == reason
 
 

@@ -13,7 +13,7 @@ from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.media import video as clips
 from cornplug.encoder_service.media.audio import AudioSamples
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 
 _RGB_BYTES: Final = 3 + 4
 """A pixel as it comes from the decoder, and as Pillow has it."""
@@ -74,10 +74,10 @@ class MediumDecoder(Protocol):
     def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples: ...
 
     def clip(
-        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
     ) -> VideoFrames: ...
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: VideoLimits, heard: Heard) -> VideoFrames:
         """A video given as its images."""
 
 
@@ -99,19 +99,19 @@ class InProcessDecoder:
         return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(MediumHeader.of_sound(s, rate)))
 
     def clip(
-        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
     ) -> VideoFrames:
         return clips.decode(data, lambda source: chosen(source, choose, limits, heard), limits)
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: VideoLimits, heard: Heard) -> VideoFrames:
         def before(source: VideoHeader) -> None:
             heard(MediumHeader.of_clip(source, range(source.total)))
 
-        return clips.of_pictures(pictures, fps, limits, before=before)
+        return clips.decode_frames(pictures, fps, limits, before=before)
 
 
 def chosen(
-    source: VideoHeader, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+    source: VideoHeader, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
 ) -> tuple[int, ...]:
     """The frames that are wanted, rising, once `heard` has been told of them.
 

@@ -22,7 +22,7 @@ from PIL import AvifImagePlugin, Image
 from cornplug.encoder_service.media import audio as sounds
 from cornplug.encoder_service.media import image as media
 from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox import ipc as wire
 from cornplug.errors import MediaError
 
@@ -79,7 +79,7 @@ class DecoderLoop:
                 samples = self._sound(job, data)
                 return samples.shape, wire.memory([np.ascontiguousarray(samples).data])
             case wire.ClipJob():
-                limits = ClipLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
+                limits = VideoLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
                 clip = clips.decode(data, lambda source: self._go(_source(source)), limits)
             case wire.FramesJob():
                 clip = self._frames(job, data)
@@ -105,8 +105,8 @@ class DecoderLoop:
 
         ends = np.cumsum(job.sizes).tolist()
         pictures = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
-        limits = ClipLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, picture_formats=job.formats)
-        return clips.of_pictures(pictures, job.fps, limits, before=before)
+        limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, image_formats=job.formats)
+        return clips.decode_frames(pictures, job.fps, limits, before=before)
 
     def _go(self, opened: wire.MediumOpened) -> tuple[int, ...]:
         """Say what there is, and wait until it is wanted: which frames."""

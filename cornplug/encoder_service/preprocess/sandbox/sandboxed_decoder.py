@@ -13,7 +13,7 @@ from PIL import Image
 
 from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import ClipLimits, VideoFrames, VideoHeader
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox import ipc as wire
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import AssignedJob, DecoderProcess
 from cornplug.encoder_service.preprocess.sandbox.decoders import Heard, MediumHeader, chosen
@@ -69,7 +69,7 @@ class SandboxedDecoder:
         return AudioSamples(samples=np.frombuffer(samples, np.float32), rate=opened.rate)
 
     def clip(
-        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: ClipLimits, heard: Heard
+        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
     ) -> VideoFrames:
         job = wire.ClipJob(
             max_s=limits.max_s,
@@ -79,13 +79,13 @@ class SandboxedDecoder:
         )
         return self._clip(job, [data], choose, limits, heard)
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: ClipLimits, heard: Heard) -> VideoFrames:
+    def frames(self, pictures: Sequence[bytes], fps: float, limits: VideoLimits, heard: Heard) -> VideoFrames:
         job = wire.FramesJob(
             sizes=tuple(map(len, pictures)),
             fps=fps,
             max_frames=limits.max_frames,
             max_pixels=limits.max_pixels,
-            formats=limits.picture_formats,
+            formats=limits.image_formats,
             limit_s=self._limit(),
         )
         return self._clip(job, pictures, lambda source: range(source.total), limits, heard)
@@ -95,7 +95,7 @@ class SandboxedDecoder:
         job: wire.ClipJob | wire.FramesJob,
         parts: Sequence[bytes],
         choose: Callable[[VideoHeader], Sequence[int]],
-        limits: ClipLimits,
+        limits: VideoLimits,
         heard: Heard,
     ) -> VideoFrames:
         asked = self._begin(job, parts)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from cornplug.encoder_service.media.image import MAX_SCANS
-from cornplug.encoder_service.media.video import ClipLimits, VideoHeader
+from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
     InProcessDecoder,
@@ -31,7 +31,7 @@ from ...hostile_pictures import many_scans, saved
 from ...recordings import encoded, moving, tone, video, wav
 
 MAX_PIXELS = 4_000_000
-LIMITS = ClipLimits(max_s=20, max_frames=16, max_pixels=200_000)
+LIMITS = VideoLimits(max_s=20, max_frames=16, max_pixels=200_000)
 
 
 class Cell:
