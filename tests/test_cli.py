@@ -38,7 +38,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_target_is_there(name: str) -> None:
+def test_cli_every_target_is_importable(name: str) -> None:
     module, _, function = cli.COMMANDS[name].target.partition(":")
     assert callable(getattr(import_module(module), function))
 
@@ -48,7 +48,7 @@ def test_version_is_the_package_version() -> None:
     assert (out.returncode, out.stdout.strip()) == (0, f"cornplug {__version__}")
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--help"])
     out = capsys.readouterr().out
@@ -56,14 +56,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in out for name in cli.COMMANDS)
 
 
-def test_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["serve"])
     assert exit_.value.code == 2
     assert "serve-store" in capsys.readouterr().err
 
 
-def test_arguments_and_status_pass_through(
+def test_cli_arguments_and_status_pass_through(
     command: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command("def main(argv):\n    print(argv)\n    return 7\n")
@@ -71,7 +71,7 @@ def test_arguments_and_status_pass_through(
     assert capsys.readouterr().out.strip() == "['--model', 'a', '--help', '--', '-x']"
 
 
-def test_our_errors_are_one_line_and_exit_2(
+def test_cli_cornplug_error_is_one_line_and_exits_with_2(
     command: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(
@@ -83,13 +83,13 @@ def test_our_errors_are_one_line_and_exit_2(
     assert capsys.readouterr().err == f"cornplug probe: {said}\n"
 
 
-def test_other_errors_are_not_hidden(command: Callable[[str], None]) -> None:
+def test_cli_other_error_is_not_hidden(command: Callable[[str], None]) -> None:
     command("def main(argv):\n    raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):
         cli.main(["probe"])
 
 
-def test_missing_extra_names_the_remedy(
+def test_cli_missing_extra_names_the_remedy(
     command: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command("import fastapi.responses\n")
@@ -104,12 +104,14 @@ def test_a_missing_module_that_no_extra_brings_is_not_hidden(command: Callable[[
         cli.main(["probe"])
 
 
-def test_torch_is_loaded_only_by_who_needs_it() -> None:
+def test_cli_torch_is_loaded_by_commands_that_need_it_only() -> None:
     out = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
 
 
-def test_fingerprint_names_what_two_models_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_fingerprint_names_parts_that_two_models_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     checkpoints.llava(a, tower_seed=5, llm_seed=1)
     checkpoints.llava(b, tower_seed=5, llm_seed=2)
@@ -124,6 +126,8 @@ def test_fingerprint_names_what_two_models_share(tmp_path: Path, capsys: pytest.
     assert f"same tower ({one['tower'][:12]}): {a}, {b}" in capsys.readouterr().out
 
 
-def test_fingerprint_of_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_fingerprint_of_no_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["fingerprint", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err

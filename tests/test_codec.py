@@ -33,7 +33,7 @@ headers = st.builds(
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=[row["header"]["kind"] for row in GOLDEN])
-def test_golden(row: dict[str, object]) -> None:
+def test_codec_headers_equal_golden_bytes(row: dict[str, object]) -> None:
     h = dict(row["header"])  # type: ignore[call-overload]
     header = PayloadHeader(
         PayloadKind[h["kind"]], bytes.fromhex(h["key"]), h["dtype"], tuple(h["shape"]), tuple(h["checksums"])
@@ -48,18 +48,18 @@ def test_checksum_is_xxh3_64() -> None:
 
 
 @given(headers)
-def test_a_header_comes_back(header: PayloadHeader) -> None:
+def test_codec_header_comes_back_equal(header: PayloadHeader) -> None:
     assert decode_header(memoryview(encode_header(header)), key=header.key) == header
 
 
 @given(st.integers(0, len(META) * 8 - 1))
-def test_any_flipped_bit_of_a_header_is_seen(bit: int) -> None:
+def test_decode_header_any_flipped_bit_is_seen(bit: int) -> None:
     with pytest.raises(CodecError):
         decode_header(_flip(META, bit), key=KEY)
 
 
 @given(st.integers(0, len(PAYLOAD) * 8 - 1))
-def test_any_flipped_bit_of_a_payload_is_seen_in_its_segment(bit: int) -> None:
+def test_verify_any_flipped_bit_is_seen_in_its_segment(bit: int) -> None:
     damaged = memoryview(_flip(PAYLOAD, bit))
     hit = bit // 8 // 120
     with pytest.raises(CodecError, match=f"segment {hit} of 2") as caught:
@@ -69,48 +69,48 @@ def test_any_flipped_bit_of_a_payload_is_seen_in_its_segment(bit: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(len(META)))
-def test_a_truncated_header_is_seen(size: int) -> None:
+def test_decode_header_truncated_is_seen(size: int) -> None:
     with pytest.raises(CodecError) as caught:
         decode_header(META[:size], key=KEY)
     assert caught.value.reason == "codec"
 
 
-def test_a_longer_header_is_seen() -> None:
+def test_decode_header_longer_one_is_seen() -> None:
     with pytest.raises(CodecError, match="damaged"):
         decode_header(META + b"\0", key=KEY)
 
 
 @pytest.mark.parametrize("size", [0, 1, 120, 238, 239, 241, 242])
-def test_a_payload_of_another_size_is_seen(size: int) -> None:
+def test_verify_payload_of_other_size_is_seen(size: int) -> None:
     with pytest.raises(CodecError) as caught:
         verify(HEADER, memoryview((PAYLOAD * 2)[:size]))
     assert caught.value.reason == "corrupt"
 
 
-def test_swapped_segments_are_seen() -> None:
+def test_verify_swapped_segments_are_seen() -> None:
     with pytest.raises(CodecError, match="segment 0"):
         verify(HEADER, memoryview(PAYLOAD[120:] + PAYLOAD[:120]))
 
 
-def test_a_whole_payload_passes() -> None:
+def test_verify_whole_payload_passes() -> None:
     verify(HEADER, memoryview(PAYLOAD))
     verify(HEADER, memoryview(PAYLOAD), segments=[])
 
 
-def test_another_entry_s_header_is_refused() -> None:
+def test_decode_header_of_another_entry_is_refused() -> None:
     with pytest.raises(CodecError) as caught:
         decode_header(META, key=bytes(32))
     assert caught.value.reason == "wrong_key"
 
 
-def test_another_release_s_header_is_named_as_such() -> None:
+def test_decode_header_of_another_release_is_named() -> None:
     with pytest.raises(CodecError, match="version 2") as caught:
         decode_header(_resealed(META, 4, struct.pack("<H", codec.VERSION + 1)), key=KEY)
     assert caught.value.reason == "version"
 
 
 @pytest.mark.parametrize(("at", "patch"), [(6, b"\x63"), (44, b"\xff")], ids=["kind", "dtype"])
-def test_a_whole_header_of_unknown_content_is_refused(at: int, patch: bytes) -> None:
+def test_decode_header_of_unknown_content_is_refused(at: int, patch: bytes) -> None:
     with pytest.raises(CodecError, match="another release") as caught:
         decode_header(_resealed(META, at, patch), key=KEY)
     assert not caught.value.is_damage
@@ -127,7 +127,7 @@ def test_a_whole_header_of_unknown_content_is_refused(at: int, patch: bytes) -> 
     ],
     ids=["key", "dtype", "dimensions", "no segments", "segments"],
 )
-def test_what_does_not_fit_is_refused(header: PayloadHeader) -> None:
+def test_encode_header_field_out_of_format_is_refused(header: PayloadHeader) -> None:
     with pytest.raises(CodecError):
         encode_header(header)
 
@@ -173,6 +173,6 @@ def test_parts_that_make_no_whole_are_refused(other: bytes, reason: str) -> None
 
 
 @pytest.mark.parametrize("checksums", [{}, {4: 1}, {-1: 1}])
-def test_a_part_of_no_segment_is_refused(checksums: dict[int, int]) -> None:
+def test_encode_part_without_segment_is_refused(checksums: dict[int, int]) -> None:
     with pytest.raises(CodecError):
         _part(checksums)

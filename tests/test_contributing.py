@@ -38,7 +38,7 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def test_a_family_is_one_file_found_by_itself(scratch: Path) -> None:
+def test_contributing_new_family_file_is_found_by_itself(scratch: Path) -> None:
     """Gemma 3's, taken away and written again; the line in test_towers compares it with transformers'."""
     line = ("tests/encoder_service/towers/test_towers.py", "-k", "equals_the_reference and gemma3")
     file = scratch / "cornplug" / "checkpoints" / "families" / "gemma3.py"
@@ -52,7 +52,7 @@ def test_a_family_is_one_file_found_by_itself(scratch: Path) -> None:
     assert status == 0, said
 
 
-def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> None:
+def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
     """`VALIDATED_FAMILIES` of the engine's room, beside the line in tests/integration/test_families.py."""
     compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
     text = compat.read_text()
@@ -90,13 +90,13 @@ def test_an_engine_shares_a_family_once_it_was_compared_there(scratch: Path) -> 
     assert answer().startswith("shared ")
 
 
-def test_an_engine_version_that_is_widened_in_one_place_only_is_named(scratch: Path) -> None:
+def test_engine_version_widened_in_one_place_only_is_named(scratch: Path) -> None:
     tests = ("tests/test_versions.py", "-k", "vllm")
     compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
     edit(compat, '"vllm", (0, 32), (0, 33)', '"vllm", (0, 32), (0, 34)')
     status, said = pytest_in(scratch, *tests)
     assert status == 1
-    assert "test_the_extra_installs_the_tested_range[vllm]" in said
+    assert "test_versions_extra_installs_the_tested_range[vllm]" in said
     edit(scratch / "pyproject.toml", "vllm>=0.32,<0.33", "vllm>=0.32,<0.34")
     edit(scratch / "script" / "setup", "VLLM=0.32.0", "VLLM=0.33.0")
     status, said = pytest_in(scratch, *tests)

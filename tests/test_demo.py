@@ -84,7 +84,7 @@ def ledger(demo: Demo, monkeypatch: pytest.MonkeyPatch, passes: int = 8, **chang
     return made
 
 
-def test_a_demo_that_went_well_has_no_fault(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_run_that_went_well_has_no_fault(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     good = ledger(demo, monkeypatch)
     assert good.faults() == []
     assert (good.passes, good.distinct) == (6, 6)
@@ -106,7 +106,7 @@ FAR = ((-1.0, -2.0, -3.0, -4.0, -5.0),) * 15 + ((-1.0, -2.0, -3.0, -4.0, -5.001)
         ({"service_passes": 1}, "7 tower passes for 6 distinct images"),
     ],
 )
-def test_each_broken_promise_is_a_fault(
+def test_demo_each_broken_promise_is_a_fault(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], fault: str
 ) -> None:
     assert any(fault in line for line in ledger(demo, monkeypatch, **changes).faults())
@@ -116,7 +116,7 @@ def test_passes_that_no_request_asked_for_are_a_fault(demo: Demo, monkeypatch: p
     assert any("no request asked for" in fault for fault in ledger(demo, monkeypatch, passes=9).faults())
 
 
-def test_log_probabilities_within_the_tolerance_are_the_same(demo: Demo) -> None:
+def test_demo_log_probabilities_within_tolerance_are_the_same(demo: Demo) -> None:
     assert demo.ledger.same_output(answer(top_logprobs=CLOSE), answer())
 
 
@@ -135,7 +135,7 @@ def test_warm_up_shares_nothing_with_what_is_counted(demo: Demo) -> None:
     assert questions.PREAMBLE[:16] != questions.WARM_UP_PREAMBLE[:16]
 
 
-def test_every_process_that_carries_the_folder_is_ended(demo: Demo, tmp_path: Path) -> None:
+def test_demo_every_process_of_the_folder_is_ended(demo: Demo, tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     marked = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "run")}
     ours = [
@@ -154,9 +154,7 @@ def test_every_process_that_carries_the_folder_is_ended(demo: Demo, tmp_path: Pa
             process.wait(5)
 
 
-def test_the_demo_looks_for_the_store_where_engines_start_it(
-    demo: Demo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_store_socket_is_where_engines_start_it(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket's name has the protocol's number in it: the demo once asked at an older one."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with demo.host.Host() as host:
@@ -165,5 +163,5 @@ def test_the_demo_looks_for_the_store_where_engines_start_it(
 
 
 @pytest.mark.parametrize("script", [*FOLDER.glob("*.sh"), FOLDER / "models.env"], ids=lambda p: p.name)
-def test_launch_scripts_are_bash(script: Path) -> None:
+def test_demo_launch_scripts_are_valid_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)

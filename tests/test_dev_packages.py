@@ -62,7 +62,7 @@ def pool(layout: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("layout", SHAPES)
-def test_saved_tokens_lie_where_the_layout_says_and_come_back(layout: str) -> None:
+def test_dev_packages_saved_tokens_lie_in_layout_and_come_back(layout: str) -> None:
     p = pool(layout)
     on_device = torch.randperm(SLOTS)[: 2 * PAGE]
     on_host = torch.cat([torch.arange(3 * PAGE, 4 * PAGE), torch.arange(PAGE, 2 * PAGE)])
@@ -87,7 +87,7 @@ def test_saved_tokens_lie_where_the_layout_says_and_come_back(layout: str) -> No
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_latents_come_back(layout: str) -> None:
+def test_dev_packages_latents_come_back_equal(layout: str) -> None:
     shape = [1 if n == HEADS and i >= 2 else n for i, n in enumerate(SHAPES[layout])]
     device = tuple(torch.randn(SLOTS, 1, DIM) for _ in range(LAYERS))
     p = SimpleNamespace(
@@ -106,12 +106,12 @@ def test_latents_come_back(layout: str) -> None:
         assert torch.equal(p.device_kv_buffers[layer][on_device], device[layer][on_device])
 
 
-def test_an_unknown_layout_is_refused() -> None:
+def test_dev_packages_unknown_layout_is_refused() -> None:
     with pytest.raises(ValueError, match="page_unified"):
         hicache._slots(torch.zeros(1), "page_unified", 0)
 
 
-def test_new_slots_are_written_into_their_requests_rows() -> None:
+def test_dev_packages_new_slots_are_in_their_requests_rows() -> None:
     kernel = load("sgl-kernel-cpu", "sgl_kernel")
     table = torch.zeros(4, 8, dtype=torch.int32)
     rows, starts, ends = torch.tensor([2, 0]), torch.tensor([1, 5]), torch.tensor([4, 6])
@@ -126,7 +126,7 @@ def test_new_slots_are_written_into_their_requests_rows() -> None:
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
 
 
-def test_lora_s_memory_is_not_pinned_where_nothing_can_pin() -> None:
+def test_dev_packages_lora_memory_is_not_pinned_without_gpu() -> None:
     unpinned = hicache.UnpinnedTorch()
     assert unpinned.tensor([1, 2], dtype=torch.int32, pin_memory=True).tolist() == [1, 2]
     assert unpinned.zeros((2, 3), pin_memory=True).shape == (2, 3)

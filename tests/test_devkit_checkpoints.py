@@ -65,7 +65,7 @@ def _tower_bytes(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("make", [make for make, _ in ARCHITECTURES.values()], ids=list(ARCHITECTURES))
-def test_the_same_seeds_give_the_same_files(tmp_path: Path, make: Callable[..., Path]) -> None:
+def test_devkit_checkpoints_same_seeds_give_same_files(tmp_path: Path, make: Callable[..., Path]) -> None:
     seen = []
     for name in ("one", "two"):
         folder = make(tmp_path / name)
@@ -74,7 +74,7 @@ def test_the_same_seeds_give_the_same_files(tmp_path: Path, make: Callable[..., 
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= seen[0].keys()
 
 
-def test_one_tower_under_two_language_models(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_devkit_checkpoints_pair_shares_one_tower(folders: dict[str, Path], tmp_path: Path) -> None:
     other = checkpoints.llava(tmp_path / "x", hidden_size=128, layers=3, heads=4, kv_heads=1, llm_seed=9)
     assert _tower_bytes(other) == _tower_bytes(folders["llava"]) != {}
     ours, theirs = _fingerprints(folders["llava"]), _fingerprints(other)
@@ -93,7 +93,7 @@ def test_one_tower_under_two_language_models(folders: dict[str, Path], tmp_path:
         ({"projector_seed": 5}, [True, False, True]),
     ],
 )
-def test_each_seed_moves_its_own_part(
+def test_devkit_checkpoints_each_seed_changes_its_part(
     folders: dict[str, Path], tmp_path: Path, seeds: dict[str, int], kept: list[bool]
 ) -> None:
     ours, theirs = _fingerprints(folders["llava"]), _fingerprints(checkpoints.llava(tmp_path / "x", **seeds))
@@ -148,7 +148,7 @@ def test_other_dtypes_and_towers(tmp_path: Path) -> None:
     assert checkpoint.config["image_seq_length"] == 4
 
 
-def test_the_large_tower_has_the_published_shape() -> None:
+def test_devkit_checkpoints_large_tower_has_published_shape() -> None:
     config = transformers.CLIPVisionConfig(**checkpoints.CLIP_L_336)
     with torch.device("meta"):
         model = transformers.CLIPVisionModel(config)
@@ -159,7 +159,7 @@ def test_the_large_tower_has_the_published_shape() -> None:
 # --- tokenizer ---
 
 
-def test_the_tokenizer_reads_back_what_it_wrote(folders: dict[str, Path]) -> None:
+def test_devkit_checkpoints_tokenizer_reads_back_its_text(folders: dict[str, Path]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders["qwen2"])
     for text in ("plain words", "tabs\tand\nlines", "größer 漢字 🌽", "<|im_start|>user\nhi<|im_end|>\n"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -174,7 +174,7 @@ def test_vocabulary_is_bytes_then_pairs() -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_the_chat_template_places_the_picture(folders: dict[str, Path], family: str) -> None:
+def test_devkit_checkpoints_chat_template_places_the_image(folders: dict[str, Path], family: str) -> None:
     inputs = _inputs(folders[family], family, _picture(0))
     image_token = json.loads((folders[family] / "config.json").read_text())
     wanted = image_token.get("image_token_index", image_token.get("image_token_id"))
@@ -186,9 +186,7 @@ def test_the_chat_template_places_the_picture(folders: dict[str, Path], family: 
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_greedy_answers_depend_on_the_picture_and_never_stop_early(
-    folders: dict[str, Path], family: str
-) -> None:
+def test_devkit_checkpoints_greedy_answers_depend_on_the_image(folders: dict[str, Path], family: str) -> None:
     model, _ = _model(folders[family], family)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders[family])
     answers = [_generate(model, _inputs(folders[family], family, _picture(seed))) for seed in (0, 1, 0)]
@@ -202,7 +200,7 @@ def test_greedy_answers_depend_on_the_picture_and_never_stop_early(
         assert text.isprintable()
 
 
-def test_greedy_answers_depend_on_the_first_words_of_a_long_prompt(folders: dict[str, Path]) -> None:
+def test_devkit_checkpoints_greedy_answers_depend_on_first_words(folders: dict[str, Path]) -> None:
     model, _ = _model(folders["qwen2"], "qwen2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders["qwen2"])
     answers = [

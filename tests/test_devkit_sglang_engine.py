@@ -17,7 +17,7 @@ def command(*args: str, python: Path = Path("/env/bin/python")) -> list[str]:
     return SglangServer("/models/a", *args, log=Path("log"), port=8001, python=python).argv
 
 
-def test_what_the_caller_says_wins_over_the_defaults() -> None:
+def test_sglang_engine_callers_flags_win_over_defaults() -> None:
     plain = command()
     assert plain[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
     assert plain[plain.index("--dtype") + 1] == "float32"
@@ -27,7 +27,7 @@ def test_what_the_caller_says_wins_over_the_defaults() -> None:
         assert sum(arg.startswith("--dtype") for arg in given) == 1
 
 
-def test_without_a_gpu_it_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_engine_without_gpu_runs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: False)
     server = SglangServer("/models/a", log=Path("log"), python=Path("/env/bin/python"), env={"X": "1"})
     assert server.argv[server.argv.index("--device") + 1] == "cpu"
@@ -40,7 +40,9 @@ def test_without_a_gpu_it_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert "SGLANG_USE_CPU_ENGINE" not in server.env
 
 
-def test_the_interpreter_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sglang_engine_interpreter_is_named_by_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     python = tmp_path / "python"
     monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", str(python))
     assert sglang_python() is None
@@ -67,7 +69,7 @@ def test_token_ids_of_a_stream_come_with_its_last_event() -> None:
         engines._collect(iter(events[:1]), time.perf_counter())
 
 
-def test_what_generate_answers() -> None:
+def test_sglang_engine_generate_answer_is_parsed() -> None:
     meta = {
         "prompt_tokens": 300,
         "cached_tokens": 288,

@@ -48,13 +48,13 @@ def test_readme_and_architecture_have_at_most_700_words(name: str) -> None:
 
 
 @EACH_PAGE
-def test_every_path_that_a_page_names_exists(page: Path) -> None:
+def test_docs_every_path_of_a_page_exists(page: Path) -> None:
     missing = {path for path in paths(page.read_text()) if not list(TREE.glob(path.rstrip("/")))}
     assert not missing
 
 
 @EACH_PAGE
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_docs_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in links(page.read_text()):
         file, _, anchor = target.partition("#")
         there = (page.parent / file).resolve() if file else page
@@ -62,7 +62,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), target
 
 
-def test_a_path_and_a_link_that_do_not_exist_are_seen() -> None:
+def test_docs_path_and_link_that_do_not_exist_are_seen() -> None:
     text = (
         "`cornplug/no/such.py` and [this](nowhere.md#at-all), not `cornplug encoder` nor [x](https://e.org)"
     )
@@ -70,20 +70,20 @@ def test_a_path_and_a_link_that_do_not_exist_are_seen() -> None:
     assert links(text) == {"nowhere.md#at-all"}
 
 
-def test_every_page_of_docs_is_linked_from_readme() -> None:
+def test_docs_every_page_is_linked_from_readme() -> None:
     linked = {target.partition("#")[0] for target in links((TREE / "README.md").read_text())}
     unlinked = {page.relative_to(TREE).as_posix() for page in PAGES} - linked - {"README.md"}
     assert not unlinked
 
 
 @EACH_HABIT
-def test_documents_name_their_nouns(habit: str) -> None:
+def test_docs_documents_name_their_nouns(habit: str) -> None:
     text = "\n".join(language.documents().values())
     assert language.rates(text)[habit] <= OF_DOCUMENTS, list(language.sentences(text, habit))
 
 
 @EACH_HABIT
-def test_docstrings_of_no_package_get_worse(habit: str) -> None:
+def test_docs_docstrings_of_no_package_get_worse(habit: str) -> None:
     known = language.ceilings()
     highest = max(rate[habit] for rate in known.values())
     for package, text in language.docstrings(TREE / "cornplug").items():
@@ -104,7 +104,7 @@ def test_docstrings_of_no_package_get_worse(habit: str) -> None:
         ("who", "It is given to whoever asks."),
     ],
 )
-def test_a_habit_is_seen(habit: str, text: str) -> None:
+def test_docs_habit_of_speech_is_seen(habit: str, text: str) -> None:
     assert list(language.sentences(text, habit)) == [text]
 
 

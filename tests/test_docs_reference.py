@@ -16,7 +16,7 @@ TREE = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", list(reference_docs.PAGES))
-def test_a_generated_page_equals_the_code(name: str) -> None:
+def test_docs_reference_generated_page_equals_the_code(name: str) -> None:
     written = (TREE / "docs" / name).read_text()
     assert written == reference_docs.PAGES[name](), f"docs/{name} is out of date: run script/docs"
 
@@ -24,16 +24,16 @@ def test_a_generated_page_equals_the_code(name: str) -> None:
 @pytest.mark.parametrize(
     "model", [*(f.annotation for f in Config.model_fields.values()), ClassConfig], ids=lambda m: m.__name__
 )
-def test_every_setting_has_a_sentence(model: type) -> None:
+def test_docs_reference_every_setting_has_a_sentence(model: type) -> None:
     for name, text in configuration.descriptions(model).items():
         assert text.endswith("."), f"{model.__name__}.{name} needs a docstring: one sentence, subject first"
 
 
-def test_the_flags_of_serve_store_are_its_own() -> None:
+def test_docs_reference_serve_store_flags_are_its_own() -> None:
     assert set(configuration._STORE_FLAGS.values()) <= configuration.store_flags()
 
 
-def test_every_label_has_a_meaning() -> None:
+def test_docs_reference_every_label_has_a_meaning() -> None:
     used = {
         label
         for series in (metrics.engines(), metrics.service(), metrics.admission())
@@ -43,7 +43,7 @@ def test_every_label_has_a_meaning() -> None:
     assert used == set(LABELS)
 
 
-def test_every_reason_of_the_code_has_a_remedy() -> None:
+def test_docs_reference_every_reason_has_a_remedy() -> None:
     known = {word for section in troubleshooting.reasons().values() for word in section}
     found = Reasons(TREE / "cornplug")
     missing = {word: place for word, place in found.words.items() if word not in known}
@@ -52,7 +52,7 @@ def test_every_reason_of_the_code_has_a_remedy() -> None:
     assert not found.untraced, "a counted word that tests/reasons_of_code.py cannot follow"
 
 
-def test_a_new_reason_without_a_remedy_is_found(tmp_path: Path) -> None:
+def test_docs_reference_new_reason_without_remedy_is_found(tmp_path: Path) -> None:
     room = tmp_path / "cornplug"
     room.mkdir()
     (room / "a.py").write_text(
@@ -68,7 +68,7 @@ def test_a_new_reason_without_a_remedy_is_found(tmp_path: Path) -> None:
     assert found.untraced == ["a.py:6: computed()"]
 
 
-def test_each_reason_stands_in_one_section_with_meaning_and_remedy() -> None:
+def test_docs_reference_each_reason_is_in_one_section() -> None:
     sections = troubleshooting.reasons()
     words = [word for section in sections.values() for word in section]
     assert len(words) == len(set(words))

@@ -38,7 +38,7 @@ def test_listed_names_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_that_lists_names_lists_all_of_ours(name: str) -> None:
+def test_exported_members_package_with_a_list_lists_all(name: str) -> None:
     package = import_module(name)
     ours = {
         n
@@ -49,5 +49,5 @@ def test_a_package_that_lists_names_lists_all_of_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_it_is_for(name: str) -> None:
+def test_exported_members_every_module_has_a_docstring(name: str) -> None:
     assert (import_module(name).__doc__ or "").strip()

@@ -72,12 +72,12 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("contract", WRONG)
-def test_contract_wrong_import_is_named(planted: str, contract: str) -> None:
+def test_house_contract_wrong_import_is_named(planted: str, contract: str) -> None:
     words = " ".join(planted.split())
     assert f"{contract} BROKEN" in words
 
 
-def test_contract_every_one_has_a_wrong_import() -> None:
+def test_house_contract_each_has_a_wrong_import() -> None:
     names = re.findall(r'^name = "(.+)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
     assert set(names) - {"cornplug"} == set(WRONG)
 
@@ -87,12 +87,12 @@ def test_folder_modules_at_most_20() -> None:
     assert {str(folder): n for folder, n in count.items() if n > 20} == {}
 
 
-def test_module_base_name_at_most_twice() -> None:
+def test_house_module_base_name_at_most_twice() -> None:
     count = Counter(file.stem for file in MODULES if file.name != "__init__.py")
     assert {name: n for name, n in count.items() if n > 2} == {}
 
 
-def test_class_name_in_one_file_only() -> None:
+def test_house_class_name_in_one_file_only() -> None:
     places: dict[str, set[str]] = defaultdict(set)
     for file in MODULES:
         for node in ast.parse(file.read_text()).body:
@@ -101,7 +101,7 @@ def test_class_name_in_one_file_only() -> None:
     assert {name: sorted(files) for name, files in places.items() if len(files) > 1} == {}
 
 
-def test_class_name_of_one_word_is_rare() -> None:
+def test_house_class_name_of_one_word_is_rare() -> None:
     names = {
         node.name
         for file in MODULES

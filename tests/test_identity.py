@@ -58,7 +58,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def test_every_public_function_has_a_golden_vector() -> None:
+def test_identity_every_public_function_has_a_golden_vector() -> None:
     public = {
         name
         for name, value in inspect.getmembers(identity, inspect.isfunction)
@@ -69,7 +69,7 @@ def test_every_public_function_has_a_golden_vector() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(case: str) -> None:
+def test_identity_keys_equal_golden_vectors(case: str) -> None:
     assert CASES[case]().hex() == json.loads(GOLDEN.read_text())[case]
 
 
@@ -96,20 +96,20 @@ def test_embedding_key_is_equal_only_for_equal_inputs(a: KeyParts, b: KeyParts) 
 
 
 @given(key_parts, st.integers(0, 2), st.integers(0, 255))
-def test_one_flipped_bit_changes_the_embedding_key(parts: KeyParts, which: int, bit: int) -> None:
+def test_embedding_key_any_flipped_bit_changes_it(parts: KeyParts, which: int, bit: int) -> None:
     changed: list[bytes | str | None] = list(parts)
     changed[which] = _flip(parts[which], bit)  # type: ignore[arg-type]
     assert identity.embedding_key(*changed) != identity.embedding_key(*parts)  # type: ignore[arg-type]
 
 
-def test_no_salt_and_the_empty_salt_are_different_domains() -> None:
+def test_embedding_key_no_salt_and_empty_salt_differ() -> None:
     keys = {identity.embedding_key(SECRET, A, B, salt) for salt in (None, "", "x")}
     roots = {identity.kv_root(SECRET, A, SPEC, salt) for salt in (None, "", "x")}
     features = {identity.feature_key(SECRET, A, B, [C], salt) for salt in (None, "", "x")}
     assert len(keys) == len(roots) == len(features) == 3
 
 
-def test_kinds_of_keys_never_meet() -> None:
+def test_identity_kinds_of_keys_never_meet() -> None:
     keys = [
         identity.embedding_key(SECRET, A, B, None),
         identity.feature_key(SECRET, A, B, [], None),
@@ -178,11 +178,11 @@ ROW = ("w", "F32", (2, 3), A)
         ("w", "F32", (2, 3), B),
     ],
 )
-def test_every_field_of_a_tensor_counts(other: tuple[str, str, tuple[int, ...], bytes]) -> None:
+def test_identity_every_field_of_a_tensor_counts(other: tuple[str, str, tuple[int, ...], bytes]) -> None:
     assert identity.tensors_fingerprint([ROW]) != identity.tensors_fingerprint([other])
 
 
-def test_order_of_tensors_does_not_count_and_a_name_counts_once() -> None:
+def test_identity_order_of_tensors_does_not_count() -> None:
     other = ("a", "F32", (1,), B)
     assert identity.tensors_fingerprint([ROW, other]) == identity.tensors_fingerprint([other, ROW])
     assert identity.tensors_fingerprint([ROW, other]) != identity.tensors_fingerprint([ROW])
@@ -205,12 +205,12 @@ def test_a_lossless_container_does_not_change_a_picture() -> None:
 
 
 @given(st.integers(0, len(PIXELS) * 8 - 1))
-def test_one_flipped_bit_of_a_picture_counts(bit: int) -> None:
+def test_identity_flipped_bit_of_an_image_counts(bit: int) -> None:
     changed = _flip(PIXELS, bit)
     assert identity.pixels_digest("RGB", 4, 2, changed) != identity.pixels_digest("RGB", 4, 2, PIXELS)
 
 
-def test_mode_and_size_of_equal_bytes_count() -> None:
+def test_identity_mode_and_size_of_equal_bytes_count() -> None:
     seen = {
         identity.pixels_digest(mode, w, h, PIXELS)
         for mode, w, h in (("RGB", 4, 2), ("RGB", 2, 4), ("RGBA", 3, 2), ("L", 6, 4))
@@ -218,12 +218,12 @@ def test_mode_and_size_of_equal_bytes_count() -> None:
     assert len(seen) == 4
 
 
-def test_the_rate_and_every_sample_of_a_sound_count() -> None:
+def test_identity_rate_and_every_sample_of_audio_count() -> None:
     seen = {identity.samples_digest(rate, PIXELS[:size]) for rate in (8000, 16_000) for size in (20, 24)}
     assert len(seen) == 4
 
 
-def test_dtype_and_shape_of_equal_bytes_count() -> None:
+def test_array_digest_dtype_and_shape_of_equal_bytes_count() -> None:
     seen = {
         identity.array_digest(dtype, shape, PIXELS)
         for dtype, shape in (("float32", (6,)), ("int32", (6,)), ("float32", (2, 3)), ("float32", (6, 1)))
@@ -239,7 +239,7 @@ tokens = st.lists(st.integers(0, (1 << 62) - 1), min_size=16, max_size=64).map(
 
 
 @given(tokens, st.integers(0, 4), digests | st.just(b""))
-def test_advancing_link_by_link_is_advancing_at_once(ids: list[int], cut: int, prior: bytes) -> None:
+def test_identity_advancing_link_by_link_equals_at_once(ids: list[int], cut: int, prior: bytes) -> None:
     head, tail = ids[: cut * 16], ids[cut * 16 :]
     first = identity.chain(prior, head)
     assert first + identity.chain(first[-1] if first else prior, tail) == identity.chain(prior, ids)
@@ -269,12 +269,12 @@ def test_chain_wants_whole_links() -> None:
 
 
 @given(digests)
-def test_placeholders_are_no_tokens_of_any_vocabulary(lineage: bytes) -> None:
+def test_placeholder_tokens_are_beyond_any_vocabulary(lineage: bytes) -> None:
     assert all(1_000_000 <= token < 1 << 63 for token in identity.placeholder_tokens(lineage))
 
 
 @given(digests, digests)
-def test_placeholders_tell_media_apart(a: bytes, b: bytes) -> None:
+def test_placeholder_tokens_tell_media_apart(a: bytes, b: bytes) -> None:
     masked = [[w & ((1 << 62) - 1) for w in struct.unpack(">4Q", x)] for x in (a, b)]
     same = masked[0] == masked[1]
     assert (identity.placeholder_tokens(a) == identity.placeholder_tokens(b)) == same
@@ -317,12 +317,12 @@ def test_a_video_that_contradicts_itself_has_no_digest(times_s: list[float], fra
 
 
 @pytest.mark.parametrize("size", [0, 31, 33])
-def test_placeholders_want_a_whole_key(size: int) -> None:
+def test_placeholder_tokens_short_lineage_is_an_error(size: int) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         identity.placeholder_tokens(bytes(size))
 
 
-def test_page_size_and_root_enter_the_page_key() -> None:
+def test_page_key_page_size_and_root_enter_it() -> None:
     keys = {identity.page_key(SECRET, root, size, C) for root in (A, B) for size in (16, 64)}
     assert len(keys) == 4
 

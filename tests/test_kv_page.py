@@ -43,13 +43,13 @@ def test_sizes_follow_from_the_shape() -> None:
         ({"heads": 256, "layers": 256}, "layout"),
     ],
 )
-def test_what_is_no_page(fields: dict[str, object], reason: str) -> None:
+def test_page_geometry_that_is_no_page_is_an_error(fields: dict[str, object], reason: str) -> None:
     with pytest.raises(LayoutError) as error:
         geometry(**fields)
     assert error.value.reason == reason
 
 
-def test_the_largest_page() -> None:
+def test_page_geometry_largest_page_is_accepted() -> None:
     assert geometry(heads=255, layers=257).segments == MAX_SEGMENTS
 
 
@@ -62,12 +62,14 @@ def test_the_largest_page() -> None:
         (1, 2, [(range(1), True), (range(1), False)]),
     ],
 )
-def test_heads_of_tensor_parallel_ranks(heads: int, size: int, found: list[tuple[range, bool]]) -> None:
+def test_tensor_parallel_heads_split_or_repeat_by_rank(
+    heads: int, size: int, found: list[tuple[range, bool]]
+) -> None:
     assert [tensor_parallel_heads(heads, size, rank) for rank in range(size)] == found
 
 
 @pytest.mark.parametrize(("heads", "size"), [(6, 4), (4, 6), (3, 2)])
-def test_heads_that_do_not_split(heads: int, size: int) -> None:
+def test_tensor_parallel_heads_that_do_not_split_are_an_error(heads: int, size: int) -> None:
     with pytest.raises(LayoutError, match="do not split"):
         tensor_parallel_heads(heads, size, 0)
 
@@ -84,7 +86,7 @@ def splits(draw: st.DrawFn) -> tuple[PageGeometry, int, list[range]]:
 
 
 @given(splits())
-def test_the_ranks_that_write_partition_the_page(split: tuple[PageGeometry, int, list[range]]) -> None:
+def test_kv_page_writing_ranks_partition_the_page(split: tuple[PageGeometry, int, list[range]]) -> None:
     page, size, stages = split
     written: list[int] = []
     for rank in range(size):
@@ -118,5 +120,5 @@ def test_a_contiguous_range_of_heads_is_a_contiguous_range_of_bytes() -> None:
         (100, 192, range(1, 3)),
     ],
 )
-def test_pages_between(start: int, end: int, found: range) -> None:
+def test_pages_between_token_range_gives_its_pages(start: int, end: int, found: range) -> None:
     assert pages_between(start, end, 64) == found

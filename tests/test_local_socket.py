@@ -114,7 +114,7 @@ def test_take_frame_byte_by_byte_gives_each_body_once() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 10, 0xFFFFFFFF])
-def test_every_reader_length_out_of_bounds_is_a_protocol_error(
+def test_take_frame_length_out_of_bounds_is_a_protocol_error(
     size: int, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     head = struct.pack("<I", size)

@@ -11,7 +11,7 @@ import pytest
 from cornplug.metrics import METRICS, WAIT_BUCKETS_S, Tally
 
 
-def test_names_follow_prometheus_conventions() -> None:
+def test_metrics_names_follow_prometheus_conventions() -> None:
     for name, metric in METRICS.items():
         assert re.fullmatch(r"cornplug_[a-z_]+", name)
         assert name.endswith("_total") == (metric.kind == "counter")
@@ -21,7 +21,7 @@ def test_names_follow_prometheus_conventions() -> None:
     assert list(WAIT_BUCKETS_S) == sorted(set(WAIT_BUCKETS_S))
 
 
-def test_counts_add_up_by_label_and_are_drained_once() -> None:
+def test_tally_counts_add_up_by_label_and_drain_once() -> None:
     tally = Tally()
     tally.count("cornplug_saved_tokens_total", "a")
     tally.count("cornplug_saved_tokens_total", "a", by=63)
@@ -31,14 +31,14 @@ def test_counts_add_up_by_label_and_are_drained_once() -> None:
     assert tally.drain() == {}
 
 
-def test_samples_are_kept_one_by_one() -> None:
+def test_tally_samples_are_kept_one_by_one() -> None:
     tally = Tally()
     for value in (0.5, 0.25, 0.5):
         tally.observe("cornplug_wait_seconds", value, "a", "embedding")
     assert tally.drain() == {"cornplug_wait_seconds": [(("a", "embedding"), [0.5, 0.25, 0.5])]}
 
 
-def test_what_is_drained_crosses_a_process_boundary() -> None:
+def test_tally_drained_values_cross_a_process_boundary() -> None:
     tally = Tally()
     tally.count("cornplug_hits_total", "a", "kv", "near")
     tally.observe("cornplug_wait_seconds", 1.5, "a", "kv")
@@ -49,7 +49,7 @@ def test_what_is_drained_crosses_a_process_boundary() -> None:
     assert carried == drained
 
 
-def test_unknown_names_kinds_and_labels_are_refused() -> None:
+def test_tally_unknown_names_kinds_and_labels_are_refused() -> None:
     tally = Tally()
     with pytest.raises(KeyError):
         tally.count("cornplug_nothing_total", "a")
@@ -62,7 +62,7 @@ def test_unknown_names_kinds_and_labels_are_refused() -> None:
     assert tally.drain() == {}
 
 
-def test_no_increment_is_lost_between_threads_and_drains() -> None:
+def test_tally_threads_and_drains_lose_no_increment() -> None:
     tally, threads, each = Tally(), 8, 2000
     drained: list[float] = []
     done = threading.Event()

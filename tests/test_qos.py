@@ -81,13 +81,13 @@ def test_engines_of_the_host_are_believed(classes: QosClasses) -> None:
     assert [c.name for c in classes.all()] == ["premium", "standard", "nightly"]
 
 
-def test_without_a_section_there_is_one_class_with_everything() -> None:
+def test_qos_classes_without_section_are_one_with_everything() -> None:
     (only,) = QosClasses.single().all()
     assert (only.name, only.share, only.deadline_s) == ("default", 1.0, None)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_every_class_has_a_share_and_all_fit(shares: list[float]) -> None:
+def test_qos_classes_every_one_has_a_share_and_all_fit(shares: list[float]) -> None:
     total = max(1.0, sum(shares))
     config = QosConfig.model_validate(
         {"classes": {f"c{i}": {"share": one / total * 0.999} for i, one in enumerate(shares)}}
@@ -97,7 +97,7 @@ def test_every_class_has_a_share_and_all_fit(shares: list[float]) -> None:
     assert min(c.share for c in made) > LEAST_SHARE / 2
 
 
-def test_no_key_is_kept_or_said(tmp_path: Path) -> None:
+def test_qos_config_no_key_is_kept_or_printed(tmp_path: Path) -> None:
     config = read(tmp_path, FILE)
     assert "other-key" not in repr(config)
     with pytest.raises(ConfigError) as caught:
@@ -121,6 +121,6 @@ def test_no_key_is_kept_or_said(tmp_path: Path) -> None:
         ('[qos.classes."two words"]\nshare = 0.1\n', "qos.classes.two words"),
     ],
 )
-def test_what_contradicts_itself_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_qos_config_contradiction_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, text)

@@ -24,13 +24,13 @@ def pinned(engine: CheckedEngine) -> str:
 
 
 @ENGINES
-def test_the_extra_installs_the_tested_range(engine: CheckedEngine) -> None:
+def test_versions_extra_installs_the_tested_range(engine: CheckedEngine) -> None:
     project = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]
     assert f"{engine.name}{engine.supported}" in project["optional-dependencies"][engine.name]
 
 
 @ENGINES
-def test_set_up_installs_a_tested_release(engine: CheckedEngine) -> None:
+def test_versions_set_up_installs_a_tested_release(engine: CheckedEngine) -> None:
     assert pinned(engine) in engine.supported
 
 

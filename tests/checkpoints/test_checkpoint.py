@@ -52,7 +52,9 @@ def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 @pytest.mark.parametrize("generation", [4, 5])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_golden(tmp_path: Path, family: str, generation: bare.Generation, shards: int) -> None:
+def test_checkpoint_identities_equal_golden_vectors(
+    tmp_path: Path, family: str, generation: bare.Generation, shards: int
+) -> None:
     """Names of either generation and either file split give the one frozen fingerprint."""
     if family == "llava":
         checkpoint = _write(tmp_path / "x", bare.llava_tensors(generation), shards=shards)
@@ -64,7 +66,7 @@ def test_golden(tmp_path: Path, family: str, generation: bare.Generation, shards
     assert found == GOLDEN[family]
 
 
-def test_place_and_name_do_not_count(tmp_path: Path) -> None:
+def test_checkpoint_folder_and_name_do_not_count(tmp_path: Path) -> None:
     before = _key(_write(tmp_path / "one"))
     (tmp_path / "one").rename(tmp_path / "another-name")
     assert _key(Checkpoint.open(str(tmp_path / "another-name"))) == before
@@ -73,7 +75,7 @@ def test_place_and_name_do_not_count(tmp_path: Path) -> None:
     assert _key(Checkpoint.open(str(tmp_path / "link"))) == before
 
 
-def test_a_fine_tuned_or_quantised_llm_keeps_the_embedding_s_key(tmp_path: Path) -> None:
+def test_embedding_key_fine_tuned_or_quantised_llm_keeps_it(tmp_path: Path) -> None:
     base = _write(tmp_path / "base")
     tensors = bare.llava_tensors()
     name = "language_model.model.layers.0.self_attn.q_proj"
@@ -85,7 +87,7 @@ def test_a_fine_tuned_or_quantised_llm_keeps_the_embedding_s_key(tmp_path: Path)
     assert quantised.kv_spec() != base.kv_spec()
 
 
-def test_a_quantised_tower_takes_the_quantisation_into_its_spec(tmp_path: Path) -> None:
+def test_tower_quantised_has_quantisation_in_its_spec(tmp_path: Path) -> None:
     tensors = bare.llava_tensors() | {TOWER_IN_CUT[0]: bare.bare("q", "I64")}
     keys = {
         _key(
@@ -98,7 +100,7 @@ def test_a_quantised_tower_takes_the_quantisation_into_its_spec(tmp_path: Path) 
     assert len(keys) == 2
 
 
-def test_only_what_was_compared_is_shared(tmp_path: Path) -> None:
+def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> None:
     """By engine and family; a known family with a tower that is not known is none of them."""
 
     def model(engine: str, proven: set[str], vision: str = "clip_vision_model") -> EngineModel:
@@ -123,7 +125,7 @@ def test_only_what_was_compared_is_shared(tmp_path: Path) -> None:
     assert caught.value.reason == "unknown_family"
 
 
-def test_what_runs_behind_the_cut_does_not_count(tmp_path: Path) -> None:
+def test_tower_tensor_behind_the_cut_does_not_count(tmp_path: Path) -> None:
     before = _key(_write(tmp_path / "base"))
     for i, name in enumerate(n for n in bare.llava_tensors() if "layers.2." in n or "post_layernorm" in n):
         tensors = bare.llava_tensors() | {name: bare.bare(f"other {name}")}
@@ -150,7 +152,7 @@ def test_tensors_that_engines_do_not_read_do_not_count(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(TOWER_IN_CUT), bit=st.integers(0, 64 * 8 - 1))
-def test_one_flipped_bit_in_any_tower_tensor_changes_the_key(
+def test_embedding_key_flipped_bit_in_any_tower_tensor_changes_it(
     tmp_path_factory: pytest.TempPathFactory, name: str, bit: int
 ) -> None:
     folder = tmp_path_factory.mktemp("flip")
@@ -166,7 +168,7 @@ def test_one_flipped_bit_in_any_tower_tensor_changes_the_key(
 
 
 @pytest.mark.parametrize("name", [name for name in bare.llava_tensors() if "post_layernorm" not in name])
-def test_every_tensor_enters_exactly_one_part(tmp_path: Path, name: str) -> None:
+def test_checkpoint_every_tensor_enters_exactly_one_part(tmp_path: Path, name: str) -> None:
     config = {**LLAVA_CONFIG, "vision_feature_layer": -1}
     base = _fingerprints(_write(tmp_path / "base", config=config))
     dtype, shape, data = bare.llava_tensors()[name]
@@ -189,11 +191,11 @@ def test_every_tensor_enters_exactly_one_part(tmp_path: Path, name: str) -> None
     ],
     ids=["layer", "layers", "select", "projector config", "resample", "std", "projector weight"],
 )
-def test_what_changes_an_embedding_changes_its_key(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_embedding_key_setting_that_changes_rows_changes_it(tmp_path: Path, change: dict[str, Any]) -> None:
     assert _key(_write(tmp_path / "other", **change)) != _key(_write(tmp_path / "base"))
 
 
-def test_dtype_numeric_class_and_processor_arguments_change_the_key(tmp_path: Path) -> None:
+def test_embedding_key_dtype_and_processor_arguments_change_it(tmp_path: Path) -> None:
     checkpoint = _write(tmp_path / "x")
     keys = {
         _key(checkpoint),
@@ -205,7 +207,7 @@ def test_dtype_numeric_class_and_processor_arguments_change_the_key(tmp_path: Pa
     assert _key(checkpoint, processor_kwargs={"do_center_crop": True}) == _key(checkpoint)
 
 
-def test_preprocessor_inside_processor_config_comes_first(tmp_path: Path) -> None:
+def test_checkpoint_preprocessor_in_processor_config_comes_first(tmp_path: Path) -> None:
     base = _write(tmp_path / "base")
     bare.write(tmp_path / "new", bare.llava_tensors(), preprocessor={"size": 1})
     nested = {"processor_class": "LlavaProcessor", "image_processor": CLIP_PREPROCESSOR}
@@ -220,7 +222,7 @@ def _qwen(folder: Path, **files: Any) -> Checkpoint:
     return Checkpoint.open(str(folder))
 
 
-def test_each_modality_has_an_identity_of_its_own_preprocessor(tmp_path: Path) -> None:
+def test_checkpoint_each_modality_has_its_preprocessors_identity(tmp_path: Path) -> None:
     base = _qwen(tmp_path / "base")
     image, video = base.identity("float32"), base.identity("float32", modality="video")
     assert base.identity("float32", modality="image") == image
@@ -231,13 +233,13 @@ def test_each_modality_has_an_identity_of_its_own_preprocessor(tmp_path: Path) -
     assert other.identity("float32", modality="video").identity != video.identity
 
 
-def test_a_modality_that_the_family_lacks_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_modality_that_family_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="llava takes no video, only image") as caught:
         _write(tmp_path / "x").identity("float32", modality="video")
     assert caught.value.reason == "modality"
 
 
-def test_a_video_processor_is_read_where_transformers_reads_it(tmp_path: Path) -> None:
+def test_checkpoint_video_processor_is_read_as_transformers_does(tmp_path: Path) -> None:
     alone = {"video_preprocessor_config": {"max_frames": 8}}
     nested = {"processor_config": {"video_processor": {"max_frames": 4}}}
     found = [
@@ -292,13 +294,13 @@ def test_kv_spec_reads_alike_from_transformers_4_and_5(tmp_path: Path) -> None:
         {"some_new_field": True},
     ],
 )
-def test_what_changes_kv_changes_its_spec(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_kv_spec_setting_that_changes_kv_changes_it(tmp_path: Path, change: dict[str, Any]) -> None:
     text = {**LLAVA_CONFIG["text_config"], **change}
     changed = _write(tmp_path / "x", config={**LLAVA_CONFIG, "text_config": text})
     assert changed.kv_spec() != _write(tmp_path / "base").kv_spec()
 
 
-def test_the_tower_is_no_matter_of_kv(tmp_path: Path) -> None:
+def test_kv_spec_tower_does_not_count(tmp_path: Path) -> None:
     config = {**QWEN2_VL_CONFIG, "vision_config": {"depth": 9}}
     seen = [_write(tmp_path / str(i), config=c).kv_spec() for i, c in enumerate((config, QWEN2_VL_CONFIG))]
     assert seen[0] == seen[1]
@@ -307,7 +309,7 @@ def test_the_tower_is_no_matter_of_kv(tmp_path: Path) -> None:
 # --- other models, and what is no checkpoint ---
 
 
-def test_a_text_only_model_has_a_language_model_and_no_tower(tmp_path: Path) -> None:
+def test_checkpoint_text_only_has_language_model_and_no_tower(tmp_path: Path) -> None:
     tensors = {"model.norm.weight": bare.bare("n"), "lm_head.weight": bare.bare("h")}
     text = _write(tmp_path / "text", tensors, config={"model_type": "qwen2"}, preprocessor=None)
     assert text.locate("language_model").keys() == tensors.keys()
@@ -368,7 +370,7 @@ def _same_tensor_twice(folder: Path) -> None:
         (_same_tensor_twice, "duplicate_tensor", "same tensor"),
     ],
 )
-def test_weights_that_cannot_be_used_say_why(
+def test_checkpoint_unusable_weights_say_the_reason(
     tmp_path: Path, spoil: Callable[[Path], None], reason: str, says: str
 ) -> None:
     checkpoint = _write(tmp_path / "x")
@@ -378,7 +380,7 @@ def test_weights_that_cannot_be_used_say_why(
     assert caught.value.reason == reason
 
 
-def test_what_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_folder_without_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name in ("nobody/no-such-model", "/no/such/folder", str(tmp_path)):
         with pytest.raises(CheckpointError) as caught:
@@ -391,7 +393,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         assert caught.value.reason == "bad_config"
 
 
-def test_a_snapshot_of_the_hub_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_hub_snapshot_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -403,7 +405,7 @@ def test_a_snapshot_of_the_hub_is_found_by_its_id(tmp_path: Path, monkeypatch: p
     assert Checkpoint.open("org/name", revision=commit).path.name == commit
 
 
-def test_an_outsized_or_unreadable_config_is_told(tmp_path: Path) -> None:
+def test_checkpoint_outsized_or_unreadable_config_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * ((16 << 20) + 1))
     with pytest.raises(CheckpointError, match="larger than") as caught:
         Checkpoint.open(str(tmp_path))
@@ -415,7 +417,7 @@ def test_an_outsized_or_unreadable_config_is_told(tmp_path: Path) -> None:
     assert caught.value.reason == "unreadable"
 
 
-def test_a_folder_with_files_of_any_name_is_read_as_engines_do(tmp_path: Path) -> None:
+def test_checkpoint_files_of_any_name_are_read_as_engines_do(tmp_path: Path) -> None:
     before = _fingerprints(_write(tmp_path / "x"))
     (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "weights.safetensors")
     assert _fingerprints(Checkpoint.open(str(tmp_path / "x"))) == before

@@ -42,11 +42,11 @@ LLAVA, QWEN2_VL = FAMILIES["llava"], FAMILIES["qwen2_vl"]
         ("qwen3_vl_moe", "model.visual.pos_embed.weight", "tower", "pos_embed.weight"),
     ],
 )  # fmt: skip
-def test_names(family: str, published: str, part: str, normal: str) -> None:
+def test_families_published_name_is_classified(family: str, published: str, part: str, normal: str) -> None:
     assert FAMILIES[family].classify(published) == (part, normal)
 
 
-def test_only_towers_that_differ_from_what_they_feed_share_features() -> None:
+def test_families_features_are_shared_by_separate_towers_only() -> None:
     assert LLAVA.shares_features
     assert not QWEN2_VL.shares_features
 
@@ -63,7 +63,7 @@ def _llava(**fields: Any) -> dict[str, Any]:
     ("layer", "layers_run"),
     [(-2, 2), (2, 2), ([-2], 2), ([1, -2], 2), (-1, 3), ([0, -1], 3), (-4, 0)],
 )
-def test_what_lies_behind_the_cut_does_not_count(layer: int | list[int], layers_run: int) -> None:
+def test_families_layers_behind_the_cut_do_not_count(layer: int | list[int], layers_run: int) -> None:
     config = _llava(vision_feature_layer=layer)
     seen = [LLAVA.before_cut(config, f"encoder.layers.{i}.mlp.fc1.weight") for i in range(3)]
     assert seen == [i < layers_run for i in range(3)]
@@ -73,25 +73,25 @@ def test_what_lies_behind_the_cut_does_not_count(layer: int | list[int], layers_
     assert not LLAVA.before_cut(config, "embeddings.position_ids")
 
 
-def test_the_ways_to_write_one_layer_agree() -> None:
+def test_families_spellings_of_one_feature_layer_agree() -> None:
     specs = {canonical(LLAVA.tower_spec(_llava(vision_feature_layer=layer))) for layer in (-2, 2, [-2], [2])}
     specs.add(canonical(LLAVA.tower_spec({k: v for k, v in _llava().items() if k != "vision_feature_layer"})))
     assert len(specs) == 1
 
 
-def test_order_and_number_of_layers_count() -> None:
+def test_families_order_and_number_of_feature_layers_count() -> None:
     layers: list[Any] = [-2, -1, [-2, -1], [-1, -2]]
     assert len({canonical(LLAVA.tower_spec(_llava(vision_feature_layer=x))) for x in layers}) == 4
 
 
 @pytest.mark.parametrize("layer", [4, -5, [-2, 9], []])
-def test_a_layer_outside_the_tower_is_refused(layer: int | list[int]) -> None:
+def test_families_feature_layer_outside_the_tower_is_refused(layer: int | list[int]) -> None:
     with pytest.raises(CheckpointError) as caught:
         LLAVA.tower_spec(_llava(vision_feature_layer=layer))
     assert caught.value.reason == "bad_config"
 
 
-def test_another_tower_in_llava_is_refused_not_guessed() -> None:
+def test_llava_other_tower_is_refused_not_guessed() -> None:
     with pytest.raises(CheckpointError, match="pixtral") as caught:
         LLAVA.tower_spec(_llava(vision={"model_type": "pixtral"}))
     assert caught.value.reason == "unknown_family"
@@ -100,7 +100,7 @@ def test_another_tower_in_llava_is_refused_not_guessed() -> None:
 # --- tower and projector specs ---
 
 
-def test_depth_behind_the_cut_does_not_count() -> None:
+def test_tower_spec_depth_behind_the_cut_does_not_count() -> None:
     deeper = _llava(vision={"num_hidden_layers": 5}, vision_feature_layer=2)
     assert LLAVA.tower_spec(deeper) == LLAVA.tower_spec(_llava(vision_feature_layer=2))
 
@@ -133,7 +133,7 @@ def test_fields_that_change_a_clip_tower_count(change: dict[str, Any]) -> None:
         {"layer_norm_eps": 1e-05},
     ],
 )
-def test_names_training_fields_and_spelled_out_defaults_do_not_count(noise: dict[str, Any]) -> None:
+def test_tower_spec_names_training_fields_and_defaults_do_not_count(noise: dict[str, Any]) -> None:
     assert LLAVA.tower_spec(_llava(vision=noise)) == LLAVA.tower_spec(_llava())
 
 
@@ -143,7 +143,7 @@ def test_llava_without_vision_config_has_the_class_s_tower() -> None:
     assert spec["feature_layers"] == [23]
 
 
-def test_projector_activation_and_bias_count() -> None:
+def test_families_projector_activation_and_bias_count() -> None:
     specs = [
         LLAVA.projector_spec(c)
         for c in ({}, {"projector_hidden_act": "relu"}, {"multimodal_projector_bias": False})
@@ -152,7 +152,7 @@ def test_projector_activation_and_bias_count() -> None:
     assert LLAVA.projector_spec({"projector_hidden_act": "gelu"}) == specs[0]
 
 
-def test_a_wider_llm_changes_qwen2_vl_s_merger_not_its_tower() -> None:
+def test_qwen2_vl_wider_llm_changes_merger_not_tower() -> None:
     wide = {**QWEN2_VL_CONFIG, "vision_config": {**QWEN2_VL_CONFIG["vision_config"], "hidden_size": 8}}
     assert QWEN2_VL.tower_spec(wide) == QWEN2_VL.tower_spec(QWEN2_VL_CONFIG)
     assert QWEN2_VL.projector_spec(wide) != QWEN2_VL.projector_spec(QWEN2_VL_CONFIG)
@@ -162,7 +162,7 @@ def test_a_wider_llm_changes_qwen2_vl_s_merger_not_its_tower() -> None:
     ("kind", "width"),
     [("qwen2_vl", "hidden_size"), ("qwen2_5_vl", "out_hidden_size"), ("qwen3_vl", "out_hidden_size")],
 )
-def test_a_qwen_s_defaults_are_those_of_transformers(kind: str, width: str) -> None:
+def test_families_qwen_defaults_equal_transformers(kind: str, width: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind)
     family, whole = FAMILIES[kind], {"vision_config": config.vision_config.to_dict()}
@@ -190,7 +190,7 @@ def test_fields_that_change_a_qwen_tower_count(kind: str, change: dict[str, Any]
 
 
 @pytest.mark.parametrize("levels", [[16, 8], [8, 8], [27], [-1]])
-def test_levels_that_engines_would_order_differently_are_refused(levels: list[int]) -> None:
+def test_families_levels_in_ambiguous_order_are_refused(levels: list[int]) -> None:
     with pytest.raises(CheckpointError, match="deepstack_visual_indexes") as caught:
         FAMILIES["qwen3_vl"].tower_spec({"vision_config": {"deepstack_visual_indexes": levels}})
     assert caught.value.reason == "bad_config"
@@ -254,7 +254,7 @@ def test_fields_that_change_pixels_count(change: dict[str, Any]) -> None:
         {"size": {"shortest_edge": 336, "height": None, "width": None}},
     ],
 )
-def test_names_and_spelled_out_defaults_of_a_processor_do_not_count(noise: dict[str, Any]) -> None:
+def test_families_processor_names_and_defaults_do_not_count(noise: dict[str, Any]) -> None:
     assert LLAVA.preprocess_spec({**CLIP_PREPROCESSOR, **noise}) == LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
 
 
@@ -269,20 +269,20 @@ def test_names_and_spelled_out_defaults_of_a_processor_do_not_count(noise: dict[
     ],
 )
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
-def test_who_makes_the_pixels_counts(kind: str, asked: dict[str, Any]) -> None:
+def test_families_library_that_makes_pixels_counts(kind: str, asked: dict[str, Any]) -> None:
     """Pillow and torchvision resize to other pixels, and a GPU to others again."""
     spec = FAMILIES[kind].preprocess_spec
     assert spec({**CLIP_PREPROCESSOR, **asked}) != spec(CLIP_PREPROCESSOR)
 
 
-def test_without_torchvision_pillow_makes_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_without_torchvision_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = LLAVA.preprocess_spec(CLIP_PREPROCESSOR)
     monkeypatch.setattr(base, "_has_torchvision", lambda: False)
     assert LLAVA.preprocess_spec(CLIP_PREPROCESSOR) == {**usual, "backend": "pil"}
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
-def test_defaults_are_those_of_transformers(kind: str) -> None:
+def test_families_preprocess_defaults_equal_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     name = {"llava": "CLIPImageProcessor", "qwen2_vl": "Qwen2VLImageProcessor"}[kind]
     written = getattr(transformers, name)().to_dict()
@@ -292,7 +292,7 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_defaults_of_a_video_processor_are_those_of_transformers(kind: str) -> None:
+def test_families_video_preprocess_defaults_equal_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     family = FAMILIES[kind]
     spec = family.preprocess_spec_of("video")
@@ -316,7 +316,7 @@ def test_fields_that_change_a_video_s_frames_count(change: dict[str, Any]) -> No
     assert spec({"processor_class": "Qwen2VLProcessor"}) == spec({})
 
 
-def test_every_modality_has_a_preprocess_spec() -> None:
+def test_families_every_modality_has_a_preprocess_spec() -> None:
     for family in FAMILIES.values():
         specs = [canonical(family.preprocess_spec_of(modality)({})) for modality in family.inputs]
         assert len(set(specs)) == len(family.inputs)
@@ -333,13 +333,13 @@ def test_qwen2_vl_s_pixel_bounds_override_size() -> None:
     assert QWEN2_VL.preprocess_spec({"merge_size": 1}) != QWEN2_VL.preprocess_spec({})
 
 
-def test_specs_are_json() -> None:
+def test_families_specs_are_json() -> None:
     for family, config in ((LLAVA, LLAVA_CONFIG), (QWEN2_VL, QWEN2_VL_CONFIG)):
         for spec in (family.tower_spec(config), family.projector_spec(config), family.preprocess_spec({})):
             assert canonical(spec)
 
 
-def test_inert_fields_never_hold_a_model_s_shape() -> None:
+def test_without_inert_fields_never_hold_a_models_shape() -> None:
     shape = {
         "hidden_size",
         "num_hidden_layers",
@@ -383,12 +383,12 @@ def test_fields_that_change_a_mel_count(family: str, change: dict[str, Any]) -> 
         {"feature_extractor_type": "WhisperFeatureExtractor", "hop_length": 160, "padding_side": "right"},
     ],
 )
-def test_what_a_mel_is_not_made_of_does_not_count(noise: dict[str, Any]) -> None:
+def test_families_fields_outside_the_mel_do_not_count(noise: dict[str, Any]) -> None:
     spec = FAMILIES["qwen2_audio"].preprocess_spec
     assert spec(noise) == spec({})
 
 
-def test_whisper_s_decoder_and_training_do_not_shape_its_encoder() -> None:
+def test_families_whisper_decoder_and_training_do_not_count() -> None:
     spec = FAMILIES["ultravox"].tower_spec
     plain = {"audio_config": {"model_type": "whisper", "d_model": 64}}
     whole = {"decoder_layers": 4, "vocab_size": 51_866, "mask_time_prob": 0.05, "median_filter_width": 7}
@@ -398,7 +398,7 @@ def test_whisper_s_decoder_and_training_do_not_shape_its_encoder() -> None:
 
 
 @pytest.mark.parametrize(("family", "tower"), [("qwen2_audio", "whisper"), ("ultravox", "wav2vec2")])
-def test_another_tower_under_an_audio_model_is_refused(family: str, tower: str) -> None:
+def test_families_other_tower_under_audio_model_is_refused(family: str, tower: str) -> None:
     with pytest.raises(CheckpointError, match=tower) as caught:
         FAMILIES[family].tower_spec({"audio_config": {"model_type": tower}})
     assert caught.value.reason == "unknown_family"

@@ -50,7 +50,7 @@ def old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_only_what_no_cache_holds_is_read(old_file: Path, reads: list[list[str]]) -> None:
+def test_fingerprint_cache_cached_file_is_not_read_again(old_file: Path, reads: list[list[str]]) -> None:
     entries = read_header(old_file)
     first = tensor_digests({old_file: {"a": entries["a"]}})[old_file]
     both = tensor_digests({old_file: entries})[old_file]
@@ -60,7 +60,7 @@ def test_only_what_no_cache_holds_is_read(old_file: Path, reads: list[list[str]]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"identity":"x","sha256":{}}', b"\xff" * 9])
-def test_a_damaged_cache_is_ignored_and_rewritten(
+def test_fingerprint_cache_damaged_is_ignored_and_rewritten(
     old_file: Path, reads: list[list[str]], damage: bytes
 ) -> None:
     entries = read_header(old_file)
@@ -74,7 +74,7 @@ def test_a_damaged_cache_is_ignored_and_rewritten(
 
 
 @pytest.mark.parametrize("digest", ["zz", "ab", ""])
-def test_a_cache_with_a_wrong_digest_length_is_ignored(
+def test_fingerprint_cache_wrong_digest_length_is_ignored(
     old_file: Path, reads: list[list[str]], digest: str
 ) -> None:
     entries = read_header(old_file)
@@ -87,7 +87,7 @@ def test_a_cache_with_a_wrong_digest_length_is_ignored(
     assert len(reads) == 2
 
 
-def test_a_fresh_file_is_not_cached(tmp_path: Path, reads: list[list[str]]) -> None:
+def test_fingerprint_cache_fresh_file_is_not_cached(tmp_path: Path, reads: list[list[str]]) -> None:
     path = tmp_path / "fresh.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a")})
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_fresh_file_is_not_cached(tmp_path: Path, reads: list[list[str]]) -> N
     assert len(reads) == 2
 
 
-def test_a_touched_file_is_read_again(old_file: Path, reads: list[list[str]]) -> None:
+def test_fingerprint_cache_touched_file_is_read_again(old_file: Path, reads: list[list[str]]) -> None:
     entries = read_header(old_file)
     tensor_digests({old_file: entries})
     os.utime(old_file)
@@ -103,7 +103,7 @@ def test_a_touched_file_is_read_again(old_file: Path, reads: list[list[str]]) ->
     assert len(reads) == 2
 
 
-def test_a_blob_of_the_hub_s_cache_goes_by_its_name(tmp_path: Path, reads: list[list[str]]) -> None:
+def test_fingerprint_cache_hub_blob_goes_by_its_name(tmp_path: Path, reads: list[list[str]]) -> None:
     """Fresh or moved to another cache folder: what is named by its content is read once."""
     paths = []
     for i in range(2):
@@ -139,7 +139,9 @@ def _many_fingerprints(folder: str, count: Any, start: Any) -> None:
     Checkpoint.open(folder).fingerprint("tower")
 
 
-def test_of_many_processes_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_cache_of_many_processes_one_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
     _llava(tmp_path / "x")
     fork = multiprocessing.get_context("fork")
@@ -156,14 +158,16 @@ def test_of_many_processes_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list((cache_dir() / "fingerprints").glob("*.json"))) == 1
 
 
-def test_an_unwritable_cache_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_cache_unwritable_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = _llava(tmp_path / "x").fingerprint("tower")
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert Checkpoint.open(str(tmp_path / "x")).fingerprint("tower") == before
 
 
-def test_a_file_rewritten_with_its_time_set_back_is_not_taken_for_the_old_one(
+def test_fingerprint_cache_rewritten_file_with_old_time_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
@@ -177,7 +181,9 @@ def test_a_file_rewritten_with_its_time_set_back_is_not_taken_for_the_old_one(
     assert Checkpoint.open(str(tmp_path / "x")).fingerprint("tower") != before
 
 
-def test_a_full_disk_costs_time_only(old_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_fingerprint_cache_full_disk_costs_time_only(
+    old_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -38,7 +38,7 @@ def _row(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str
 # --- headers ---
 
 
-def test_agrees_with_the_safetensors_library(tmp_path: Path) -> None:
+def test_safetensors_digest_agrees_with_the_library(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.numpy").save_file
     np = pytest.importorskip("numpy")
     arrays = {
@@ -82,14 +82,16 @@ def test_agrees_with_the_safetensors_library(tmp_path: Path) -> None:
     ],
     ids=lambda v: None if isinstance(v, bytes) and len(v) < 20 else repr(v)[:40],
 )
-def test_a_header_that_does_not_add_up_is_refused(tmp_path: Path, header: object, data: bytes) -> None:
+def test_safetensors_digest_inconsistent_header_is_refused(
+    tmp_path: Path, header: object, data: bytes
+) -> None:
     with pytest.raises(CheckpointError, match="Download it again") as caught:
         read_header(_file(tmp_path / "x.safetensors", header, data))
     assert caught.value.reason == "bad_header"
 
 
 @pytest.mark.parametrize("length", [3, 64, MAX_HEADER_BYTES + 1, 1 << 40, (1 << 64) - 1])
-def test_an_oversized_header_costs_no_memory(tmp_path: Path, length: int) -> None:
+def test_safetensors_digest_oversized_header_costs_no_memory(tmp_path: Path, length: int) -> None:
     path = _file(tmp_path / "x.safetensors", b"{}", length=length)
     if length == MAX_HEADER_BYTES + 1:  # a file that is really as long: sparse
         os.truncate(path, length + 64)
@@ -104,7 +106,7 @@ def test_an_oversized_header_costs_no_memory(tmp_path: Path, length: int) -> Non
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.integers(0, 400))
 @example(b"", 0)
-def test_any_damage_to_a_header_is_told_or_changes_nothing_silently(
+def test_safetensors_digest_damaged_header_never_changes_tensors_silently(
     tmp_path: Path, noise: bytes, at: int
 ) -> None:
     """Overwrite anywhere: an error of ours, or a table that still fills the file exactly."""
@@ -123,7 +125,7 @@ def test_any_damage_to_a_header_is_told_or_changes_nothing_silently(
 
 
 @pytest.mark.parametrize("size", range(0, 90, 7))
-def test_a_truncated_file_is_told(tmp_path: Path, size: int) -> None:
+def test_safetensors_digest_truncated_file_is_an_error(tmp_path: Path, size: int) -> None:
     path = tmp_path / "x.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a")})
     os.truncate(path, size)
@@ -131,7 +133,7 @@ def test_a_truncated_file_is_told(tmp_path: Path, size: int) -> None:
         read_header(path)
 
 
-def test_an_absent_file_is_told(tmp_path: Path) -> None:
+def test_safetensors_digest_absent_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read"):
         read_header(tmp_path / "absent.safetensors")
     with pytest.raises(CheckpointError, match="cannot read"):
@@ -141,7 +143,7 @@ def test_an_absent_file_is_told(tmp_path: Path) -> None:
 # --- digests ---
 
 
-def test_digests_are_sha256_of_the_raw_bytes_whatever_the_piece(
+def test_safetensors_digest_is_sha256_for_any_piece_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_digest, "_PIECE_BYTES", 7)
@@ -152,7 +154,7 @@ def test_digests_are_sha256_of_the_raw_bytes_whatever_the_piece(
     assert digests == {name: hashlib.sha256(data).digest() for name, (_, _, data) in tensors.items()}
 
 
-def test_a_file_that_shrinks_meanwhile_is_told(tmp_path: Path) -> None:
+def test_safetensors_digest_file_shrinking_meanwhile_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a")})
     entries = read_header(path)
@@ -162,7 +164,9 @@ def test_a_file_that_shrinks_meanwhile_is_told(tmp_path: Path) -> None:
     assert caught.value.reason == "changed"
 
 
-def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_digest_file_changing_meanwhile_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a")})
     original = safetensors_digest._hash_tensors
@@ -177,7 +181,7 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path: Path, monkeypatch: pyte
         tensor_digests({path: read_header(path)})
 
 
-def test_only_a_long_reading_shows_a_bar(
+def test_safetensors_digest_only_long_reading_shows_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if on a terminal

@@ -23,7 +23,7 @@ TILED = [name for name in CLASSES if name != "llava"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_silent_config_means_what_transformers_makes_of_it(name: str) -> None:
+def test_tile_families_silent_config_has_transformers_defaults(name: str) -> None:
     family = FAMILIES[name]
     written = getattr(transformers, CLASSES[name][0])().to_dict()
     assert canonical(family.tower_spec(written)) == canonical(family.tower_spec({"model_type": name}))
@@ -31,7 +31,7 @@ def test_a_silent_config_means_what_transformers_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_a_silent_preprocessor_means_what_transformers_makes_of_it(name: str) -> None:
+def test_tile_families_silent_preprocessor_has_transformers_defaults(name: str) -> None:
     written = getattr(transformers, CLASSES[name][1])().to_dict()
     spec = FAMILIES[name].preprocess_spec
     assert canonical(spec(written)) == canonical(spec({}))
@@ -39,14 +39,14 @@ def test_a_silent_preprocessor_means_what_transformers_makes_of_it(name: str) ->
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_the_processor_class_asks_for_is_known(name: str) -> None:
+def test_tile_families_processor_defaults_equal_the_processor_class(name: str) -> None:
     """transformers lays it over the file; who read the file alone would share unlike embeddings."""
     kwargs = getattr(transformers, CLASSES[name][2]).valid_processor_kwargs
     wanted = kwargs._defaults.get("images_kwargs", {})
     assert FAMILIES[name].processor_defaults.get("image", {}) == wanted
 
 
-def test_a_file_of_another_class_is_not_given_this_one_s_defaults() -> None:
+def test_tile_families_file_of_other_class_gets_no_defaults() -> None:
     """Its own defaults are others: silent, it must not look like one that says CLIP's mean."""
     silent = {"image_processor_type": "SiglipImageProcessor"}
     spec = FAMILIES["llava"].preprocess_spec
@@ -55,7 +55,7 @@ def test_a_file_of_another_class_is_not_given_this_one_s_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava", "llava_next", "llava_onevision"])
-def test_siglip_s_head_never_counts(name: str) -> None:
+def test_tile_families_siglip_head_does_not_count(name: str) -> None:
     family = FAMILIES[name]
     config: dict[str, Any] = {"model_type": name, "vision_config": {"model_type": "siglip_vision_model"}}
     if name != "llava_onevision":
@@ -66,7 +66,7 @@ def test_siglip_s_head_never_counts(name: str) -> None:
     assert family.tower_spec(with_head) == family.tower_spec(config)
 
 
-def test_gemma_3_counts_the_final_norm_and_how_it_pools() -> None:
+def test_tile_families_gemma3_final_norm_and_pooling_count() -> None:
     gemma = FAMILIES["gemma3"]
     assert gemma.before_cut({}, "post_layernorm.weight")
     assert gemma.tower_spec({"mm_tokens_per_image": 64}) != gemma.tower_spec({})
@@ -83,19 +83,19 @@ def test_gemma_3_counts_the_final_norm_and_how_it_pools() -> None:
         ({"size": {"height": 448, "width": 448}}, True),
     ],
 )
-def test_what_of_gemma_3_s_preprocessing_counts(change: dict[str, Any], counts: bool) -> None:
+def test_tile_families_gemma3_fields_that_change_pixels_count(change: dict[str, Any], counts: bool) -> None:
     spec = FAMILIES["gemma3"].preprocess_spec
     assert (spec(change) != spec({})) == counts
 
 
-def test_internvl_without_crops_is_another_model() -> None:
+def test_tile_families_internvl_without_crops_is_another_model() -> None:
     spec = FAMILIES["internvl"].preprocess_spec
     assert spec({"crop_to_patches": True}) != spec({})
     assert spec({"max_patches": 6}) == spec({})
     assert spec({"crop_to_patches": True, "max_patches": 6}) != spec({"crop_to_patches": True})
 
 
-def test_internvl_s_sides_read_alike_however_they_are_written() -> None:
+def test_tile_families_internvl_spellings_of_sides_agree() -> None:
     spec = FAMILIES["internvl"].tower_spec
     assert spec({"vision_config": {"image_size": 448, "patch_size": 14}}) == spec({})
 
@@ -111,7 +111,7 @@ def test_internvl_s_sides_read_alike_however_they_are_written() -> None:
         ("gemma3", "vision_config", {"layer_norm_eps": 1e-5}),
     ],
 )
-def test_what_changes_a_picture_s_rows_behind_the_tower_counts(name: str, field: str, value: Any) -> None:
+def test_tile_families_setting_of_rows_behind_the_tower_counts(name: str, field: str, value: Any) -> None:
     spec = FAMILIES[name].projector_spec
     assert spec({field: value}) != spec({})
 
@@ -127,13 +127,11 @@ def test_what_changes_a_picture_s_rows_behind_the_tower_counts(name: str, field:
         ("internvl", {"vision_feature_select_strategy": "full"}),
     ],
 )
-def test_what_engines_and_transformers_would_not_agree_about_is_refused(
-    name: str, config: dict[str, Any]
-) -> None:
+def test_tile_families_setting_engines_read_differently_is_refused(name: str, config: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         FAMILIES[name].tower_spec(config)
 
 
-def test_onevision_without_a_limit_of_tiles_is_refused() -> None:
+def test_tile_families_onevision_without_tile_limit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="anyres_max_N"):
         FAMILIES["llava_onevision"].projector_spec({"vision_aspect_ratio": "pad"})

@@ -52,7 +52,7 @@ def served(report: dict[str, str], *, name: str = "m") -> ServedModel:
     )
 
 
-def test_secret(settings: config.StoreConfig) -> None:
+def test_doctor_secret_each_fault_has_a_finding(settings: config.StoreConfig) -> None:
     (absent,) = doctor.secret(settings)
     assert (absent.status, settings.secret_file.exists()) == ("ok", False)
 
@@ -69,7 +69,7 @@ def test_secret(settings: config.StoreConfig) -> None:
     assert (short.status, "5 bytes" in short.what) == ("fail", True)
 
 
-def test_store_that_is_down(settings: config.StoreConfig) -> None:
+def test_doctor_store_that_is_down_has_a_remedy(settings: config.StoreConfig) -> None:
     assert statuses(list(doctor.store(settings))) == [("fail", "store"), ("ok", "shared memory")]
     assert not settings.secret_file.exists(), "looking must not make a secret"
 
@@ -79,7 +79,7 @@ def test_store_that_is_down(settings: config.StoreConfig) -> None:
     assert not lazy.socket.exists(), "looking must not start a store"
 
 
-def test_store_that_answers(settings: config.StoreConfig) -> None:
+def test_doctor_store_that_answers_shows_its_usage(settings: config.StoreConfig) -> None:
     env = {"CORNPLUG_STORE_SECRET_FILE": str(settings.secret_file)}
     with StoreProcess(settings.socket, size="64MiB", env=env):
         (finding,) = doctor.store(settings)
@@ -90,14 +90,16 @@ def test_store_that_answers(settings: config.StoreConfig) -> None:
     assert "another" in doctor.size_source(settings, 1)
 
 
-def test_shared_memory_too_small(settings: config.StoreConfig) -> None:
+def test_doctor_shared_memory_too_small_is_a_warning(settings: config.StoreConfig) -> None:
     (small,) = doctor.shared_memory(settings.model_copy(update={"size_bytes": 1 << 60}))
     assert (small.status, "CORNPLUG_STORE_SIZE_BYTES" in small.remedy) == ("warn", True)
     (default,) = doctor.shared_memory(settings.model_copy(update={"size_bytes": None}))
     assert (default.status, "bytes, a quarter of that" in default.what) == ("ok", True)
 
 
-def test_folder(settings: config.StoreConfig, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_folder_each_fault_has_a_finding(
+    settings: config.StoreConfig, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (good,) = doctor.folder(settings)
     assert (good.status, "mode 700" in good.what) == ("ok", True)
     short_path.chmod(0o770)
@@ -114,7 +116,7 @@ def test_folder(settings: config.StoreConfig, short_path: Path, monkeypatch: pyt
     assert (link.status, "symbolic link" in link.what) == ("fail", True)
 
 
-def test_encoder_that_is_down(short_path: Path) -> None:
+def test_doctor_encoder_that_is_down_is_a_warning(short_path: Path) -> None:
     settings = config.load({"encoder.socket": short_path / "e.sock", "store.secret_file": short_path / "s"})
     secrets: list[bytes] = []
     for _ in range(2):
@@ -126,13 +128,13 @@ def test_encoder_that_is_down(short_path: Path) -> None:
         secrets.append(read_secret(settings.store.secret_file))
 
 
-def test_model_that_the_encoder_serves(llava: Path) -> None:
+def test_doctor_model_that_encoder_serves_is_ok(llava: Path) -> None:
     report = describe(str(llava), "float32")
     described = (served(report),)
     assert statuses(list(doctor.served(str(llava), "float32", described))) == [("ok", "model")] * 2
 
 
-def test_model_that_the_encoder_serves_in_another_dtype(llava: Path) -> None:
+def test_doctor_model_served_in_another_dtype_is_found(llava: Path) -> None:
     described = (served(describe(str(llava), "bfloat16"), name="half"),)
     _, finding = doctor.served(str(llava), "float32", described)
     assert finding.status == "warn"
@@ -140,13 +142,13 @@ def test_model_that_the_encoder_serves_in_another_dtype(llava: Path) -> None:
     assert f"--model {llava} --dtype float32" in finding.remedy
 
 
-def test_model_without_a_tower(tmp_path: Path) -> None:
+def test_doctor_model_without_tower_is_told_apart(tmp_path: Path) -> None:
     text = checkpoints.qwen2_text(tmp_path / "text")
     (finding,) = doctor.served(str(text), None, DOWN)
     assert (finding.status, "KV is shared" in finding.what) == ("ok", True)
 
 
-def test_model_that_is_not_there(tmp_path: Path) -> None:
+def test_doctor_model_that_is_absent_fails(tmp_path: Path) -> None:
     (finding,) = doctor.served(str(tmp_path), None, DOWN)
     assert finding.status == "fail"
 
@@ -162,7 +164,7 @@ def test_report_is_json_and_the_status_says_failed(short_path: Path) -> None:
     assert failed == {"vllm plugin", "secret"}
 
 
-def test_table_shows_brackets_as_they_are(
+def test_doctor_table_shows_brackets_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = doctor.CheckResult("warn", "extra", "missing", "pip install 'cornplug[encoder]'")

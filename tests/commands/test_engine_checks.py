@@ -37,7 +37,7 @@ def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
         ((None, None), ("warn", "warn")),
     ],
 )
-def test_versions(
+def test_engine_checks_one_engine_in_its_range_is_enough(
     versions: tuple[str | None, str | None], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine is enough; one outside its range is none."""
@@ -50,7 +50,7 @@ def test_versions(
 
 
 @pytest.mark.parametrize("engine", HERE, ids=lambda engine: engine.name)
-def test_a_process_of_the_engine_finds_the_plugin(engine: CheckedEngine) -> None:
+def test_engine_checks_engine_process_finds_the_plugin(engine: CheckedEngine) -> None:
     finding, *more = engine_checks.plugin(engine)
     assert (finding.status, finding.what) == ("ok", f"found and registered by a process of {engine.label}")
     assert {f.status for f in more} <= {"warn"}
@@ -81,14 +81,14 @@ def test_plugin_that_says_why_not() -> None:
     assert (finding.status, "no seam" in finding.what) == ("fail", True)
 
 
-def test_a_cache_that_cannot_hand_on_is_a_warning() -> None:
+def test_engine_checks_cache_that_cannot_hand_on_is_a_warning() -> None:
     answer = '{"why_not": "", "cache": "there is no GPU here"}'
     ok, warning = engine_checks.plugin(replace(SGLANG, probe=said(answer)))
     assert (ok.status, warning.status, warning.check) == ("ok", "warn", "sglang cache")
     assert "CORNPLUG_ENGINE_SHARE_KV" in warning.remedy
 
 
-def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_checks_hanging_probe_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_checks, "_PROBE_S", 0.5)
     (finding,) = engine_checks.plugin(replace(VLLM, probe="import time; time.sleep(60)"))
     assert (finding.status, "took over 0.5 s" in finding.what) == ("fail", True)
@@ -97,7 +97,7 @@ def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "segments", ["", "max_split_size_mb:64", "expandable_segments:True,max_split_size_mb:64"]
 )
-def test_an_allocator_that_vllm_takes_no_connector_beside(
+def test_engine_checks_allocator_without_connectors_fails(
     segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VersionRange, "installed", lambda _: "0.32.0")

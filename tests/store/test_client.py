@@ -51,14 +51,14 @@ def _refused(call: Callable[[], object]) -> tuple[str, float]:
     return e.value.reason, time.monotonic() - began_s
 
 
-def test_without_a_daemon_every_call_fails_at_once(connect: Connect) -> None:
+def test_pool_store_without_daemon_every_call_fails_at_once(connect: Connect) -> None:
     store = connect()
     reason, took_s = _refused(lambda: store.stat(deadline_s=10))
     assert reason == "store_down"
     assert took_s < 0.1
 
 
-def test_sharing_begins_when_a_daemon_comes(connect: Connect, start_daemon: Start) -> None:
+def test_pool_store_daemon_comes_later_sharing_begins(connect: Connect, start_daemon: Start) -> None:
     store = connect()
     assert not store.connected
     start_daemon()
@@ -67,7 +67,7 @@ def test_sharing_begins_when_a_daemon_comes(connect: Connect, start_daemon: Star
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_killed_daemon_is_survived(connect: Connect, start_daemon: Start, again: bool) -> None:
+def test_pool_store_killed_daemon_is_survived(connect: Connect, start_daemon: Start, again: bool) -> None:
     daemon = start_daemon()
     store = connect()
     fill(store, "a", b"payload")
@@ -88,7 +88,7 @@ def test_a_killed_daemon_is_survived(connect: Connect, start_daemon: Start, agai
         fill(store, "a", b"x")
 
 
-def test_a_reservation_does_not_outlive_its_daemon(connect: Connect, start_daemon: Start) -> None:
+def test_pool_store_reservation_ends_with_its_daemon(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store = connect()
     room = reserve(store, "a", 8)
@@ -111,7 +111,7 @@ def _stat_works(store: PoolStore) -> bool:
     return True
 
 
-def test_a_stopped_daemon_costs_a_deadline_and_then_nothing(connect: Connect, start_daemon: Start) -> None:
+def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store = connect()
     fill(store, "a", b"x")
@@ -185,7 +185,7 @@ while True:
 """
 
 
-def test_a_killed_client_leaves_nothing_behind(
+def test_daemon_killed_client_leaves_nothing_behind(
     connect: Connect, start_daemon: Start, store_config: StoreConfig
 ) -> None:
     start_daemon()
@@ -205,7 +205,7 @@ def test_a_killed_client_leaves_nothing_behind(
     eventually(lambda: isinstance(reserve(store, "other", 8 << 20), Reservation))
 
 
-def test_a_forked_child_leaves_the_parents_connection_alone(
+def test_pool_store_forked_child_leaves_parents_connection_alone(
     connect: Connect, serve_in_thread: Callable[..., StoreServer]
 ) -> None:
     serve_in_thread()
@@ -224,7 +224,7 @@ def test_a_forked_child_leaves_the_parents_connection_alone(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_forked_child_gets_a_connection_of_its_own(
+def test_pool_store_forked_child_gets_its_own_connection(
     connect: Connect, serve_in_thread: Callable[..., StoreServer], closed: bool
 ) -> None:
     """Web servers fork their workers after the application was loaded."""
@@ -256,7 +256,7 @@ def test_a_forked_child_gets_a_connection_of_its_own(
         assert bytes(store.view(held.location)) == b"of the child"
 
 
-def test_a_daemon_that_does_not_come_up_is_started_less_and_less_often(
+def test_pool_store_failing_daemon_is_started_ever_less_often(
     store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[float] = []
@@ -272,7 +272,7 @@ def test_a_daemon_that_does_not_come_up_is_started_less_and_less_often(
     assert all(pause >= 0.19 * 2**i for i, pause in enumerate(pauses))
 
 
-def test_another_secret_is_refused_with_a_remedy(
+def test_pool_store_other_secret_is_refused_with_remedy(
     start_daemon: Start, store_config: StoreConfig, short_path: Path
 ) -> None:
     start_daemon()
@@ -285,7 +285,7 @@ def test_another_secret_is_refused_with_a_remedy(
         other.close()
 
 
-def test_something_else_at_the_socket_is_no_store(store_config: StoreConfig, connect: Connect) -> None:
+def test_pool_store_other_listener_at_socket_is_no_store(store_config: StoreConfig, connect: Connect) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(store_config.socket))
         listener.listen()
@@ -316,7 +316,7 @@ def _daemons_of(path: Path) -> list[int]:
     return found
 
 
-def test_two_starters_one_daemon_and_it_ends_when_idle(store_config: StoreConfig) -> None:
+def test_pool_store_two_starters_get_one_daemon_that_ends_idle(store_config: StoreConfig) -> None:
     stores: list[PoolStore] = []
 
     def start() -> None:

@@ -46,7 +46,7 @@ def _commit_many(
 # -- no sequence of valid requests ends the daemon ------------------------------------------------
 
 
-def test_a_very_long_prompt_is_leased_whole(connect: Connect, start_daemon: Start) -> None:
+def test_client_lease_very_long_prompt_is_whole(connect: Connect, start_daemon: Start) -> None:
     """134,000 tokens of a model with 126 layers and 8 heads: 17 MB of headers, more than a frame."""
     daemon = start_daemon()
     store = connect()
@@ -64,7 +64,7 @@ def test_a_very_long_prompt_is_leased_whole(connect: Connect, start_daemon: Star
     assert daemon.poll() is None
 
 
-def test_many_apps_with_long_names_are_summed_up(connect: Connect, start_daemon: Start) -> None:
+def test_store_stat_many_long_app_names_are_summed_up(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store = connect()
     with pytest.raises(ValueError, match="name of an app"):
@@ -81,7 +81,7 @@ def test_many_apps_with_long_names_are_summed_up(connect: Connect, start_daemon:
 
 
 @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 0.0, 1e6])
-def test_a_lease_without_end_is_refused(connect: Connect, start_daemon: Start, ttl_s: float) -> None:
+def test_client_lease_without_end_is_refused(connect: Connect, start_daemon: Start, ttl_s: float) -> None:
     start_daemon()
     store = connect()
     fill(store, "a", b"x")
@@ -114,7 +114,7 @@ def _waits_of(store: PoolStore) -> Iterator[list[float]]:
         thread.join()
 
 
-def test_giant_questions_hold_up_nobody(
+def test_daemon_giant_requests_delay_no_other_client(
     connect: Connect, start_daemon: Start, store_config: StoreConfig
 ) -> None:
     """Asked by a process of their own, in the largest portions that the daemon takes, all at once."""
@@ -185,7 +185,7 @@ def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreInde
     return index
 
 
-def test_a_search_for_victims_ends() -> None:
+def test_index_search_for_victims_ends() -> None:
     """Every 64th entry is leased: nowhere is room for 2 MiB, and each ask looked at all entries."""
     index = _small_ones(16_384, 64)
     for n in range(3):
@@ -196,7 +196,7 @@ def test_a_search_for_victims_ends() -> None:
     assert index.stat().evictions == 0
 
 
-def test_a_search_that_was_cut_goes_on_where_it_ended() -> None:
+def test_index_search_that_was_cut_goes_on_where_it_ended() -> None:
     """There is room, but far from the oldest entries."""
     entries = 4 * MAX_LOOKS
     index = _small_ones(entries, 2)
@@ -213,7 +213,7 @@ def test_a_search_that_was_cut_goes_on_where_it_ended() -> None:
         assert tries < 10, "never found"
 
 
-def test_a_large_one_among_tiny_ones_is_stored_in_the_end() -> None:
+def test_index_large_entry_among_tiny_ones_is_stored_in_the_end() -> None:
     index = StoreIndex(b"\1" * 16, 64 * 4 * MAX_LOOKS, quarantine_s=1.0, grow=lambda missing: missing)
     for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], app="a", now_s=0.0):
         assert isinstance(room, Reservation)
@@ -224,7 +224,7 @@ def test_a_large_one_among_tiny_ones_is_stored_in_the_end() -> None:
         assert tries < 10, "never found"
 
 
-def test_released_leases_leave_nothing_behind() -> None:
+def test_index_released_leases_leave_nothing_behind() -> None:
     index = _small_ones(8, 1, room_for=16)
     for _ in range(2000):
         leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
@@ -233,7 +233,7 @@ def test_released_leases_leave_nothing_behind() -> None:
     assert len(index._expiries._order) == 2
 
 
-def test_a_sweep_ends_some_and_the_next_one_the_rest() -> None:
+def test_index_sweep_ends_some_the_next_the_rest() -> None:
     index = _small_ones(SWEEP + 100, 1, room_for=2 * SWEEP)
     index.sweep(2000.0)
     assert index.stat().leases == 100
@@ -244,7 +244,7 @@ def test_a_sweep_ends_some_and_the_next_one_the_rest() -> None:
 # -- slow answers ---------------------------------------------------------------------------------
 
 
-def test_what_a_late_answer_grants_is_given_back(connect: Connect, start_daemon: Start) -> None:
+def test_client_late_answer_gives_its_grants_back(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store, other = connect(), connect()
     fill(store, "a", b"x")
@@ -269,9 +269,7 @@ def _works(store: PoolStore) -> bool:
     return True
 
 
-def test_the_scheduler_does_not_wait_for_a_background_threads_timeout(
-    connect: Connect, start_daemon: Start
-) -> None:
+def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store = connect()
     present(store, "a")
@@ -313,7 +311,7 @@ def test_threads_do_not_wait_for_each_others_answers(
     assert time.perf_counter() - began_s < 0.4, "one after the other takes 0.5 s"
 
 
-def test_a_slow_store_is_asked_ever_less_often(
+def test_circuit_breaker_slow_store_is_asked_ever_less_often(
     connect: Connect, slow_daemon: Callable[[float], None]
 ) -> None:
     """It is alive, but 80 ms late at each answer: of 200 steps only a few wait for nothing."""

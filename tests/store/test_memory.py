@@ -52,20 +52,20 @@ def faulty() -> FaultyStore:
     return FaultyStore(MemoryStore(capacity_bytes=1 << 20).connect())
 
 
-def test_no_fault_no_difference(faulty: FaultyStore) -> None:
+def test_faulty_store_without_fault_behaves_alike(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
     assert get_payload(faulty, key("e"), deadline_s=1) is not None
     assert faulty.calls == {"reserve": 1, "view": 2, "commit": 1, "lease": 1, "release": 1}
 
 
-def test_unavailable(faulty: FaultyStore) -> None:
+def test_faulty_store_unavailable_raises_its_reason(faulty: FaultyStore) -> None:
     faulty.unavailable = True
     with pytest.raises(StoreUnavailable) as e:
         present(faulty, "a")
     assert e.value.reason == "store_down"
 
 
-def test_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
+def test_faulty_store_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
     faulty.slow_s = 60.0
     began_s = time.monotonic()
     with pytest.raises(StoreUnavailable) as e:
@@ -74,13 +74,13 @@ def test_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
     assert time.monotonic() - began_s < 1.0
 
 
-def test_full(faulty: FaultyStore) -> None:
+def test_faulty_store_full_refuses_reservations(faulty: FaultyStore) -> None:
     faulty.full = True
     assert reserve(faulty, "a", 1) is ReserveRefusal.FULL
     assert put(faulty, b"x" * 128, 1) == "full"
 
 
-def test_corrupt_reads_are_found(faulty: FaultyStore) -> None:
+def test_get_payload_corrupt_read_is_found(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
     faulty.corrupt_reads = True
     with pytest.raises(CodecError):
@@ -88,14 +88,14 @@ def test_corrupt_reads_are_found(faulty: FaultyStore) -> None:
     assert present(faulty, "e") == b"\0"
 
 
-def test_a_header_of_another_key_is_dropped(faulty: FaultyStore) -> None:
+def test_get_payload_header_of_another_key_is_dropped(faulty: FaultyStore) -> None:
     fill(faulty, "a", b"payload")
     with pytest.raises(CodecError):
         get_payload(faulty, key("a"), deadline_s=1)
     assert present(faulty, "a") == b"\0"
 
 
-def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> None:
+def test_put_payload_failing_half_way_gives_its_room_back(faulty: FaultyStore) -> None:
     with pytest.raises(ValueError, match="equal segments"):
         put(faulty, b"x" * 1280, 3)
     arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
@@ -105,6 +105,8 @@ def test_a_put_that_fails_half_way_gives_its_room_back(faulty: FaultyStore) -> N
     assert (stat.reservations, stat.bytes_by_app) == (0, {}), "its room is in quarantine"
 
 
-def test_a_lost_reservation_is_told(faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_payload_lost_reservation_is_reported(
+    faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faulty.inner, "commit", lambda written, deadline_s: [False])
     assert put(faulty, b"x" * 1280, 1) == "lost"

@@ -43,7 +43,7 @@ def _start(config: StoreConfig) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_in_a_strangers_folder_nothing_is_opened_or_made(store_config: StoreConfig) -> None:
+def test_autostart_in_strangers_folder_opens_and_makes_nothing(store_config: StoreConfig) -> None:
     log = autostart.log_path(store_config.socket)
     log.write_bytes(b"x" * (2 << 20))
     for attempt in (
@@ -58,7 +58,9 @@ def test_in_a_strangers_folder_nothing_is_opened_or_made(store_config: StoreConf
 
 
 @pytest.mark.parametrize("name", ["s.log", "s.sock.start", "s.sock.lock"])
-def test_no_link_is_followed(store_config: StoreConfig, tmp_path: Path, name: str) -> None:
+def test_autostart_symbolic_link_is_not_followed(
+    store_config: StoreConfig, tmp_path: Path, name: str
+) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"x" * (2 << 20))
     (store_config.socket.parent / name).symlink_to(victim)
@@ -69,7 +71,7 @@ def test_no_link_is_followed(store_config: StoreConfig, tmp_path: Path, name: st
     assert victim.read_bytes() == b"x" * (2 << 20)
 
 
-def test_a_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
+def test_socket_claim_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
     (short_path / "run").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a symbolic link"):
         SocketClaim(short_path / "run" / "s.sock", setting="store.socket")
@@ -89,7 +91,7 @@ def test_folder_and_files_are_made_for_their_owner_only(store_config: StoreConfi
     eventually(lambda: not config.socket.exists())
 
 
-def test_a_strangers_folder_costs_an_engine_sharing_and_nothing_else(
+def test_pool_store_strangers_folder_costs_sharing_only(
     store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path, *, setting: str) -> int:
@@ -109,7 +111,7 @@ def test_a_strangers_folder_costs_an_engine_sharing_and_nothing_else(
 # -- cleaners, and daemons that meet --
 
 
-def test_a_daemon_whose_files_were_cleaned_away_makes_them_again(
+def test_daemon_files_cleaned_away_are_made_again(
     start_daemon: Start, connect: Connect, store_config: StoreConfig
 ) -> None:
     start_daemon()
@@ -125,7 +127,7 @@ def test_a_daemon_whose_files_were_cleaned_away_makes_them_again(
     assert present(connect(), "a") == b"\1"
 
 
-def test_a_daemon_that_was_replaced_ends_and_leaves_the_others_socket(
+def test_daemon_replaced_ends_and_leaves_the_others_socket(
     start_daemon: Start, connect: Connect, store_config: StoreConfig
 ) -> None:
     """A cleaner took the lock, and a second daemon came before the first noticed."""
@@ -148,7 +150,7 @@ def test_a_daemon_that_was_replaced_ends_and_leaves_the_others_socket(
 # -- how it is started --
 
 
-def test_a_users_modules_are_none_of_the_daemons(store_config: StoreConfig, tmp_path: Path) -> None:
+def test_autostart_users_modules_are_not_the_daemons(store_config: StoreConfig, tmp_path: Path) -> None:
     (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong secrets')")
     code = (
         "import sys; from pathlib import Path; from cornplug.config import StoreConfig\n"
@@ -175,7 +177,7 @@ def test_a_users_modules_are_none_of_the_daemons(store_config: StoreConfig, tmp_
 # -- other releases --
 
 
-def test_a_store_of_another_release_starts_nobody_late_and_says_so(
+def test_pool_store_other_release_is_refused_and_logged_once(
     start_daemon: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_daemon()
@@ -189,7 +191,7 @@ def test_a_store_of_another_release_starts_nobody_late_and_says_so(
     eventually(lambda: store.connected)
 
 
-def test_each_protocol_has_a_socket_of_its_own() -> None:
+def test_store_config_each_protocol_has_its_own_socket() -> None:
     from cornplug.store.messages import PROTOCOL_VERSION
 
     assert StoreConfig().socket.name == f"store-{PROTOCOL_VERSION}.sock"
@@ -198,7 +200,7 @@ def test_each_protocol_has_a_socket_of_its_own() -> None:
 @pytest.mark.parametrize(
     "read", [get_payload, lambda s, k, **d: get_payload_into(s, k, memoryview(bytearray(4)), **d)]
 )
-def test_an_entry_of_another_release_is_a_miss_and_stays(
+def test_get_payload_entry_of_other_release_is_a_miss_and_stays(
     read: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore(capacity_bytes=1 << 20).connect()

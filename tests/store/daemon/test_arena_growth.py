@@ -64,18 +64,18 @@ def _memory(host: Path) -> MemoryBound:
     return host_memory(proc=host / "proc", cgroups=host / "cg")
 
 
-def test_without_a_limit_it_is_the_hosts(host: Path) -> None:
+def test_host_memory_without_cgroup_limit_is_the_hosts(host: Path) -> None:
     assert _memory(host) == (8 << 30, 6 << 30, "this host's memory")
     _group(host / "cg", "max", 1 << 30)
     assert _memory(host).available_bytes == 6 << 30
 
 
-def test_in_a_container_it_is_the_limit_less_what_is_used(host: Path) -> None:
+def test_host_memory_in_container_is_limit_less_usage(host: Path) -> None:
     _group(host / "cg", str(4 << 30), 3 << 30, cache=1 << 30)
     assert _memory(host)[:2] == (4 << 30, 2 << 30), "the page cache is given back"
 
 
-def test_the_narrowest_group_around_us_counts(host: Path) -> None:
+def test_host_memory_nested_cgroups_narrowest_counts(host: Path) -> None:
     (host / "proc" / "self" / "cgroup").write_text("0::/pod/engine\n")
     _group(host / "cg" / "pod" / "engine", "max", 1 << 30)
     _group(host / "cg" / "pod", str(2 << 30), 1 << 30)
@@ -84,14 +84,14 @@ def test_the_narrowest_group_around_us_counts(host: Path) -> None:
     assert "pod" in _memory(host).of
 
 
-def test_where_a_group_is_slowed_down_counts_as_its_end(host: Path) -> None:
+def test_host_memory_cgroup_high_counts_as_limit(host: Path) -> None:
     _group(host / "cg", str(4 << 30), 1 << 30)
     (host / "cg" / "memory.high").write_text(f"{2 << 30}\n")
     assert _memory(host)[:2] == (2 << 30, 1 << 30)
 
 
 @pytest.mark.parametrize("path", ["/", "/docker/0123"], ids=["own", "the host's, which is not to be seen"])
-def test_version_1(host: Path, path: str) -> None:
+def test_host_memory_cgroup_version_1_is_read(host: Path, path: str) -> None:
     (host / "proc" / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:memory:{path}\n0::/\n")
     _group(host / "cg" / "memory", str(1 << 30), 1 << 29, version=1)
     assert _memory(host)[:2] == (1 << 30, 1 << 29)
@@ -99,11 +99,11 @@ def test_version_1(host: Path, path: str) -> None:
     assert _memory(host).available_bytes == 6 << 30
 
 
-def test_this_host_has_some() -> None:
+def test_host_memory_of_this_host_is_positive() -> None:
     assert 0 < host_memory().available_bytes <= host_memory().total_bytes
 
 
-def test_fitting(caplog: pytest.LogCaptureFixture) -> None:
+def test_fitting_size_wanted_and_available_memory_give_capacity(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     memory = MemoryBound(200 * MIB, 100 * MIB, "a cgroup")
     assert fitting_size(64 * MIB, clamp=False, memory=memory) == 64 * MIB
@@ -116,7 +116,7 @@ def test_fitting(caplog: pytest.LogCaptureFixture) -> None:
         fitting_size(None, clamp=True, memory=MemoryBound(200 * MIB, 4 * MIB, "a cgroup"))
 
 
-def test_a_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
+def test_shared_arena_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
     """Containers have 64 MiB of it. Here, in a namespace of its own, this process has 1 MiB."""
     code = (
         "from cornplug.store.arena import SharedArena; import os\n"
@@ -135,7 +135,7 @@ def test_a_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
 # -- nobody cuts it short --
 
 
-def test_whoever_has_the_descriptor_can_neither_cut_nor_lengthen_it() -> None:
+def test_shared_arena_descriptor_holder_cannot_resize_it() -> None:
     ours = SharedArena(MIB)
     for size in (0, 2 * MIB):
         with pytest.raises(PermissionError):
@@ -148,7 +148,7 @@ def test_whoever_has_the_descriptor_can_neither_cut_nor_lengthen_it() -> None:
 # -- it runs out --
 
 
-def test_what_would_leave_the_host_nothing_is_not_taken(
+def test_shared_arena_growth_leaves_host_its_reserve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -197,14 +197,14 @@ def test_running_out_is_survived_and_ends_when_there_is_memory_again(
     eventually(lambda: isinstance(reserve(connect(), time.monotonic(), 1), Reservation))
 
 
-def test_a_fault_that_is_no_lack_of_room_is_not_hidden() -> None:
+def test_shared_arena_other_fault_than_no_room_is_raised() -> None:
     ours = SharedArena(MIB)
     os.close(ours.fd)
     with pytest.raises(OSError, match="descriptor"):
         ours.grow(1)
 
 
-def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+def test_arena_growth_fault_in_thread_is_logged_and_survived(caplog: pytest.LogCaptureFixture) -> None:
     ours = SharedArena(MIB)
     os.close(ours.fd)
     making = arena_growth.ArenaGrowth(ours)
@@ -217,7 +217,7 @@ def test_a_fault_in_the_thread_is_said_and_survived(caplog: pytest.LogCaptureFix
 # -- beside the answers --
 
 
-def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
+def test_store_long_prompt_in_empty_store_finds_room_for_all_pages(
     serve_in_thread: Callable[..., StoreServer], connect: Connect
 ) -> None:
     """8k tokens of an 8B model: 128 pages of 8 MiB, into an empty store of 2 GiB."""
@@ -235,7 +235,7 @@ def test_a_long_prompts_pages_all_find_room_in_an_empty_store(
     assert store.stat(deadline_s=5).evictions == 0
 
 
-def test_who_asks_is_answered_while_memory_is_made(
+def test_daemon_request_during_growth_is_answered(
     monkeypatch: pytest.MonkeyPatch, serve_in_thread: Callable[..., StoreServer], connect: Connect
 ) -> None:
     slow, real = threading.Event(), SharedArena.grow
@@ -280,7 +280,7 @@ class _Growing:
         )  # type: ignore[arg-type]
 
 
-def test_what_is_put_while_room_is_made_is_stored() -> None:
+def test_put_payload_during_growth_is_stored() -> None:
     store = _Growing(3)
     done = put_payload(
         store,
@@ -295,7 +295,7 @@ def test_what_is_put_while_room_is_made_is_stored() -> None:
     assert done == "stored"
 
 
-def test_waiting_for_memory_ends_with_the_deadline() -> None:
+def test_put_payload_without_memory_ends_at_deadline() -> None:
     store = _Growing(10**6)
     began_s = time.monotonic()
     assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [ReserveRefusal.GROWING]  # type: ignore[arg-type]
@@ -332,7 +332,7 @@ def _boxed(box: list[str], config: StoreConfig, *size: str) -> subprocess.Popen[
 @pytest.mark.parametrize(
     "size", [[], ["--size", "1GiB"], ["--size", "220MiB"]], ids=["auto", "1GiB", "220MiB"]
 )
-def test_in_a_small_cgroup_a_store_fills_up_and_nobody_is_killed(
+def test_store_in_small_cgroup_fills_up_and_survives(
     cgroup: Path, store_config: StoreConfig, connect: Connect, size: list[str]
 ) -> None:
     process = _boxed(["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"], store_config, *size)
@@ -354,7 +354,7 @@ def test_in_a_small_cgroup_a_store_fills_up_and_nobody_is_killed(
         process.communicate()
 
 
-def test_a_store_in_namespaces_of_its_own_serves_those_outside(
+def test_store_in_other_namespaces_serves_clients_outside(
     store_config: StoreConfig, connect: Connect
 ) -> None:
     """As another pod's: other processes, other IPC, other network; they share the socket's folder alone."""

@@ -203,7 +203,7 @@ def test_a_hole_of_just_the_size_is_found(size: int) -> None:
     assert room.allocate(ALIGN) is None
 
 
-def test_fragmentation_neither_slows_nor_loses() -> None:
+def test_index_fragmentation_neither_slows_nor_loses() -> None:
     """After long churn of mixed sizes the store is still well filled, and as quick."""
     index, source = make_index(64 << 20), random.Random(7)
     sizes = [source.choice([4 << 10, 64 << 10, 100_000, 1 << 20]) for _ in range(6000)]

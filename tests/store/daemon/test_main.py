@@ -36,7 +36,7 @@ Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def test_it_ends_cleanly_on_sigterm(start_daemon: Start, store_config: StoreConfig) -> None:
+def test_daemon_sigterm_ends_it_cleanly(start_daemon: Start, store_config: StoreConfig) -> None:
     process = start_daemon()
     assert store_config.socket.stat().st_mode & 0o777 == 0o600
     process.send_signal(signal.SIGTERM)
@@ -47,7 +47,7 @@ def test_it_ends_cleanly_on_sigterm(start_daemon: Start, store_config: StoreConf
     assert "SIGTERM: ending" in log
 
 
-def test_a_second_one_says_so_and_leaves(start_daemon: Start, connect: Connect) -> None:
+def test_daemon_second_at_one_socket_logs_and_exits(start_daemon: Start, connect: Connect) -> None:
     start_daemon()
     store = connect()
     second = start_daemon(wait=False)
@@ -57,7 +57,7 @@ def test_a_second_one_says_so_and_leaves(start_daemon: Start, connect: Connect) 
     fill(store, "still", b"there")
 
 
-def test_a_dead_ones_socket_is_replaced(
+def test_daemon_socket_of_dead_daemon_is_replaced(
     start_daemon: Start, store_config: StoreConfig, connect: Connect
 ) -> None:
     first = start_daemon()
@@ -68,7 +68,7 @@ def test_a_dead_ones_socket_is_replaced(
     fill(connect(), "a", b"x")
 
 
-def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
+def test_daemon_killed_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
     process = start_daemon()
     memory = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
     assert "/memfd:cornplug-store (deleted)" in memory
@@ -78,7 +78,7 @@ def test_a_killed_daemon_leaves_no_shared_memory(start_daemon: Start, connect: C
     assert not [path for path in Path("/dev/shm").iterdir() if "cornplug" in path.name]
 
 
-def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
+def test_daemon_folder_open_to_others_is_refused(short_path: Path, start_daemon: Start) -> None:
     short_path.chmod(0o777)
     process = start_daemon(wait=False)
     _, log = process.communicate(timeout=10)
@@ -87,7 +87,7 @@ def test_a_folder_open_to_others_is_refused(short_path: Path, start_daemon: Star
     assert "0700" in log
 
 
-def test_a_path_too_long_is_explained(short_path: Path, start_daemon: Start) -> None:
+def test_daemon_path_too_long_is_explained(short_path: Path, start_daemon: Start) -> None:
     process = start_daemon("--socket", str(short_path / ("x" * 120)), wait=False)
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
@@ -98,12 +98,12 @@ def test_a_path_too_long_is_explained(short_path: Path, start_daemon: Start) -> 
     ("text", "size_bytes"),
     [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5kb", 1500), ("65536", 65536), ("7 b", 7)],
 )
-def test_sizes(text: str, size_bytes: int) -> None:
+def test_parse_size_units_give_bytes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "4 gigs", "-1", "0", "GiB", "4IB"])
-def test_no_sizes(text: str) -> None:
+def test_parse_size_other_text_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.size_bytes"):
         parse_size(text)
 
@@ -138,7 +138,7 @@ def _numbered(body: bytes, number: int = 7) -> bytes:
         (True, _framed(b"\x07")),
     ],
 )
-def test_a_client_that_sends_no_frames_goes_alone(
+def test_server_client_without_frames_ends_alone(
     serve_in_thread: Callable[..., StoreServer],
     connect: Connect,
     store_config: StoreConfig,
@@ -181,7 +181,7 @@ def test_a_client_that_sends_no_frames_goes_alone(
         _numbered(b"\x93\x01\xc4\x00" + b"\x91" * 100_000 + b"\xc0"),
     ],
 )
-def test_a_request_that_is_none_is_told_so(
+def test_server_malformed_request_gets_a_fault(
     serve_in_thread: Callable[..., StoreServer], connect: Connect, store_config: StoreConfig, sent: bytes
 ) -> None:
     """Nothing but the socket's end ends a connection, and what is leased through it."""
@@ -207,7 +207,7 @@ def _answer(raw: socket.socket) -> tuple[int, messages.Reply]:
     return number, messages.reply_decoder.decode(message)
 
 
-def test_a_client_that_never_reads_holds_up_nobody(
+def test_server_client_that_never_reads_delays_no_other(
     serve_in_thread: Callable[..., StoreServer], connect: Connect, store_config: StoreConfig
 ) -> None:
     serve_in_thread()
@@ -225,7 +225,7 @@ def test_a_client_that_never_reads_holds_up_nobody(
     assert store.stat(deadline_s=5).entries == 0
 
 
-def test_a_client_without_hello_is_shown_out(
+def test_server_client_without_hello_is_closed(
     serve_in_thread: Callable[..., StoreServer], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HELLO_WITHIN_S", 0.1)
@@ -234,7 +234,7 @@ def test_a_client_without_hello_is_shown_out(
         assert raw.recv(1) == b""
 
 
-def test_another_users_client_is_refused(
+def test_server_client_of_another_user_is_refused(
     serve_in_thread: Callable[..., StoreServer], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_in_thread()
@@ -245,9 +245,7 @@ def test_another_users_client_is_refused(
             assert raw.recv(1) == b""
 
 
-def test_an_idle_server_ends_and_a_busy_one_does_not(
-    serve_in_thread: Callable[..., StoreServer], connect: Connect
-) -> None:
+def test_server_idle_ends_busy_goes_on(serve_in_thread: Callable[..., StoreServer], connect: Connect) -> None:
     running = serve_in_thread(idle_exit_s=0.1)
     store = connect()
     time.sleep(1.2)
@@ -256,7 +254,7 @@ def test_an_idle_server_ends_and_a_busy_one_does_not(
     eventually(lambda: running.stop)
 
 
-def test_a_store_too_large_for_this_host_is_explained(start_daemon: Start) -> None:
+def test_daemon_size_beyond_host_memory_is_explained(start_daemon: Start) -> None:
     process = start_daemon("--size", "4096TiB", wait=False)
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
@@ -264,7 +262,7 @@ def test_a_store_too_large_for_this_host_is_explained(start_daemon: Start) -> No
     assert "--size" in log
 
 
-def test_an_auto_started_store_takes_half_of_what_is_left(store_config: StoreConfig) -> None:
+def test_daemon_auto_started_too_large_takes_half_of_memory_left(store_config: StoreConfig) -> None:
     config = store_config.model_copy(update={"size_bytes": 1 << 52})
     left_bytes = host_memory().available_bytes
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
@@ -276,7 +274,7 @@ def test_an_auto_started_store_takes_half_of_what_is_left(store_config: StoreCon
     eventually(lambda: not config.socket.exists())
 
 
-def test_a_store_of_no_given_size_takes_a_quarter_and_says_so(store_config: StoreConfig) -> None:
+def test_daemon_without_size_takes_a_quarter_and_logs_it(store_config: StoreConfig) -> None:
     config = store_config.model_copy(update={"size_bytes": None})
     left_bytes = host_memory().available_bytes
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
@@ -289,7 +287,7 @@ def test_a_store_of_no_given_size_takes_a_quarter_and_says_so(store_config: Stor
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no other")
-def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: StoreConfig) -> None:
+def test_daemon_auto_started_runs_on_all_cores(store_config: StoreConfig) -> None:
     """A vLLM worker that starts it is bound to cores that it keeps busy."""
     allowed = os.sched_getaffinity(0)
     starter = (
@@ -310,7 +308,7 @@ def test_an_auto_started_store_is_not_bound_to_its_starters_core(store_config: S
     eventually(lambda: not store_config.socket.exists())
 
 
-def test_wrong_arguments_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_daemon_wrong_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert daemon.main(["--size", "none"]) == 2
     assert "store.size_bytes" in capsys.readouterr().err
 
@@ -333,7 +331,9 @@ def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("limit", ["-Sn", "-n"])
-def test_many_idle_clients_slow_nobody(connect: Connect, store_config: StoreConfig, limit: str) -> None:
+def test_daemon_many_idle_clients_slow_no_request(
+    connect: Connect, store_config: StoreConfig, limit: str
+) -> None:
     process = _started_under(limit, store_config)
     idle: list[socket.socket] = []
     try:
