@@ -50,9 +50,11 @@ class PageReader:
         ]
 
     def begins(self, first: str | None, tokens: int) -> bool:
-        """Whether the store has the page `first`, with which `tokens` begin that the engine lacks; counts
-        them as missed where not. From the scheduler's thread, by a connection of its own: nobody's
-        question to the store is waited for. Raises CornplugError."""
+        """Whether the store has the page `first`, the first of `tokens` that the engine lacks.
+
+        Counts the tokens as missed if not. Called on the scheduler's thread, with a second connection, so
+        that it waits for no call of the storage threads. Raises CornplugError.
+        """
         plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
             self._missed("no_page_key", tokens)
@@ -98,7 +100,7 @@ class PageReader:
         return count
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
-        """Copy pages into the host pool, each verified first; how many were, from the first.
+        """Copy pages into the host pool, each verified first. Returns how many were copied, from the first.
 
         `slots` are the first slots of the pages.
         """
@@ -172,14 +174,14 @@ class PageReader:
                     store.release([lease.token for lease in leases], deadline_s=deadline_s)
 
     def _missed(self, reason: str, tokens: int) -> None:
-        # In whole pages of the store: the rest of one is nothing that anybody could have saved.
+        # In whole pages of the store: no engine could have stored a part of one.
         if pages := tokens // self._index.page_tokens:
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._index.page_size
         if done:
-            # Of the store's pages: what any other engine would have counted.
+            # In pages of the store, as every other engine counts them.
             pages = max(1, tokens // self._index.page_tokens)
             self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)

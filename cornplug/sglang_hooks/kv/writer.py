@@ -1,8 +1,8 @@
 """Pages from SGLang's host pool into the store.
 
-Tensor-parallel ranks write one page together without a word to each other: each reserves its part
-of the same room, writes its heads and commits what it knows, and the daemon makes the page of the
-parts. A rank that is late, gone or stopped in the middle holds nobody up.
+Tensor-parallel ranks write one page together without messages between them: each reserves its part
+of the same room, writes its heads and commits their checksums, and the daemon joins the parts to a
+page. A rank that is late, gone or stopped in the middle delays no other rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Wr
 _TAIL_BYTES: Final = 64 << 20
 """Small pages kept until the store's page that they begin is complete."""
 _ROUND_BYTES: Final = 64 << 20
-"""Room asked for at once: what a young store grows by in one answer, and what others then wait for."""
+"""Bytes reserved by one call: a young store grows by so much in one answer, for which others wait."""
 _SAVE_S: Final = 4.0
 """Longest for one call: SGLang ends its server where this thread does not stop within 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
@@ -48,7 +48,7 @@ _Wanted = Mapping[bytes, list[_Piece]]
 
 
 def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> WriterPart | None:
-    """What a rank writes of pages that all ranks of `group` write; None where it writes them whole, or not.
+    """A rank's part of pages that all ranks of `group` write; None where it writes whole pages, or none.
 
     Raises LayoutError where the heads do not split.
     """
@@ -91,7 +91,7 @@ class PageWriter:
         began = time.monotonic()
         refused = self._offer(self._wanted(hashes, slots), began + _SAVE_S)
         pause_s = _FIRST_PAUSE_S
-        # A young store grows while we wait; SGLang offers no page twice.
+        # A young store grows during the pause; SGLang offers no page twice.
         while refused and time.monotonic() + pause_s < began + self._run.background_timeout_s:
             time.sleep(pause_s)
             pause_s *= 2
@@ -99,7 +99,7 @@ class PageWriter:
         self._publisher.count_outcome(ReserveRefusal.GROWING.value, len(refused))
         self._keep_tails(hashes, slots)
 
-    # -- which of the store's pages are complete -----------------------------------------------
+    # -- complete pages of the store -----------------------------------------------------------
 
     def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> dict[bytes, list[_Piece]]:
         """Key -> pieces, of the store's pages that these pages complete."""
@@ -129,7 +129,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[_Piece] | None:
-        """The small pages of one store page; None where one of them is nowhere any more."""
+        """The small pages of one store page; None where one of them is lost."""
         pieces = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
@@ -145,7 +145,7 @@ class PageWriter:
         return pieces if complete else None
 
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
-        """Copy the pages after the last complete store page: what follows them may come later."""
+        """Keep copies of the pages after the last complete store page: the rest of it may come later."""
         size, index = self._index.page_size, self._index
         if size >= index.page_tokens:
             return
@@ -162,7 +162,7 @@ class PageWriter:
     # -- writing them ---------------------------------------------------------------------------
 
     def _offer(self, wanted: _Wanted, end_s: float) -> dict[bytes, list[_Piece]]:
-        """Write pages, some at a time; those for which room is being made."""
+        """Write pages, some at a time. Returns those that a growing store refused."""
         refused: dict[bytes, list[_Piece]] = {}
         for keys in self._rounds(list(wanted)):
             deadline_s = min(self._run.background_timeout_s, end_s - time.monotonic())
@@ -184,7 +184,7 @@ class PageWriter:
             yield keys[start : start + step]
 
     def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
-        """Write this rank's heads of the pages that room is reserved for, and tell the store."""
+        """Write this rank's heads of the reserved pages, and commit them."""
         written, broken = [], []
         for reservation in reserved:
             sums = self._written(wanted[reservation.key], reservation.location)

@@ -1,15 +1,15 @@
-"""Embeddings of named images: out of the store instead of the tower, and into it after the
-tower (scheduler processes).
+"""Takes embeddings of images with a key from the store in place of the tower, and publishes those that the
+tower computes (scheduler processes).
 
 SGLang decides which images of a batch its own embedding cache lacks, and calls the model's
-`get_image_feature` for these. That call is what we stand in for: what the store has is taken,
-verified; the tower computes the rest; both go into SGLang's cache by its own code.
+`get_image_feature` for these. `EncoderBypass` replaces that call: it takes stored embeddings, verified;
+the tower computes the others; both go into SGLang's cache by its own code.
 
     miss items ──> Encoding ──in the store──> verified, on the device ─┐
                       └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
 
 A tower may run collectives over the tensor-parallel ranks, so they all must run it for the same
-images: each rank reads for itself, then they agree on what every one of them has.
+images: each rank reads for itself, then they agree on the embeddings that every one of them has.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EmbeddingSource:
         return [self._take(item, width, device) for item in items]
 
     def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
-        """Count what was taken and is used."""
+        """Count the embeddings that were taken and are used."""
         app = self._run.app
         for item, tensor in zip(items, taken, strict=True):
             if tensor is not None and self._first:
@@ -74,14 +74,14 @@ class EmbeddingSource:
                 self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
 
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
-        """What this engine's own tower made, for the others. Returns at once."""
+        """Offer the embeddings of this engine's tower to the store. Returns at once."""
         for item, tensor in zip(items, made, strict=True):
             key = key_of(item) if publish and self._first else None
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
                 self._publisher.offer(key, tensor)
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
-        """What the model's own tower makes of `items`. Says to the tokenizer process what it takes."""
+        """The model's own embeddings of `items`. Notes the measured time for the tokenizer process."""
         if self._tower is None:
             self._tower = TowerClock(device)
         self._tower.begin()
@@ -96,7 +96,7 @@ class EmbeddingSource:
         return made
 
     def close(self) -> None:
-        """Finish what is being published."""
+        """Finish the embeddings that are being published."""
         self._publisher.close()
 
     def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
@@ -135,10 +135,10 @@ class EmbeddingSource:
 
 
 class EncoderBypass:
-    """Stands in for a model's `get_image_feature`, of one call of SGLang's."""
+    """Replaces a model's `get_image_feature` in one call of SGLang's."""
 
     def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
-        """`here` is None on a rank that cannot share; it still takes part in what the ranks agree on."""
+        """`here` is None on a rank that cannot share; it still takes part in the ranks' agreement."""
         self._original = original
         self._here = here
         self._device = device
@@ -147,9 +147,9 @@ class EncoderBypass:
         self.__name__ = getattr(original, "__name__", "")
 
     def __call__(self, items: list[Any]) -> Any:
-        """What the original gives for `items`, or a list of (rows, width) tensors, one for each.
+        """The original's result for `items`, or a list of (rows, width) tensors, one for each.
 
-        Raises what the original raises, and nothing else.
+        Raises the original's exceptions, and no others.
         """
         if not any(key_of(item) is not None for item in items):
             return self._original(items)
@@ -187,7 +187,7 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Of what this rank has, what every rank of its group has. Called by all of them, or by none."""
+    """The embeddings that every rank of the group has, else None. All of its ranks call it, or none."""
     from sglang.srt.layers.dp_attention import get_dp_tp_group
 
     group = get_dp_tp_group()
@@ -216,7 +216,7 @@ def _embeddings() -> EmbeddingSource | None:
             first=get_dp_tp_group().rank_in_group == 0,
         )
     except CornplugError as e:
-        # The tokenizer process gives no names then, and says why.
+        # The tokenizer process assigns no keys then, and logs the reason.
         compat.logger.debug("cornplug: embeddings are not shared: %s", e)
         return None
 

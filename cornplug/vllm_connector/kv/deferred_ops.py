@@ -1,4 +1,4 @@
-"""What the KV scheduler owes the store, told once a step: pages to publish, room to give back."""
+"""Store operations of the KV scheduler, sent once a step: commits, releases and deletes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class OpenSave:
     """Its request was preempted."""
 
     def answered(self, page: PageGeometry) -> bool:
-        """Whether every rank that writes a part of it has said how that went.
+        """Whether every rank that writes a part of it has acknowledged the part, written or failed.
 
-        Before, its room must not be given back: another rank may still be writing there.
+        Before that its reservation must not end: another rank may still be writing into it.
         """
         return len(self.checksums) + self.failed_segments >= page.segments
 
 
 class DeferredStoreOps:
-    """Collects during a step; `run` tells the store, in at most three questions.
+    """Collects operations during a step; `run` sends them to the store, in at most three calls.
 
-    On the engine's own thread and not another: each takes 0.1 ms, where a thread would wait
-    for its turns at the interpreter's lock behind vLLM's busy loop, holding up whoever comes next.
+    They run on the engine's own thread: each takes 0.1 ms, while another thread would wait for its turns
+    at the interpreter's lock behind vLLM's busy loop, and delay the operations behind it.
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
@@ -59,11 +59,11 @@ class DeferredStoreOps:
         self._release += tokens
 
     def delete(self, key: bytes) -> None:
-        """Drop an entry that is not what it says."""
+        """Delete an entry whose header or payload is damaged."""
         self._delete.append(key)
 
     def run(self) -> None:
-        """Tell the store. What it does not take now ends with its connection: never told twice."""
+        """Send the operations, once: those that fail now end with the store's connection."""
         commit, self._commit = self._commit, []
         release, self._release = self._release, []
         delete, self._delete = self._delete, []

@@ -1,4 +1,4 @@
-"""The scheduler half of the KV connector: what to load, what to save, and who may see it."""
+"""The scheduler half of the KV connector: page keys of requests, loads of pages, and saves."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class _Tracked:
     keys: PageKeys | None
     """None: nothing of this request is shared."""
     later: bool = False
-    """What its keys are made of is still being read."""
+    """Its keys cannot be made yet: the checkpoint or the adapter is still being read."""
     saved_pages: int = 0
     """Pages offered to the store, or known to be there."""
     again: set[int] = field(default_factory=set)
-    """Those of them for which the store was just making room: offered at the next step once more."""
+    """Pages below `saved_pages` that a growing store refused: they are offered again at the next step."""
     match: _Match | None = None
     loading: _Match | None = None
     barred: bool = False
-    """A load of it failed once: it computes for itself from then on."""
+    """A load of it failed once: all further tokens are computed."""
     open_saves: set[int] = field(default_factory=set)
     own: OwnTokens | None = None
-    """Where other connectors load too: what may be saved as computed here."""
+    """The tokens whose pages may be saved, beside connectors that load KV too; else None."""
 
 
 class KVScheduler:
@@ -142,7 +142,7 @@ class KVScheduler:
         return tracked
 
     def _name(self, tracked: _Tracked) -> str:
-        """Make a request's keys; why it has none."""
+        """Make a request's keys. Returns the reason why it has none; "" if it has."""
         request, why = tracked.request, self._why_off(tracked.request)
         if not why:
             try:
@@ -151,7 +151,7 @@ class KVScheduler:
                 )
             except CornplugError as e:
                 why = e.reason
-        # What is still being read may be known by the time when there is something to save.
+        # A checkpoint that is still being read may be identified by the time of the first save.
         tracked.later = why == "identifying"
         return why
 
@@ -253,7 +253,7 @@ class KVScheduler:
         tracked.match = None
 
     def loaded(self, request_id: str) -> None:
-        """Worker halves are done with a load, well or not."""
+        """The worker halves have ended a load, whole or failed."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.loading is None:
             return
@@ -318,7 +318,7 @@ class KVScheduler:
                 continue
             keys = tracked.keys.upto(request.all_token_ids, end)
             offered = {*tracked.again, *range(tracked.saved_pages, len(keys))}
-            # After a preemption a page may be beyond what is computed: its turn comes then.
+            # After a preemption a page may lie beyond the computed tokens: it is offered once they are.
             found += [(tracked, i, keys[i]) for i in sorted(offered) if i < len(keys)]
             tracked.again = {i for i in tracked.again if i >= len(keys)}
             tracked.saved_pages = max(tracked.saved_pages, len(keys))
@@ -349,10 +349,10 @@ class KVScheduler:
             for request_id, pages in writes.items()
         ]
 
-    # -- what the workers answer ------------------------------------------------------------
+    # -- acknowledgements -------------------------------------------------------------------
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Commit what every rank has written; give up what one could not."""
+        """Commit pages that every rank has written; give up pages that a rank could not write."""
         self._costs.acknowledged(acks)
         self._unusable = self._unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
@@ -363,7 +363,7 @@ class KVScheduler:
             if tracked is not None:
                 tracked.barred = True
                 if tracked.loading is not None:
-                    # What it now computes itself may be what the store has lost.
+                    # The pages that it computes now may be those that the store has lost.
                     tracked.saved_pages = tracked.loading.computed // self._page.page_tokens
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._run.app, KV_PAGE, "load", by=acks.loaded_bytes)
@@ -379,7 +379,7 @@ class KVScheduler:
                 self._close(token)
 
     def step_ended(self) -> None:
-        """The engine has seen what a step has computed."""
+        """The engine has read the output of a step."""
         self._costs.step_ended()
 
     def _close(self, token: int) -> None:

@@ -1,10 +1,10 @@
 """The worker half of the KV connector: bytes between vLLM's blocks and pages in the store.
 
-Copies run on one thread of their own (and, on an accelerator, one stream of their own), so
-the forward pass does not wait. A block is stable while it is read: full blocks of a running
-request never change, and a finished request's blocks stay until `finished_sending`. Those of
-a preempted request are given away at once, and vLLM's second model runner overwrites them before
-it tells: what has not been acknowledged by then is given up, whatever was read.
+Copies run on a separate thread (and, on an accelerator, a separate stream), so the forward pass does not
+wait. A block is stable while it is read: full blocks of a running request never change, and a finished
+request's blocks stay until `finished_sending`. Those of a preempted request are given away at once, and
+vLLM's second model runner overwrites them before it reports the preemption: saves of them that are not
+acknowledged by then are given up, as their bytes may be wrong.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class KVWorker:
         self._block_size = block_size
         self._copies: BlockCopies | None = None
         self._slots = block_size
-        """Of one block of the caches, where the engine's is several of the kernels'."""
+        """Tokens of one block of the caches; one of the engine's may be several of the kernels'."""
         self._mover = KVMover(lambda: self._side.enter_thread())
         self._side: Any = CpuSide()
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
-        """Reservation token -> request, of what `_acks` says was written."""
+        """Reservation token -> request, of the pages in `_acks.written`."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._saving: dict[str, list[_Saving]] = {}
@@ -122,7 +122,7 @@ class KVWorker:
             self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Begin copying out what this step's forward has computed."""
+        """Begin to copy out pages that this step's forward has computed."""
         mark = self._side.mark() if saves else None
         for save in saves:
             saving = _Saving(save)
@@ -131,7 +131,7 @@ class KVWorker:
             self._mover.submit(self._save(saving, mark), urgent=False)
 
     def stepped(self, number: int) -> None:
-        """Tell that this step has ended, with whatever else is told."""
+        """Acknowledge the end of a timed step, with the next acknowledgements."""
         with self._lock:
             self._acks.steps.append(number)
 
@@ -140,8 +140,10 @@ class KVWorker:
         self._finishing.update(request_ids)
 
     def give_up_saves(self, request_ids: Collection[str]) -> None:
-        """What the scheduler half has not heard of yet counts as not written: these requests'
-        blocks are somebody else's now, and may have been before they were read. Waits for nobody."""
+        """Count pages of these requests that are not acknowledged yet as not written. Does not wait.
+
+        Their blocks belong to other requests now, and may have done so before they were read.
+        """
         with self._lock:
             for request_id in request_ids:
                 for saving in self._saving.get(request_id, ()):
@@ -170,7 +172,7 @@ class KVWorker:
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """What the scheduler half has to know, None when nothing is new."""
+        """The acknowledgements since the last call; None where there are none."""
         with self._lock:
             if self._acks.is_empty():
                 return None
@@ -179,7 +181,7 @@ class KVWorker:
         return acks
 
     def close(self) -> None:
-        """Finish what is moving."""
+        """Finish the slab that is being copied; drop all others."""
         self._mover.close()
 
     # -- the mover's thread -----------------------------------------------------------------
@@ -270,8 +272,8 @@ class KVWorker:
         }
 
     def _read_slab(self, load: PageLoad, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
-        """Copy neighbouring pages in, each segment verified in our own memory first; how many
-        there were before a damaged one."""
+        """Copy neighbouring pages in, each segment verified in host memory first. Returns how many were
+        whole, up to the first damaged one."""
         copies = self._mapped()
         host = copies.host(len(pages))
         each = range(len(pages))
@@ -281,7 +283,7 @@ class KVWorker:
         return whole
 
     def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
-        """Copy this rank's part of a page to host memory; whether the copy is what was stored."""
+        """Copy this rank's part of a page to host memory. Returns whether its checksums hold."""
         try:
             self._pages.copy(source.location, source.checksums, target)
         except CodecError:
