@@ -61,7 +61,7 @@ def main() -> int:
         took = load(folder, plan, rates, requests)
         tables = {path.stem: path.read_text() for path in (*profiles.llm.values(), profiles.tower)}
     report = Report(
-        [Compared.of(outlook, [t for t in took if t.kind == outlook.app]) for outlook in plan.outlook],
+        [Compared.of(f, [t for t in took if t.kind == f.app]) for f in plan.latency_forecasts],
         took, plan, tables, described, chosen.quick,
     )  # fmt: skip
     report.show()
@@ -88,7 +88,7 @@ def _profile(out: Path, model: Path, line: Sequence[str], flags: Sequence[str]) 
 def planned(folder: Path, text: str) -> Plan:
     """The plan for this input, as the command line makes it."""
     (folder / "plan.toml").write_text(text)
-    line = [*_cornplug("plan"), str(folder / "plan.toml"), "-o", str(folder / "plan"), "--why", "0"]
+    line = [*_cornplug("plan"), str(folder / "plan.toml"), "-o", str(folder / "plan"), "--explain", "0"]
     subprocess.run(line, check=True)
     return Plan.load(folder / "plan" / "plan.json")
 

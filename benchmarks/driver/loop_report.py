@@ -39,22 +39,22 @@ class Compared:
     """Where the measured P95 lies with 95 % confidence, were requests independent."""
 
     @classmethod
-    def of(cls, outlook: LatencyForecast, took: Sequence[Took]) -> Self:
+    def of(cls, forecast: LatencyForecast, took: Sequence[Took]) -> Self:
         """Raises ValueError where nothing was answered, or the plan was not simulated."""
         good = [t for t in took if not np.isnan(t.e2e_s)]
-        if not good or outlook.ttft.p95 is None or outlook.ttft.p50 is None:
-            raise ValueError(f"{outlook.app}: {len(good)} answers, simulated {outlook.ttft}")
+        if not good or forecast.ttft.p95 is None or forecast.ttft.p50 is None:
+            raise ValueError(f"{forecast.app}: {len(good)} answers, simulated {forecast.ttft}")
         ttft = np.array([t.ttft_s for t in good])
         seconds = max(t.at_s + t.e2e_s for t in good) - min(t.at_s for t in good)
         drawn = np.random.default_rng(0).choice(ttft, (2000, len(ttft)))
         low, high = np.quantile(np.quantile(drawn, 0.95, axis=1), (0.025, 0.975))
         return cls(
-            f"{outlook.app}/{outlook.request}",
+            f"{forecast.app}/{forecast.request}",
             len(took),
             len(took) - len(good),
-            (outlook.served, len(good) / seconds),
-            (outlook.ttft.p95, float(np.quantile(ttft, 0.95))),
-            (outlook.ttft.p50, float(np.quantile(ttft, 0.5))),
+            (forecast.served, len(good) / seconds),
+            (forecast.ttft.p95, float(np.quantile(ttft, 0.95))),
+            (forecast.ttft.p50, float(np.quantile(ttft, 0.5))),
             (float(low), float(high)),
         )
 
@@ -155,13 +155,13 @@ class Report:
         from matplotlib import pyplot
 
         figure, panels = pyplot.subplots(1, len(self.compared), figsize=(9, 3), layout="constrained")
-        for panel, outlook in zip(np.atleast_1d(panels), self.plan.outlook, strict=True):
-            ttft = np.sort([t.ttft_s for t in self.took if t.kind == outlook.app])
+        for panel, forecast in zip(np.atleast_1d(panels), self.plan.latency_forecasts, strict=True):
+            ttft = np.sort([t.ttft_s for t in self.took if t.kind == forecast.app])
             panel.step(ttft, np.arange(1, len(ttft) + 1) / len(ttft), where="post", color="#4c78a8")
             panel.plot([], [], color="#4c78a8", label="measured")
-            points = [(outlook.ttft.p50, 0.5), (outlook.ttft.p95, 0.95), (outlook.ttft.p99, 0.99)]
+            points = [(forecast.ttft.p50, 0.5), (forecast.ttft.p95, 0.95), (forecast.ttft.p99, 0.99)]
             panel.plot(*zip(*points, strict=True), "o", color="#c8373a", label="simulated P50, P95, P99")
-            panel.set_title(f"{outlook.app}/{outlook.request}, {outlook.rate:.2f} requests/s", fontsize=10)
+            panel.set_title(f"{forecast.app}/{forecast.request}, {forecast.rate:.2f} requests/s", fontsize=10)
             panel.set_xlabel("time to first token, s")
             panel.set_xlim(left=0)
             panel.legend(fontsize=8, loc="lower right")

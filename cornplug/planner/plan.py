@@ -193,7 +193,7 @@ class PlanAlternative(PlanRecord):
     text: str
     cost_per_hour: float | None
     """None: it cannot meet the SLOs with this pool."""
-    why_not: str
+    reason_against: str
 
 
 class CurvePoint(PlanRecord):
@@ -220,11 +220,11 @@ class Plan(PlanRecord):
     nodes: list[PlannedNodes]
     groups: list[ReplicaGroup]
     routes: list[PlanRoute]
-    outlook: list[LatencyForecast]
+    latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)
     proof: OptimalityProof
-    why: PlanExplanation = PlanExplanation()
+    explanation: PlanExplanation = PlanExplanation()
     input_digest: str
     """SHA-256 of the input file's bytes."""
     cornplug: str

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     plan_input = overridden(plan_input, args)
     errors = Console(stderr=True)
     try:
-        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons_s=args.why)
+        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons_s=args.explain)
     except (PlanInfeasible, PlanUnfinished) as e:
         return refused("plan", e)
     folder = args.output or Path(f"{args.input.stem}-plan")
@@ -59,11 +59,11 @@ def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool
         if not reasons_s:
             return decision.plan
         found = explanation.explain(plan_input, decision, budget_s=reasons_s, progress=line.phase)
-        return decision.plan.model_copy(update={"why": found})
+        return decision.plan.model_copy(update={"explanation": found})
 
 
 def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
-    """There is no plan, and why."""
+    """Print why there is no plan; returns the exit status."""
     print(f"cornplug {command}: {error}", file=sys.stderr)
     return INFEASIBLE
 
@@ -98,23 +98,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan",
         description="Plan what to run where, from component graphs, SLOs and prices.",
-        epilog="Exit status: 0 a plan was made; 1 there is none, with what is lacking; 2 the input is wrong.",
+        epilog="Exit status: 0: a plan was made; 1: no plan exists, and the message says why; 2: wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-plan")
-    parser.add_argument("--objective", choices=("cost", "goodput", "max-min"), help="in place of the file's")
-    parser.add_argument("--time-limit", type=positive, metavar="S", help="for the solver, seconds")
-    parser.add_argument("--gap", type=positive, metavar="SHARE", help="to the best possible: 0.01 is 1 %%")
-    parser.add_argument("--no-simulate", action="store_true", help="closed forms only: faster, no rehearsal")
     parser.add_argument(
-        "--why",
+        "--objective", choices=("cost", "goodput", "max-min"), help="overrides rules.objective of the file"
+    )
+    parser.add_argument("--time-limit", type=positive, metavar="S", help="for the solver, in seconds")
+    parser.add_argument(
+        "--gap", type=positive, metavar="SHARE", help="to the solver's bound at which it stops: 0.01 is 1 %%"
+    )
+    parser.add_argument(
+        "--no-simulate",
+        action="store_true",
+        help="closed forms only: faster, and not validated",
+    )
+    parser.add_argument(
+        "--explain",
         type=_seconds,
         default=explanation.BUDGET_S,
         metavar="S",
         help="seconds for reasons, alternatives and the cost curve; 0: none of them (default: %(default)g)",
     )
     parser.add_argument(
-        "--transfer", choices=get_args(Transfer), default="nixl", help="of KV, prefill to decode"
+        "--transfer",
+        choices=get_args(Transfer),
+        default="nixl",
+        help="how KV moves from prefill to decode engines",
     )
     parser.add_argument("--quiet", action="store_true", help="write the files, print nothing")
     parser.add_argument("--json", action="store_true", help="print plan.json in place of the summary")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cornplug.planner.plan import LatencyForecast, Plan
-from cornplug.planner.report.formatting import money, percent, seconds
+from cornplug.planner.report.formatting import dollars, percent, seconds
 
 HERE = Path(__file__).parent
 
@@ -31,21 +31,21 @@ def main(argv: Sequence[str]) -> int:
 def show(ours: Plan, hand_made: Plan, console: Console) -> None:
     """Machines, replicas, percentiles, and the difference in cost."""
     table = Table("", ours.name, hand_made.name)
-    table.add_row("cost", money(ours.cost_per_hour), money(hand_made.cost_per_hour))
+    table.add_row("cost", dollars(ours.cost_per_hour), dollars(hand_made.cost_per_hour))
     table.add_row("machines", _machines(ours), _machines(hand_made))
     for part in ("E", "G"):
         table.add_row(_PARTS[part], _replicas(ours, part), _replicas(hand_made, part))
     table.add_row("engines", _engines(ours), _engines(hand_made))
     table.add_section()
-    others = {(o.app, o.request): o for o in hand_made.outlook}
-    for outlook in ours.outlook:
-        name = f"{outlook.app}/{outlook.request}, P95"
-        table.add_row(name, _times(outlook), _times(others[outlook.app, outlook.request]))
+    others = {(o.app, o.request): o for o in hand_made.latency_forecasts}
+    for forecast in ours.latency_forecasts:
+        name = f"{forecast.app}/{forecast.request}, P95"
+        table.add_row(name, _times(forecast), _times(others[forecast.app, forecast.request]))
     console.print(table)
     saved = hand_made.cost_per_hour - ours.cost_per_hour
     console.print(
-        f"{ours.name} saves {money(saved)}, {percent(saved / hand_made.cost_per_hour)} of "
-        f"{money(hand_made.cost_per_hour)}, with every bound kept by both.",
+        f"{ours.name} saves {dollars(saved)}, {percent(saved / hand_made.cost_per_hour)} of "
+        f"{dollars(hand_made.cost_per_hour)}, with every bound kept by both.",
         highlight=False,
     )
     if any("roofline" in group.profile for group in (*ours.groups, *hand_made.groups)):
@@ -71,8 +71,8 @@ def _engines(plan: Plan) -> str:
     return "\n".join(f"{g.replicas} x {g.service} on {g.gpu}, {weights[g.name]}" for g in found)
 
 
-def _times(outlook: LatencyForecast) -> str:
-    return f"TTFT {seconds(outlook.ttft.p95)}, all {seconds(outlook.e2e.p95)}"
+def _times(forecast: LatencyForecast) -> str:
+    return f"TTFT {seconds(forecast.ttft.p95)}, all {seconds(forecast.e2e.p95)}"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main() -> int:
         folder = args.out or Path(scratch)
         for name in ("plan", "hand-made"):
             line = ["plan", str(HERE / f"{name}.toml"), "-o", str(folder / name)]
-            line += [] if name == "plan" else ["--quiet", "--why", "0"]
+            line += [] if name == "plan" else ["--quiet", "--explain", "0"]
             subprocess.run([sys.executable, "-m", "cornplug.cli", *line], check=True)
         plans = [str(folder / name / "plan.json") for name in ("plan", "hand-made")]
         subprocess.run([sys.executable, str(HERE / "compare.py"), *plans], check=True)

@@ -97,6 +97,6 @@ def test_plan_from_measured_profiles_is_decided(measured: Path) -> None:
 
     assert {group.tasks for group in plan.groups} == {"E", "PD"}
     assert all("measured" in group.profile for group in plan.groups)
-    (chat,) = plan.outlook
+    (chat,) = plan.latency_forecasts
     assert chat.ttft.p95 is not None
     assert 0 < chat.ttft.p95 < 20

@@ -74,10 +74,10 @@ def candidates(pool: OptimizationProblem) -> Iterator[Candidate]:
         x = tuple(sum(part) for part in zip(*(x for x, _ in combination), strict=True))
         z = tuple(count for _, count in combination)
         dollars = sum(n.price * count for n, count in zip(pool.nodes, z, strict=True))
-        if pool.running is None:
+        if pool.current is None:
             yield dollars, x, z
-        elif (switching := change(pool.cells, pool.running, x)) is not None:
-            yield pool.running.horizon_hours * dollars + switching, x, z
+        elif (switching := change(pool.cells, pool.current, x)) is not None:
+            yield pool.current.horizon_hours * dollars + switching, x, z
 
 
 def _fillings(pool: OptimizationProblem, n: int) -> Iterator[tuple[Counts, int]]:
@@ -95,7 +95,7 @@ def _fillings(pool: OptimizationProblem, n: int) -> Iterator[tuple[Counts, int]]
         for x in fitting:
             # One more replica never harms, except where it must be paid for or be spared
             grown = (tuple(v + (j == i) for j, v in enumerate(x)) for i in range(len(x)))
-            if pool.running is None and not pool.limits.spare and any(g in full for g in grown):
+            if pool.current is None and not pool.limits.spare and any(g in full for g in grown):
                 continue
             whole = [0] * len(pool.cells)
             for i, value in zip(mine, x, strict=True):
@@ -132,7 +132,7 @@ def _packs(sizes: tuple[float, ...], free: tuple[float, ...], whole: float) -> b
 def change(cells: tuple[Cell, ...], running: CurrentState, x: Counts) -> float | None:
     """Fewest dollars from what runs to x; None: more changes than allowed, or a young one went."""
     now = [running.replicas.get(c.name, 0) for c in cells]
-    young = [running.young.get(c.name, 0) for c in cells]
+    below_min_dwell = [running.below_min_dwell.get(c.name, 0) for c in cells]
     names = {c.name: i for i, c in enumerate(cells)}
     pairs = [(i, names[other]) for i, c in enumerate(cells) for other in c.switches_with]
     dollars = []
@@ -143,7 +143,7 @@ def change(cells: tuple[Cell, ...], running: CurrentState, x: Counts) -> float |
             came[j] += count
         starts = [max(x[i] - now[i] + went[i] - came[i], 0) for i in range(len(cells))]
         stops = [max(now[i] - went[i] + came[i] - x[i], 0) for i in range(len(cells))]
-        if any(went[i] + stops[i] > now[i] - young[i] for i in range(len(cells))):
+        if any(went[i] + stops[i] > now[i] - below_min_dwell[i] for i in range(len(cells))):
             continue
         if running.max_changes is not None and sum(starts) + sum(moved) > running.max_changes:
             continue

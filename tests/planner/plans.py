@@ -107,7 +107,7 @@ def plan(case: Case = Case()) -> Plan:
         nodes=nodes,
         groups=placed,
         routes=[_route(case, placed, name) for name in _requests(case)],
-        outlook=[_outlook(case, name) for name in _requests(case)],
+        latency_forecasts=[_forecast(case, name) for name in _requests(case)],
         caches=_caches() if case.caches else [],
         reservations=_reservations() if case.classes else [],
         proof=OptimalityProof(
@@ -127,7 +127,7 @@ def _route(case: Case, groups: list[ReplicaGroup], request: str) -> PlanRoute:
     return PlanRoute(app="chat", request=request, structure=case.structure, rate=2.0, stages=stages)
 
 
-def _outlook(case: Case, request: str) -> LatencyForecast:
+def _forecast(case: Case, request: str) -> LatencyForecast:
     first = request == "short"
     return LatencyForecast(
         app="chat",

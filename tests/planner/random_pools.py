@@ -111,7 +111,9 @@ def _running(rng: np.random.Generator, pool: OptimizationProblem) -> Optimizatio
     now = {c.name: int(rng.integers(0, 3)) for c in cells}
     running = CurrentState(
         replicas=now,
-        young={name: int(rng.integers(0, count + 1)) for name, count in now.items() if rng.random() < 0.3},
+        below_min_dwell={
+            name: int(rng.integers(0, count + 1)) for name, count in now.items() if rng.random() < 0.3
+        },
         start_cost={c.name: some(rng, 0.1, 3) for c in cells},
         switch_cost=0.05,
         horizon_hours=1.0,

@@ -86,7 +86,7 @@ def plan(**changes: Any) -> Plan:
                 ],
             )
         ],
-        "outlook": [
+        "latency_forecasts": [
             LatencyForecast(
                 app="chat",
                 request="short",
@@ -113,7 +113,7 @@ def plan(**changes: Any) -> Plan:
         "proof": OptimalityProof(
             status="optimal", solver="HiGHS", seconds=1.3, incumbent=58.24, bound=57.9, gap=0.006
         ),
-        "why": PlanExplanation(
+        "explanation": PlanExplanation(
             binding=[
                 BindingConstraint(
                     constraint="stock[l4]",
@@ -123,8 +123,12 @@ def plan(**changes: Any) -> Plan:
                 )
             ],
             alternatives=[
-                PlanAlternative(name="without H100", text="", cost_per_hour=70.1, why_not="costs 20 % more"),
-                PlanAlternative(name="only L4", text="", cost_per_hour=None, why_not="too little memory"),
+                PlanAlternative(
+                    name="without H100", text="", cost_per_hour=70.1, reason_against="costs 20 % more"
+                ),
+                PlanAlternative(
+                    name="only L4", text="", cost_per_hour=None, reason_against="too little memory"
+                ),
             ],
             monolith="The monolith wins below 2 requests/s; here it costs 12 % more.",
             curve=[

@@ -35,10 +35,10 @@ class Replica:
         env.process(self.encode() if station.tasks == "E" else self.iterate())
 
     def put(self, request: Request) -> None:
-        request.tokens_left = request.job.draw.computed_tokens if "P" in self.station.tasks else 0
-        request.items_left = len(request.job.draw.patches)
+        request.tokens_left = request.job.request.computed_tokens if "P" in self.station.tasks else 0
+        request.items_left = len(request.job.request.patches)
         request.decoded = 0
-        if self.station.tasks == "D" and request.job.draw.output_tokens == 1:
+        if self.station.tasks == "D" and request.job.request.output_tokens == 1:
             self.leave(request)
             return
         if self.station.tasks == "E" and not request.items_left:
@@ -52,7 +52,7 @@ class Replica:
         assert self.station.encode is not None
         items: list[tuple[Request, int]] = []
         while True:
-            items += [(r, n) for r in self.queue for n in r.job.draw.patches]
+            items += [(r, n) for r in self.queue for n in r.job.request.patches]
             self.queue.clear()
             if not items:
                 self.wakened = self.env.event()
@@ -80,15 +80,15 @@ class Replica:
             for request in prefilling:
                 if not budget:
                     break
-                if "E" in s.tasks and request.tokens_left == request.job.draw.computed_tokens:
-                    patches += [0, *request.job.draw.patches]
+                if "E" in s.tasks and request.tokens_left == request.job.request.computed_tokens:
+                    patches += [0, *request.job.request.patches]
                 taken.append((request, min(budget, request.tokens_left)))
                 budget -= taken[-1][1]
             if not taken and not running:
                 self.wakened = self.env.event()
                 yield self.wakened
                 continue
-            context = sum(r.job.draw.prompt_tokens + r.decoded for r in running)
+            context = sum(r.job.request.prompt_tokens + r.decoded for r in running)
             yield self.env.timeout(steps.step_s(sum(n for _, n in taken), len(running), context))
             self.after(taken, prefilling, running)
 
@@ -109,7 +109,7 @@ class Replica:
             budget -= prefilling[-1].tokens_left
 
     def needs(self, request: Request) -> int:
-        draw = request.job.draw
+        draw = request.job.request
         return draw.prompt_tokens + (draw.output_tokens if "D" in self.station.tasks else 0)
 
     def after(
@@ -117,7 +117,7 @@ class Replica:
     ) -> None:
         for request in list(running):
             request.decoded += 1
-            if request.decoded == request.job.draw.output_tokens - 1:
+            if request.decoded == request.job.request.output_tokens - 1:
                 running.remove(request)
                 self.leave(request)
         for request, tokens in taken:
@@ -126,7 +126,7 @@ class Replica:
                 continue
             prefilling.remove(request)
             request.first_token = self.env.now
-            if "D" in self.station.tasks and request.job.draw.output_tokens > 1:
+            if "D" in self.station.tasks and request.job.request.output_tokens > 1:
                 running.append(request)
             else:
                 self.leave(request)

@@ -52,11 +52,11 @@ def values(pool: OptimizationProblem, plan: PoolSolution | None) -> list[float]:
     if plan is None:
         return []
     dollars = sum(n.price * plan.nodes.get(n.name, 0) for n in pool.nodes)
-    if pool.running is not None:
+    if pool.current is not None:
         replicas = tuple(plan.replicas.get(c.name, 0) for c in pool.cells)
-        switching = change(pool.cells, pool.running, replicas)
+        switching = change(pool.cells, pool.current, replicas)
         assert switching is not None
-        dollars = pool.running.horizon_hours * dollars + switching
+        dollars = pool.current.horizon_hours * dollars + switching
     by_demand = {u.name: 0.0 for u in pool.demands}
     for v in pool.variants:
         by_demand[v.demand] += plan.served.get(v.name, 0.0)

@@ -24,11 +24,11 @@ def test_the_plan_belongs_to_its_input(name):
 
 def test_every_bound_is_kept_in_both_plans():
     for name in ("plan", "hand-made"):
-        for outlook in Plan.load(EXAMPLE / name / "plan.json").outlook:
+        for latency_forecasts in Plan.load(EXAMPLE / name / "plan.json").latency_forecasts:
             for bound, times in (
-                (outlook.slo_ttft_s, outlook.ttft),
-                (outlook.slo_tpot_s, outlook.tpot),
-                (outlook.slo_e2e_s, outlook.e2e),
+                (latency_forecasts.slo_ttft_s, latency_forecasts.ttft),
+                (latency_forecasts.slo_tpot_s, latency_forecasts.tpot),
+                (latency_forecasts.slo_e2e_s, latency_forecasts.e2e),
             ):
                 assert bound is None or (times.p95 is not None and times.p95 <= bound)
 

@@ -69,27 +69,37 @@ def test_a_plan_is_printed_and_written(
     given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
-    assert cli.main(["plan", str(given), "-o", str(folder), "--why", "1"]) == 0
+    assert cli.main(["plan", str(given), "-o", str(folder), "--explain", "1"]) == 0
     out = capsys.readouterr().out
     assert "small  $3.67/h: 1 × a100" in out
     saved = Plan.load(folder / "plan.json")
     assert saved.cost_per_hour == pytest.approx(3.67)
     assert saved.input_digest == hashlib.sha256(given.read_bytes()).hexdigest()
-    assert [a.name for a in saved.why.alternatives][-1] == "without A100-80"
+    assert [a.name for a in saved.explanation.alternatives][-1] == "without A100-80"
     assert "$3.67/h" in (folder / "report.html").read_text()
 
 
 def test_json_is_the_plan_and_nothing_else(
     given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", str(given), "-o", str(tmp_path / "out"), "--json", "--why", "0"]) == 0
+    assert cli.main(["plan", str(given), "-o", str(tmp_path / "out"), "--json", "--explain", "0"]) == 0
     assert Plan.model_validate(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "out/plan.json")
 
 
 def test_what_the_command_line_says_goes_before_the_file(
     given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--objective", "goodput", "--time-limit", "5", "--gap", "0.2", "--no-simulate", "--why", "0"]
+    options = [
+        "--objective",
+        "goodput",
+        "--time-limit",
+        "5",
+        "--gap",
+        "0.2",
+        "--no-simulate",
+        "--explain",
+        "0",
+    ]
     assert cli.main(["plan", str(given), "-o", str(tmp_path / "out"), "--quiet", *options]) == 0
     assert capsys.readouterr().out == ""
     assert Plan.load(tmp_path / "out/plan.json").objective == "goodput"
@@ -99,7 +109,7 @@ def test_a_plan_from_throughputs_has_no_scripts_and_says_what_they_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Path(__file__).parent / "cases" / "a03_staircase.toml"
-    assert cli.main(["plan", str(case), "-o", str(tmp_path / "out"), "--quiet", "--why", "0"]) == 0
+    assert cli.main(["plan", str(case), "-o", str(tmp_path / "out"), "--quiet", "--explain", "0"]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "No commands.txt: groups['llama2-7b-PD-A10G" in said
     assert "llama2-7b was planned from a throughput" in said
@@ -124,7 +134,7 @@ def test_a_wrong_input_is_2_and_names_the_line(given: Path, capsys: pytest.Captu
     assert "small.toml:16 applications[0].llm" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--gap", "0"], ["--time-limit", "-1"], ["--why", "x"]])
+@pytest.mark.parametrize("wrong", [["--gap", "0"], ["--time-limit", "-1"], ["--explain", "x"]])
 def test_options_have_limits(given: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["plan", str(given), *wrong])

@@ -18,14 +18,14 @@ TIMES = ("ttft", "tpot", "e2e")
 )
 def test_a_plan_keeps_its_bounds(name: str) -> None:
     plan = decide(PlanInput.model_validate(SCENARIOS[name]), digest="0" * 64).plan
-    assert len(plan.outlook) == sum(len(app["requests"]) for app in SCENARIOS[name]["applications"])
-    for outlook in plan.outlook:
-        who = f"{outlook.app}/{outlook.request}"
-        assert outlook.e2e.p95 is not None, who
+    assert len(plan.latency_forecasts) == sum(len(app["requests"]) for app in SCENARIOS[name]["applications"])
+    for latency_forecasts in plan.latency_forecasts:
+        who = f"{latency_forecasts.app}/{latency_forecasts.request}"
+        assert latency_forecasts.e2e.p95 is not None, who
         for what in TIMES:
-            bound = getattr(outlook, f"slo_{what}_s")
+            bound = getattr(latency_forecasts, f"slo_{what}_s")
             if bound is not None:
-                kept = getattr(getattr(outlook, what), outlook.slo_percentile)
+                kept = getattr(getattr(latency_forecasts, what), latency_forecasts.slo_percentile)
                 assert kept is None or kept <= 1.05 * bound, f"{who} {what}"
 
 

@@ -70,7 +70,7 @@ def one_at_a_time(machines: int, router: str, seconds: float, seed: int) -> tupl
         router=router,  # type: ignore[arg-type]
     )
     jobs = requests(seconds, seed, (StationVisit(0),))
-    alone = np.array([CURVES["H100 prompt"](job.draw.prompt_tokens) for job in jobs])
+    alone = np.array([CURVES["H100 prompt"](job.request.prompt_tokens) for job in jobs])
     wait = simulate([station], jobs, seed=seed).ttft - alone
     p95, p99 = np.quantile(wait, [0.95, 0.99])
     return float(p95), float(p99)
@@ -133,8 +133,8 @@ def cluster(prompt_machines: int, token_machines: int, jobs: list[StationJob]) -
 
 
 def meets_slos(outcome: JobOutcomes, jobs: list[StationJob]) -> bool:
-    prompt = np.array([CURVES["A100 prompt"](job.draw.prompt_tokens) for job in jobs])
-    tokens = np.array([job.draw.output_tokens - 1 for job in jobs]) * A100_TOKEN_S
+    prompt = np.array([CURVES["A100 prompt"](job.request.prompt_tokens) for job in jobs])
+    tokens = np.array([job.request.output_tokens - 1 for job in jobs]) * A100_TOKEN_S
     slowdown: dict[str, NDArray[np.float64]] = {
         "ttft": outcome.ttft / prompt,
         "tpot": outcome.tpot / A100_TOKEN_S,

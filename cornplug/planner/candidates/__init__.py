@@ -1,1 +1,1 @@
-"""From the input to a plan: what could run where, the problem, its solution, the rehearsal."""
+"""Candidates of a plan: services, paths of requests, replica configurations, and their capacities."""

@@ -88,7 +88,7 @@ def cache_levels(
     return tuple(found)
 
 
-def assumptions(
+def scenarios(
     of: RequestClass, known: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
 ) -> list[CacheScenario]:
     """All combinations of the levels that matter to a class; the smallest caches first."""

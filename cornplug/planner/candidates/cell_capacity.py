@@ -9,7 +9,7 @@ from math import ceil, isinf
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.candidates import service_demand as work
+from cornplug.planner.candidates import service_demand as service_demand
 from cornplug.planner.candidates import throughput_profiles
 from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.cells import CellSpec, make_cell
@@ -61,7 +61,7 @@ class CellBuilder:
     samples: Samples
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> cells that were left out for it."""
-    equipped: dict[str, list[TimedConfig]] = field(default_factory=dict)
+    config: dict[str, list[TimedConfig]] = field(default_factory=dict)
     """Service -> what could run it, fast enough or not."""
     _reference: dict[str, CellHardware] = field(default_factory=dict)
 
@@ -78,38 +78,42 @@ class CellBuilder:
         for footprint in footprints(service, self.nodes, self.gpus, self.rules, workloads, self.dropped):
             profiles = self._throughputs(service, footprint)
             if not profiles:
-                timed += self._equipped(service, footprint, context_tokens)
+                timed += self._timed_config(service, footprint, context_tokens)
             elif len(profiles) < len(service.components):
                 self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
             elif footprint.workload == workloads[0]:
                 yield from self._untimed(service, footprint, profiles, users, tiers)
         enough = self._enough_kv(users)
-        self.equipped[service.name] = undominated(without_needless_estimates(timed), enough)
-        for equipped in self.equipped[service.name]:
-            yield from self._timed(equipped, users, tiers, loosest)
+        self.config[service.name] = undominated(without_needless_estimates(timed), enough)
+        for config in self.config[service.name]:
+            yield from self._timed(config, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
         """The cell with capacities that the simulator finds for so many replicas together."""
         assert spec.hardware is not None
-        equipped = TimedConfig(spec.service, spec.footprint, spec.hardware)
+        config = TimedConfig(spec.service, spec.footprint, spec.hardware)
         found = {
-            name: self._rate(equipped, spec.tier, users[name], replicas, confirm=True)
+            name: self._rate(config, spec.tier, users[name], replicas, confirm=True)
             for name in spec.cell.capacity
         }
-        return spec.with_capacity(found, confirmed=replicas)
+        return spec.with_capacity(found, simulated_replicas=replicas)
 
-    def work(self, service: Service, of: RequestClass, assumed: CacheScenario) -> float:
+    def work(self, service: Service, of: RequestClass, scenario: CacheScenario) -> float:
         """Visits of a service for one request, in requests as they are with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
-            return work.encoding_left(service, of, assumed, base, self.samples.encoders)
+            return service_demand.encoding_left(service, of, scenario, base, self.samples.encoders)
         hardware = self._reference.get(service.name)
-        if assumed.names == base.names or hardware is None:
+        if scenario.names == base.names or hardware is None:
             return 1.0
-        now, before = (self.samples.at(service, of, a) for a in (assumed, base))
-        return work.seconds(hardware, service.tasks, now) / work.seconds(hardware, service.tasks, before)
+        now, before = (self.samples.at(service, of, a) for a in (scenario, base))
+        return service_demand.seconds(hardware, service.tasks, now) / service_demand.seconds(
+            hardware, service.tasks, before
+        )
 
-    def _equipped(self, service: Service, footprint: ReplicaConfig, context_tokens: int) -> list[TimedConfig]:
+    def _timed_config(
+        self, service: Service, footprint: ReplicaConfig, context_tokens: int
+    ) -> list[TimedConfig]:
         hardware = service_times(service, footprint, self.rules, context_tokens)
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
@@ -127,29 +131,29 @@ class CellBuilder:
         return longest * max(MAX_BATCH.values())
 
     def _timed(
-        self, equipped: TimedConfig, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
+        self, config: TimedConfig, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
-        service, gpu = equipped.service, equipped.footprint.gpu.name
-        together = self._together(equipped, users)
+        service, gpu = config.service, config.footprint.gpu.name
+        replicas = self._replicas_needed(config, users)
         for tier in tiers.tiers:
             rates = {
-                name: self._rate(equipped, tier, of, together, confirm=False)
+                name: self._rate(config, tier, of, replicas, confirm=False)
                 for name, of in users.items()
                 if tier.rank <= loosest[name].rank
             }
             if not any(rates.values()):
                 self.dropped[f"{service.name}: too slow for its bounds on {gpu}"] += 1
                 continue
-            yield self._timed_cell(equipped, tier, rates, users)
+            yield self._timed_cell(config, tier, rates, users)
 
     def _timed_cell(
         self,
-        equipped: TimedConfig,
+        config: TimedConfig,
         tier: LatencyTier,
         rates: Mapping[str, float],
         users: Users,
     ) -> CellSpec:
-        service, footprint, hardware = equipped.service, equipped.footprint, equipped.hardware
+        service, footprint, hardware = config.service, config.footprint, config.hardware
         shape = service.llm.shape if service.llm else None
         settings = (
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
@@ -165,7 +169,7 @@ class CellBuilder:
 
     def _rate(
         self,
-        equipped: TimedConfig,
+        config: TimedConfig,
         tier: LatencyTier,
         of: RequestClass,
         replicas: int,
@@ -174,28 +178,28 @@ class CellBuilder:
     ) -> float:
         """Of one class alone, one replica among so many."""
         bound = LatencyBound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
-        draws = self.samples.at(equipped.service, of, self.bases[of.name])
-        place = equipped.station(self.rules.router, replicas)
+        samples = self.samples.at(config.service, of, self.bases[of.name])
+        place = config.station(self.rules.router, replicas)
         seed = self.rules.seed
-        found = capacity(place, draws, bound, burst=of.request.burst, seed=seed, confirm=confirm)
-        return found / replicas * self._pairing(equipped)
+        found = capacity(place, samples, bound, burst=of.request.burst, seed=seed, confirm=confirm)
+        return found / replicas * self._pairing(config)
 
-    def _pairing(self, equipped: TimedConfig) -> float:
+    def _pairing(self, config: TimedConfig) -> float:
         """What a prefill-decode pair loses by never being matched to the moment's mix."""
-        tasks = equipped.service.tasks.strip("EG")
-        if equipped.hardware.measured or tasks not in ("P", "D"):
+        tasks = config.service.tasks.strip("EG")
+        if config.hardware.measured or tasks not in ("P", "D"):
             return 1.0
         rules = self.rules
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
-    def _together(self, equipped: TimedConfig, users: Users) -> int:
+    def _replicas_needed(self, config: TimedConfig, users: Users) -> int:
         """Replicas that would serve all users of a service, without any bound."""
         busy = sum(
             of.rate
-            * work.seconds(
-                equipped.hardware,
-                equipped.service.tasks,
-                self.samples.at(equipped.service, of, self.bases[of.name])[::ROUGHLY],
+            * service_demand.seconds(
+                config.hardware,
+                config.service.tasks,
+                self.samples.at(config.service, of, self.bases[of.name])[::ROUGHLY],
             )
             for of in users.values()
         )
@@ -237,7 +241,7 @@ class CellBuilder:
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
     def _items(self, of: RequestClass) -> dict[str, float]:
-        return work.items_to_encode(of, self.bases[of.name], self.samples.encoders)
+        return service_demand.items_to_encode(of, self.bases[of.name], self.samples.encoders)
 
     def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)

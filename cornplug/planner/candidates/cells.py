@@ -34,10 +34,10 @@ class CellSpec:
     """None: only a throughput is known."""
     settings: EngineSettings | None = None
     router: RouterPolicy = "least_work"
-    confirmed: int = 0
+    simulated_replicas: int = 0
     """Replicas for which the simulator found its capacity; 0: closed forms say it."""
-    derated: float = 1.0
-    """What rehearsals of whole plans have left of it."""
+    derating: float = 1.0
+    """Factor on its capacity, from simulations of whole plans that missed a bound."""
 
     @property
     def timed(self) -> bool:
@@ -47,18 +47,20 @@ class CellSpec:
         """ValueError: only its throughput is known, not its times."""
         if self.hardware is None:
             raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
-        equipped = TimedConfig(self.service, self.footprint, self.hardware)
-        return equipped.station(self.router, replicas, name=self.cell.name)
+        config = TimedConfig(self.service, self.footprint, self.hardware)
+        return config.station(self.router, replicas, name=self.cell.name)
 
-    def with_capacity(self, capacity: Mapping[str, float], *, confirmed: int) -> CellSpec:
+    def with_capacity(self, capacity: Mapping[str, float], *, simulated_replicas: int) -> CellSpec:
         """As the simulator found it for so many replicas; what was derated stays so."""
-        found = {u: rate * self.derated for u, rate in capacity.items()}
-        return replace(self, cell=replace(self.cell, capacity=_positive(found)), confirmed=confirmed)
+        found = {u: rate * self.derating for u, rate in capacity.items()}
+        return replace(
+            self, cell=replace(self.cell, capacity=_positive(found)), simulated_replicas=simulated_replicas
+        )
 
     def derate(self, factor: float) -> CellSpec:
         capacity = {u: rate * factor for u, rate in self.cell.capacity.items()}
         cell = replace(self.cell, capacity=capacity)
-        return replace(self, cell=cell, derated=self.derated * factor)
+        return replace(self, cell=cell, derating=self.derating * factor)
 
 
 def make_cell(

@@ -58,8 +58,8 @@ def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: Cell
     return footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens)
 
 
-def kv_geometry(shape: LLMShape, draws: Sequence[SampledRequest]) -> KVGeometry:
-    """For prompts as long as the longest of `draws`."""
+def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
+    """For prompts as long as the longest of `samples`."""
     latent = shape.mla_rank is not None
     return KVGeometry(
         layers=shape.layers,
@@ -67,5 +67,5 @@ def kv_geometry(shape: LLMShape, draws: Sequence[SampledRequest]) -> KVGeometry:
         head_dim=shape.mla_rank or shape.head_dim,
         element_bytes=ELEMENT_BYTES,
         mla=latent,
-        max_prompt_tokens=max(d.prompt_tokens for d in draws),
+        max_prompt_tokens=max(d.prompt_tokens for d in samples),
     )

@@ -8,13 +8,13 @@ from math import inf
 
 import numpy as np
 
-from cornplug.planner.candidates.request_paths import Promise, RequestPath
+from cornplug.planner.candidates.request_paths import RequestPath, StageBudget
 from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.perf_model.latency_bound import LatencyBound
-from cornplug.planner.simulator.replicas import decode_alone_s, prefill_alone_s
+from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_prefill_s
 from cornplug.planner.simulator.simulator import Station
 
 
@@ -39,24 +39,26 @@ def unserved(pool: OptimizationProblem) -> list[str]:
 
 def note(
     of: RequestClass,
-    ways: Iterable[RequestPath],
-    equipped: Mapping[str, list[TimedConfig]],
+    request_paths: Iterable[RequestPath],
+    timed_configs: Mapping[str, list[TimedConfig]],
     dropped: Mapping[str, int],
-    draws: Mapping[str, list[SampledRequest]],
+    samples: Mapping[str, list[SampledRequest]],
 ) -> str:
     """The failing stage of the way that is nearest to being possible.
 
-    `equipped`: service -> what could run it at all. `draws`: service -> the class's requests there.
+    `timed_configs`: service -> what could run it at all. `samples`: service -> the class's requests there.
     """
     nearest = min(
-        (_worst_stage(of, way, equipped, draws) for way in ways), key=lambda fit: fit.excess, default=None
+        (_worst_stage(of, request_path, timed_configs, samples) for request_path in request_paths),
+        key=lambda fit: fit.excess,
+        default=None,
     )
     if nearest is None:
         return "no way through the services is planned for it. Allow another structure"
     if nearest.best is None:
-        return _without_room(nearest.promise.service.name, dropped)
+        return _without_room(nearest.stage_budget.service.name, dropped)
     if nearest.excess <= 1:
-        return _without_kv(nearest.promise.service.name, nearest.best, draws)
+        return _without_kv(nearest.stage_budget.service.name, nearest.best, samples)
     return nearest.text(of)
 
 
@@ -64,7 +66,7 @@ def note(
 class Fit:
     """How near the best replica comes to a promise, with a request alone on it."""
 
-    promise: Promise
+    stage_budget: StageBudget
     best: TimedConfig | None
     first_s: float
     tpot_s: float
@@ -72,15 +74,27 @@ class Fit:
     @property
     def excess(self) -> float:
         """How many times too slow, in the worse of both; infinite where nothing runs the service."""
-        return max(_times(self.first_s, self.promise.seconds), _times(self.tpot_s, self.promise.tpot_s))
+        return max(
+            _times(self.first_s, self.stage_budget.seconds), _times(self.tpot_s, self.stage_budget.tpot_s)
+        )
 
     def text(self, of: RequestClass) -> str:
         assert self.best is not None
-        late = _times(self.first_s, self.promise.seconds) >= _times(self.tpot_s, self.promise.tpot_s)
-        allowed, takes = (self.promise.seconds, self.first_s) if late else (self.promise.tpot_s, self.tpot_s)
-        what = "a token" if not late else "its stage" if self.promise.service.tasks in ("E", "G") else "TTFT"
+        late = _times(self.first_s, self.stage_budget.seconds) >= _times(
+            self.tpot_s, self.stage_budget.tpot_s
+        )
+        allowed, takes = (
+            (self.stage_budget.seconds, self.first_s) if late else (self.stage_budget.tpot_s, self.tpot_s)
+        )
+        what = (
+            "a token"
+            if not late
+            else "its stage"
+            if self.stage_budget.service.tasks in ("E", "G")
+            else "TTFT"
+        )
         return (
-            f"{self.promise.service.name} has {allowed:.3g} s for {what} ({of.slo.percentile}), and the "
+            f"{self.stage_budget.service.name} has {allowed:.3g} s for {what} ({of.slo.percentile}), and the "
             f"best, {self.best.footprint.name}, takes {takes:.3g} s with a request alone on it. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
@@ -88,22 +102,29 @@ class Fit:
 
 def _worst_stage(
     of: RequestClass,
-    way: RequestPath,
-    equipped: Mapping[str, list[TimedConfig]],
-    draws: Mapping[str, list[SampledRequest]],
+    request_path: RequestPath,
+    timed_configs: Mapping[str, list[TimedConfig]],
+    samples: Mapping[str, list[SampledRequest]],
 ) -> Fit:
     bound = LatencyBound(of.slo.percentile)
     fits = [
-        _best_fit(p, equipped.get(p.service.name, []), draws[p.service.name], bound) for p in way.promises
+        _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], bound)
+        for p in request_path.stage_budgets
     ]
     return max(fits, key=lambda fit: fit.excess)
 
 
 def _best_fit(
-    promise: Promise, equipped: list[TimedConfig], draws: list[SampledRequest], bound: LatencyBound
+    stage_budget: StageBudget,
+    timed_configs: list[TimedConfig],
+    samples: list[SampledRequest],
+    bound: LatencyBound,
 ) -> Fit:
-    fits = [Fit(promise, e, *_alone(e.station("least_work", 1), draws, bound)) for e in equipped]
-    return min(fits, key=lambda fit: fit.excess, default=Fit(promise, None, inf, inf))
+    fits = [
+        Fit(stage_budget, e, *_isolated_latency(e.station("least_work", 1), samples, bound))
+        for e in timed_configs
+    ]
+    return min(fits, key=lambda fit: fit.excess, default=Fit(stage_budget, None, inf, inf))
 
 
 def _without_room(service: str, dropped: Mapping[str, int]) -> str:
@@ -111,9 +132,9 @@ def _without_room(service: str, dropped: Mapping[str, int]) -> str:
     return f"{service} has no cell ({'; '.join(reasons) or 'no footprint'}). Add a larger GPU or a profile"
 
 
-def _without_kv(service: str, best: TimedConfig, draws: Mapping[str, list[SampledRequest]]) -> str:
+def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, list[SampledRequest]]) -> str:
     """Times would do, so room does not: each request must fit the KV cache by itself."""
-    longest = max(d.prompt_tokens + d.output_tokens for d in draws[service])
+    longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
         f"{service} keeps its bounds with a request alone, and carries no rate: its requests have up to "
         f"{longest} tokens, the KV cache of {best.footprint.name} holds {best.hardware.kv_tokens}. "
@@ -125,11 +146,15 @@ def _times(value: float, allowed: float) -> float:
     return inf if value == inf else value / allowed
 
 
-def _alone(station: Station, draws: list[SampledRequest], bound: LatencyBound) -> tuple[float, float]:
+def _isolated_latency(
+    station: Station, samples: list[SampledRequest], bound: LatencyBound
+) -> tuple[float, float]:
     """Of lone requests, at the bound's percentile: seconds to the first token, seconds a token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
-    first = [prefill_alone_s(station, d) + overhead for d in draws]
+    first = [isolated_prefill_s(station, d) + overhead for d in samples]
     if station.generate:
-        first = [f + station.generate(d.units) for f, d in zip(first, draws, strict=True)]
-    per_token = [decode_alone_s(station, d) / (d.output_tokens - 1) for d in draws if d.output_tokens > 1]
+        first = [f + station.generate(d.units) for f, d in zip(first, samples, strict=True)]
+    per_token = [
+        isolated_decode_s(station, d) / (d.output_tokens - 1) for d in samples if d.output_tokens > 1
+    ]
     return bound.of(np.array(first)), bound.of(np.array(per_token))

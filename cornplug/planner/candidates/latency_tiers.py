@@ -15,7 +15,7 @@ from typing import Final
 MOST: Final = 4
 """Tiers of one service. More of them save little, and multiply the cells."""
 UNBOUNDED: Final = 1e6
-APART: Final = 1e-5
+TIER_SPACING: Final = 1e-5
 """Relative: tiers with equal seconds differ by it, so that names with six digits do, too."""
 
 
@@ -63,7 +63,7 @@ def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
     for rank, group in enumerate(groups):
         seconds, tpot_s = group[0][0], min(tpot for g in groups[rank:] for _, tpot in g)
         ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED)
-        tiers.append(LatencyTier(seconds, tpot_s, rank, ordered_by * (1 + APART * rank)))
+        tiers.append(LatencyTier(seconds, tpot_s, rank, ordered_by * (1 + TIER_SPACING * rank)))
     return Chain(tuple(tiers))
 
 

@@ -31,7 +31,7 @@ EMBEDDING_EDGE_S: Final = 0.010
 
 
 @dataclass(frozen=True)
-class Promise:
+class StageBudget:
     """What a stage is asked to keep at the class's percentile."""
 
     service: Service
@@ -43,86 +43,88 @@ class Promise:
 class RequestPath:
     of: RequestClass
     path: PathTemplate
-    promises: tuple[Promise, ...]
-    assumed: CacheScenario
+    stage_budgets: tuple[StageBudget, ...]
+    scenario: CacheScenario
     network: float
     """Bytes between nodes, one request."""
     name: str
 
 
 @dataclass(frozen=True)
-class Budget:
+class SloDivision:
     first_s: float
     tpot_s: float
     generate_s: float
 
 
-def ways(
+def request_paths(
     of: RequestClass,
     llm: Component,
     path: PathTemplate,
-    assumed: CacheScenario,
+    scenario: CacheScenario,
     samples: Samples,
     nic_bytes_s: float,
 ) -> Iterator[RequestPath]:
     """All divisions of the class's SLO on one path with these cache sizes."""
-    embeddings, kv = _moved_bytes(of, llm, path, samples, assumed)
+    embeddings, kv = _moved_bytes(of, llm, path, samples, scenario)
     edge_s = EMBEDDING_EDGE_S + embeddings / nic_bytes_s if path.stages[0].tasks == "E" else 0.0
     seen = set()
-    for budget in _budgets(of, path, samples.of(of, assumed), kv / nic_bytes_s):
-        for part in _encoder_parts(path, budget):
-            promises = tuple(_promise(s, path, budget, part, edge_s) for s in path.stages)
-            if promises in seen or any(p.seconds <= 0 or p.tpot_s <= 0 for p in promises):
+    for division in _divisions(of, path, samples.of(of, scenario), kv / nic_bytes_s):
+        for part in _encoder_parts(path, division):
+            stage_budgets = tuple(_stage_budget(s, path, division, part, edge_s) for s in path.stages)
+            if stage_budgets in seen or any(p.seconds <= 0 or p.tpot_s <= 0 for p in stage_budgets):
                 continue
-            seen.add(promises)
+            seen.add(stage_budgets)
             name = f"{of.name}:{'>'.join(s.name for s in path.stages)}"
-            name += "".join(f"+{n}" for n in sorted(assumed.names)) + f"#{len(seen)}"
-            yield RequestPath(of, path, promises, assumed, embeddings + kv, name)
+            name += "".join(f"+{n}" for n in sorted(scenario.names)) + f"#{len(seen)}"
+            yield RequestPath(of, path, stage_budgets, scenario, embeddings + kv, name)
 
 
-def _promise(service: Service, path: PathTemplate, budget: Budget, part: float, edge_s: float) -> Promise:
+def _stage_budget(
+    service: Service, path: PathTemplate, division: SloDivision, part: float, edge_s: float
+) -> StageBudget:
     encoders = sum(s.tasks == "E" for s in path.stages)
     if service.tasks == "E":
-        return Promise(service, part * budget.first_s / encoders, inf)
+        return StageBudget(service, part * division.first_s / encoders, inf)
     if service.tasks == "G":
-        return Promise(service, budget.generate_s, inf)
+        return StageBudget(service, division.generate_s, inf)
     if service.tasks == "D":
-        return Promise(service, inf, budget.tpot_s)
-    first_s = budget.first_s * (1 - part) - edge_s if encoders else budget.first_s
+        return StageBudget(service, inf, division.tpot_s)
+    first_s = division.first_s * (1 - part) - edge_s if encoders else division.first_s
     if "G" in service.tasks:  # it answers when all is done: only the end is bounded
-        first_s = min(first_s, budget.generate_s)
-    return Promise(service, first_s, budget.tpot_s if "D" in service.tasks else inf)
+        first_s = min(first_s, division.generate_s)
+    return StageBudget(service, first_s, division.tpot_s if "D" in service.tasks else inf)
 
 
-def _encoder_parts(path: PathTemplate, budget: Budget) -> tuple[float, ...]:
+def _encoder_parts(path: PathTemplate, division: SloDivision) -> tuple[float, ...]:
     if path.stages[0].tasks != "E":
         return (0.0,)
-    return ENCODER_PARTS if budget.first_s < inf else ENCODER_PARTS[:1]
+    return ENCODER_PARTS if division.first_s < inf else ENCODER_PARTS[:1]
 
 
-def _budgets(
-    of: RequestClass, path: PathTemplate, drawn: list[SampledRequest], kv_edge_s: float
-) -> Iterator[Budget]:
+def _divisions(
+    of: RequestClass, path: PathTemplate, sampled: list[SampledRequest], kv_edge_s: float
+) -> Iterator[SloDivision]:
     slo = of.slo
     first = slo.ttft_s or inf
     tpot = slo.tpot_s or inf
     if slo.e2e_s is None:
-        yield Budget(first, tpot, inf)
+        yield SloDivision(first, tpot, inf)
         return
-    gaps = max(output_tokens(drawn, slo) - 1, 1.0)
+    gaps = max(output_tokens(sampled, slo) - 1, 1.0)
     generates = of.request.generates is not None
     for generator_part, first_part in product(GENERATOR_PARTS if generates else (0.0,), FIRST_PARTS):
         left = slo.e2e_s * (1 - generator_part) - (
             kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0
         )
         first_s = min(first, left * first_part)
-        yield Budget(
+        yield SloDivision(
             first_s, min(tpot, (left - first_s) / gaps), slo.e2e_s * generator_part if generates else inf
         )
 
 
 def _moved_bytes(
-    of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, assumed: CacheScenario
+    of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
 ) -> tuple[float, float]:
     """Of embeddings and of KV, one request at the SLO's percentile of lengths."""
     tasks = {s.tasks for s in path.stages}
@@ -133,5 +135,5 @@ def _moved_bytes(
         )
     if "D" in tasks:
         per_token = cache_sizes.kv_bytes_per_token(llm)
-        kv = per_token * prompt_tokens(samples.of(of, assumed), of.slo)
+        kv = per_token * prompt_tokens(samples.of(of, scenario), of.slo)
     return embeddings, kv

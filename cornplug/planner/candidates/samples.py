@@ -27,53 +27,53 @@ class Samples:
     encoders: Mapping[str, Component]
     """As `services.canonical_encoders`."""
     seed: int
-    _drawn: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
+    _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
         default_factory=dict
     )
 
     def of(
-        self, request_class: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...] | None = None
+        self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
     ) -> list[SampledRequest]:
         """With `encoders` given, only these encoders' items have patches."""
-        key = (request_class.name, encoders or ("*",), assumed.names)
-        if key not in self._drawn:
-            self._drawn[key] = self._draw(request_class, assumed, encoders)
-        return self._drawn[key]
+        key = (request_class.name, encoders or ("*",), scenario.names)
+        if key not in self._cached:
+            self._cached[key] = self._sample(request_class, scenario, encoders)
+        return self._cached[key]
 
     def at(
-        self, service: Service, request_class: RequestClass, assumed: CacheScenario
+        self, service: Service, request_class: RequestClass, scenario: CacheScenario
     ) -> list[SampledRequest]:
         """As a service's replica sees them: patches of its own towers only."""
-        return self.of(request_class, assumed, tuple(t.name for t in service.towers) or ("",))
+        return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
-    def _draw(
-        self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...] | None
+    def _sample(
+        self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None
     ) -> list[SampledRequest]:
         rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode())])
-        drawn = request_sampling.draw(
-            of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
+        sampled = request_sampling.sample_requests(
+            of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
         )
         if encoders is None:
-            return drawn
+            return sampled
         if {self.encoders[m.encoder].name for m in of.request.media} <= set(encoders):
-            return drawn
+            return sampled
         others = [m for m in of.request.media if self.encoders[m.encoder].name not in encoders]
         if len(others) == len(of.request.media):
-            return [replace(d, patches=()) for d in drawn]
+            return [replace(d, patches=()) for d in sampled]
         return [
-            replace(d, patches=p) for d, p in zip(drawn, self._patches(of, assumed, encoders), strict=True)
+            replace(d, patches=p) for d, p in zip(sampled, self._patches(of, scenario, encoders), strict=True)
         ]
 
     def _patches(
-        self, of: RequestClass, assumed: CacheScenario, encoders: tuple[str, ...]
+        self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...]
     ) -> list[tuple[int, ...]]:
         mine = [m for m in of.request.media if self.encoders[m.encoder].name in encoders]
         rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode()), 1])
         request = of.request.model_copy(update={"media": mine, "trace": None})
-        drawn = request_sampling.draw(
-            request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=assumed.hits
+        sampled = request_sampling.sample_requests(
+            request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
         )
-        return [d.patches for d in drawn]
+        return [d.patches for d in sampled]
 
     def _patches_per_token(self) -> Mapping[str, int]:
         return {
@@ -83,13 +83,13 @@ class Samples:
         }
 
 
-def output_tokens(drawn: list[SampledRequest], slo: Slo) -> float:
+def output_tokens(sampled: list[SampledRequest], slo: Slo) -> float:
     """At the SLO's percentile."""
-    return _percentile([d.output_tokens for d in drawn], slo)
+    return _percentile([d.output_tokens for d in sampled], slo)
 
 
-def prompt_tokens(drawn: list[SampledRequest], slo: Slo) -> float:
-    return _percentile([d.prompt_tokens for d in drawn], slo)
+def prompt_tokens(sampled: list[SampledRequest], slo: Slo) -> float:
+    return _percentile([d.prompt_tokens for d in sampled], slo)
 
 
 def _percentile(values: list[int], slo: Slo) -> float:

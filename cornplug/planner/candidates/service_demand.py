@@ -17,17 +17,19 @@ from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 
-TOGETHER: Final = 32
+DECODE_BATCH: Final = 32
 """Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
 
 
 def items_to_encode(
-    of: RequestClass, assumed: CacheScenario, encoders: Mapping[str, Component]
+    of: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
 ) -> dict[str, float]:
     """Encoder -> mean items of one request whose embeddings are not cached."""
     found: dict[str, float] = {}
     for media in of.request.media:
-        missed = length_distributions.mean(media.items) * (1 - assumed.hits.embedding.get(media.encoder, 0.0))
+        missed = length_distributions.mean(media.items) * (
+            1 - scenario.hits.embedding.get(media.encoder, 0.0)
+        )
         name = encoders[media.encoder].name
         found[name] = found.get(name, 0.0) + missed
     return found
@@ -36,27 +38,27 @@ def items_to_encode(
 def encoding_left(
     service: Service,
     of: RequestClass,
-    assumed: CacheScenario,
+    scenario: CacheScenario,
     base: CacheScenario,
     encoders: Mapping[str, Component],
 ) -> float:
     """Items to encode at a service of towers only, in requests with the smallest caches; 0: none."""
-    with_it, without = items_to_encode(of, assumed, encoders), items_to_encode(of, base, encoders)
+    with_it, without = items_to_encode(of, scenario, encoders), items_to_encode(of, base, encoders)
     names = [t.name for t in service.towers]
     before = sum(without.get(n, 0.0) for n in names)
     return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0
 
 
-def seconds(hardware: CellHardware, tasks: str, draws: Sequence[SampledRequest]) -> float:
+def seconds(hardware: CellHardware, tasks: str, samples: Sequence[SampledRequest]) -> float:
     """Of a replica's time for one request: the mean of its stages, decoding shared with others."""
     total = 0.0
-    for d in draws:
+    for d in samples:
         if "E" in tasks and hardware.encode and d.patches:
             total += hardware.encode(sum(d.patches))
         if "P" in tasks and hardware.steps:
             total += hardware.steps.prefill(d.computed_tokens)
         if "D" in tasks and hardware.steps:
-            total += (d.output_tokens - 1) * hardware.steps.decode(TOGETHER) / TOGETHER
+            total += (d.output_tokens - 1) * hardware.steps.decode(DECODE_BATCH) / DECODE_BATCH
         if "G" in tasks and hardware.generate and d.units:
             total += hardware.generate(d.units)
-    return total / len(draws)
+    return total / len(samples)

@@ -68,15 +68,17 @@ def paths(
     """Request class -> its paths: its own, and those through engines that other classes' media need."""
     encoders, by_name = canonical_encoders(components), {c.name: c for c in components}
     own = {name: tuple(_own_paths(c, by_name, encoders)) for name, c in classes.items()}
-    known = tuple(dict.fromkeys(s for ways in own.values() for way in ways for s in way.stages if s.llm))
+    known = tuple(
+        dict.fromkeys(s for paths_of in own.values() for path in paths_of for s in path.stages if s.llm)
+    )
     return {
-        name: tuple(dict.fromkeys(w for way in ways for w in _with_replacements(way, known)))
-        for name, ways in own.items()
+        name: tuple(dict.fromkeys(w for path in paths_of for w in _with_replacements(path, known)))
+        for name, paths_of in own.items()
     }
 
 
-def services(ways: Iterable[PathTemplate]) -> tuple[Service, ...]:
-    return tuple(dict.fromkeys(s for way in ways for s in way.stages))
+def services(paths_of: Iterable[PathTemplate]) -> tuple[Service, ...]:
+    return tuple(dict.fromkeys(s for path in paths_of for s in path.stages))
 
 
 def _own_paths(
@@ -89,14 +91,14 @@ def _own_paths(
     generator = components[of.request.generates.generator] if of.request.generates else None
     found: dict[tuple[Service, ...], PathTemplate] = {}
     for base in bases:
-        for apart in _generator_apart(base, generator, listed):
-            stages = _stages(base, llm, media, generator, apart=apart)
-            name = _structure(base, media=bool(media), apart=apart)
+        for separate in _generator_separate(base, generator, listed):
+            stages = _stages(base, llm, media, generator, separate=separate)
+            name = _structure(base, media=bool(media), separate=separate)
             found.setdefault(stages, PathTemplate(name, stages))
     return list(found.values())
 
 
-def _generator_apart(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
+def _generator_separate(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
     """A generator goes with an LLM that is whole, or apart. Beside a divided LLM it is always apart."""
     if generator is None:
         return (False,)
@@ -107,10 +109,10 @@ def _generator_apart(base: str, generator: Component | None, listed: Iterable[st
     return (True,) if set(listed) == {"+G"} else (False, True)
 
 
-def _structure(base: str, *, media: bool, apart: bool) -> str:
+def _structure(base: str, *, media: bool, separate: bool) -> str:
     if not media:
         base = {"E+PD": "monolith", "E+P+D": "P+D"}.get(base, base)
-    return base + ("+G" if apart else "")
+    return base + ("+G" if separate else "")
 
 
 def _stages(
@@ -119,32 +121,32 @@ def _stages(
     media: tuple[Component, ...],
     generator: Component | None,
     *,
-    apart: bool,
+    separate: bool,
 ) -> tuple[Service, ...]:
-    encoders_apart = base.startswith("E+")
-    encoders = tuple(Service("E", towers=(t,)) for t in media) if encoders_apart else ()
-    inside = () if encoders_apart else media
+    encoders_separate = base.startswith("E+")
+    encoders = tuple(Service("E", towers=(t,)) for t in media) if encoders_separate else ()
+    inside = () if encoders_separate else media
     e = "E" if inside else ""
     if "P+D" in base:
         engines: tuple[Service, ...] = (Service(e + "P", llm, inside), Service("D", llm))
-    elif generator and not apart:
+    elif generator and not separate:
         engines = (Service(e + "PDG", llm, inside, generator),)
     else:
         engines = (Service(e + "PD", llm, inside),)
-    last = (Service("G", generator=generator),) if generator and apart else ()
+    last = (Service("G", generator=generator),) if generator and separate else ()
     return encoders + engines + last
 
 
-def _with_replacements(way: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:
+def _with_replacements(path: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:
     """The path, and it again through each engine with more towers (which text may use, too)."""
-    found = [way]
-    if any(s.tasks == "E" for s in way.stages):
+    found = [path]
+    if any(s.tasks == "E" for s in path.stages):
         return found
-    for i, stage in enumerate(way.stages):
+    for i, stage in enumerate(path.stages):
         if "P" not in stage.tasks:
             continue
         others = [s for s in known if s != stage and s.can_replace(stage)]
-        if way.stages[-1].tasks == "G":
+        if path.stages[-1].tasks == "G":
             others = [s for s in others if s.generator is None]
-        found += [PathTemplate(way.structure, (*way.stages[:i], s, *way.stages[i + 1 :])) for s in others]
+        found += [PathTemplate(path.structure, (*path.stages[:i], s, *path.stages[i + 1 :])) for s in others]
     return found

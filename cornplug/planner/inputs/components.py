@@ -167,18 +167,18 @@ class Component(InputTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _shape_is_of_its_kind(cls, given: Any) -> Any:
+    def _shape_is_of_its_kind(cls, table: Any) -> Any:
         """`kind` need not be said twice."""
-        if not isinstance(given, dict) or not isinstance(given.get("shape"), dict):
-            return given
-        kind = _SHAPE_KINDS.get(str(given.get("kind")))
+        if not isinstance(table, dict) or not isinstance(table.get("shape"), dict):
+            return table
+        kind = _SHAPE_KINDS.get(str(table.get("kind")))
         if kind is None:
-            return given
-        said = given["shape"].get("kind", kind)
+            return table
+        said = table["shape"].get("kind", kind)
         if said != kind:
             remedy = f'Write kind = "{kind}" there, or leave it out.'
-            raise wrong("shape", f"a shape of kind {said!r} on a component of kind {given['kind']!r}", remedy)
-        return {**given, "shape": {"kind": kind, **given["shape"]}}
+            raise wrong("shape", f"a shape of kind {said!r} on a component of kind {table['kind']!r}", remedy)
+        return {**table, "shape": {"kind": kind, **table["shape"]}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -31,7 +31,7 @@ _CURVES: Final = (
     ("encode_patches", "encode_s"),
     ("units", "unit_s"),
 )
-_ENCODER_APART: Final = frozenset({"E+PD", "E+P+D"})
+_SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 
 
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
@@ -201,8 +201,8 @@ def _structures(place: Place, application: Application) -> Iterator[InputError]:
         yield InputError(place, "empty, so nothing may be planned for it", "Leave it out to allow all.")
     if "+G" in wanted and not any(r.generates for r in application.requests):
         yield InputError(place, '"+G", and no request has generates', 'Leave "+G" out, or add generates.')
-    ways = wanted - {"+G"}
-    if ways and ways <= _ENCODER_APART and not any(r.media for r in application.requests):
+    bases = wanted - {"+G"}
+    if bases and bases <= _SEPARATE_ENCODER and not any(r.media for r in application.requests):
         remedy = 'Add "monolith" or "P+D", or [[applications.requests.media]].'
         yield InputError(place, "only with an encoder apart, and no request has media", remedy)
 

@@ -86,11 +86,11 @@ class Histogram(InputTable):
         return self
 
 
-def _length_kind(given: Any) -> str:
+def _length_kind(value: Any) -> str:
     """Which one is meant, so that an error is told of that one only."""
-    if isinstance(given, Histogram) or (isinstance(given, dict) and {"values", "weights"} & given.keys()):
+    if isinstance(value, Histogram) or (isinstance(value, dict) and {"values", "weights"} & value.keys()):
         return "histogram"
-    return "log-normal" if isinstance(given, (dict, LogNormal)) else "number"
+    return "log-normal" if isinstance(value, (dict, LogNormal)) else "number"
 
 
 Length = Annotated[

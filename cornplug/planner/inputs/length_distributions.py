@@ -56,11 +56,11 @@ def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64
         chosen: NDArray[np.int64] = rng.choice(np.asarray(length.values), n, p=weights / weights.sum())
         return chosen
     mu, sigma = _underlying(length)
-    drawn = rng.lognormal(mu, sigma, n)
+    lengths = rng.lognormal(mu, sigma, n)
     # `max` is no less than `mean` (checked in inputs.py), so that each round keeps over half.
-    while (beyond := drawn > length.max).any():
-        drawn[beyond] = rng.lognormal(mu, sigma, int(beyond.sum()))
-    tokens: NDArray[np.int64] = np.maximum(np.rint(drawn), 1).astype(np.int64)
+    while (beyond := lengths > length.max).any():
+        lengths[beyond] = rng.lognormal(mu, sigma, int(beyond.sum()))
+    tokens: NDArray[np.int64] = np.maximum(np.rint(lengths), 1).astype(np.int64)
     return tokens
 
 

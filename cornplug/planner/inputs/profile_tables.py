@@ -146,29 +146,29 @@ def _check_header(place: str, line: str) -> None:
 def _row(place: str, cells: list[str]) -> ProfileRow:
     if len(cells) != len(COLUMNS):
         raise ConfigError(place, f"{len(cells)} columns", f"Write {len(COLUMNS)}: {','.join(COLUMNS)}")
-    given = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
+    row = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
     for column, choices in _CHOICES.items():
-        if given[column] not in choices:
+        if row[column] not in choices:
             remedy = f"Write one of {', '.join(c or repr(c) for c in choices)}"
-            raise ConfigError(f"{place} {column}", f"{given[column]!r} is not known", remedy)
-    kind = given["kind"]
-    if given["quantity"] != QUANTITIES[kind]:
-        raise ConfigError(f"{place} quantity", f"{given['quantity']!r}", f"{kind} counts {QUANTITIES[kind]}")
-    if kind in TIMELESS and given["seconds"]:
+            raise ConfigError(f"{place} {column}", f"{row[column]!r} is not known", remedy)
+    kind = row["kind"]
+    if row["quantity"] != QUANTITIES[kind]:
+        raise ConfigError(f"{place} quantity", f"{row['quantity']!r}", f"{kind} counts {QUANTITIES[kind]}")
+    if kind in TIMELESS and row["seconds"]:
         raise ConfigError(f"{place} seconds", f"{kind} has no time", "Leave it empty; the figure is x")
-    if not given["gpu"]:
+    if not row["gpu"]:
         raise ConfigError(
             f"{place} gpu", "is empty", "Name the device, as the input file does: H100, cpu-core"
         )
     return ProfileRow(
         kind=kind,
-        gpu=given["gpu"],
-        x=_number(place, "x", given["x"]),
-        seconds=None if kind in TIMELESS else _number(place, "seconds", given["seconds"]),
-        tp=_count(place, "tp", given["tp"]),
-        pp=_count(place, "pp", given["pp"]),
-        engine=given["engine"] or None,
-        quantisation=given["quantisation"],
+        gpu=row["gpu"],
+        x=_number(place, "x", row["x"]),
+        seconds=None if kind in TIMELESS else _number(place, "seconds", row["seconds"]),
+        tp=_count(place, "tp", row["tp"]),
+        pp=_count(place, "pp", row["pp"]),
+        engine=row["engine"] or None,
+        quantisation=row["quantisation"],
     )
 
 

@@ -23,7 +23,7 @@ class HitShares:
     """Share of requests whose shared prefix is cached."""
 
 
-def draw(
+def sample_requests(
     request: RequestSpec,
     rng: np.random.Generator,
     n: int,

@@ -145,10 +145,12 @@ class RequestSpec(InputTable):
 
     @model_validator(mode="after")
     def _lengths_from_one_place(self) -> Self:
-        given = sorted({"prompt", "output"} & self.model_fields_set)
-        if self.trace is not None and given:
+        duplicates = sorted({"prompt", "output"} & self.model_fields_set)
+        if self.trace is not None and duplicates:
             raise wrong(
-                given[0], "the trace gives lengths, too", f"Leave out {' and '.join(given)}, or trace."
+                duplicates[0],
+                "the trace gives lengths, too",
+                f"Leave out {' and '.join(duplicates)}, or trace.",
             )
         return self
 

@@ -115,8 +115,8 @@ def _not_one_of(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> 
 
 def _no_tag(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     context = detail.get("ctx", {})
-    given = context.get("tag")
-    problem = f'"{given}" is not one of its values' if given else "missing"
+    tag = context.get("tag")
+    problem = f'"{tag}" is not one of its values' if tag else "missing"
     return InputError((*place, "kind"), problem, f"Write kind = {_PROFILE_KINDS}.")
 
 

@@ -34,9 +34,9 @@ def read(path: Path) -> PlanInput:
     try:
         plan_input = PlanInput.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
-        raise _together(path, text, toml_messages.problems(e, data)) from e
+        raise _joined(path, text, toml_messages.problems(e, data)) from e
     if errors := list(cross_checks.errors(plan_input)):
-        raise _together(path, text, errors)
+        raise _joined(path, text, errors)
     return plan_input
 
 
@@ -58,7 +58,7 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Conf
     return ConfigError(f"{path}:{line}", f"{problem}: {content}" if content else problem, remedy)
 
 
-def _together(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
+def _joined(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
     lines = lines_of(text)
     placed = sorted(((line_of(lines, e.place), e) for e in errors), key=lambda pair: pair[0])
     (line, first), *others = placed

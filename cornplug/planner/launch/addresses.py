@@ -50,8 +50,8 @@ def hosts(plan: Plan) -> dict[tuple[str, int], str]:
     names: dict[tuple[str, int], str] = {}
     for nodes in plan.nodes:
         for number in range(nodes.count):
-            given = nodes.hosts[number] if number < len(nodes.hosts) else ""
-            names[nodes.name, number] = given or f"${{HOST_{len(names) + 1}}}"
+            named = nodes.hosts[number] if number < len(nodes.hosts) else ""
+            names[nodes.name, number] = named or f"${{HOST_{len(names) + 1}}}"
     return names
 
 

@@ -21,8 +21,8 @@ from cornplug.planner.launch.group_context import (
     LEAST_STORE_GIB,
     STORE_SOCKET,
     GroupContext,
-    around,
-    bind,
+    bind_address,
+    context_for,
     encoder_socket,
     is_cpu,
     role_of,
@@ -95,17 +95,17 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
     Raises ConfigError for a plan that is not placed, or lacks an engine's settings.
     """
     placed = sites(plan)
-    surroundings = [around(plan, site, placed, transfer=transfer) for site in placed]
+    contexts = [context_for(plan, site, placed, transfer=transfer) for site in placed]
     engines = [
         _engine(site, its)
-        for site, its in zip(placed, surroundings, strict=True)
+        for site, its in zip(placed, contexts, strict=True)
         if site.group.engine != "cornplug"
     ]
     front = routers(plan, placed, transfer=transfer)
     return [
-        *_stores(plan, placed, surroundings),
+        *_stores(plan, placed, contexts),
         *_kv_servers(placed, transfer),
-        *_encoders(plan, placed, surroundings),
+        *_encoders(plan, placed, contexts),
         *engines,
         *(_router(one) for one in front if one.argv),
     ]
@@ -138,9 +138,9 @@ def _down(share: float) -> float:
 
 
 def _stores(
-    plan: Plan, placed: Sequence[ReplicaAddress], surroundings: Sequence[GroupContext]
+    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    wanting = [s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything]
+    wanting = [s.host for s, a in zip(placed, contexts, strict=True) if a.sharing.anything]
     size = max(store_gib(plan), LEAST_STORE_GIB)
     return [
         LaunchCommand(
@@ -163,9 +163,9 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
     pairs = [s for s in placed if s.group.engine == "vllm" and role_of(s.group) != "PD" and s.group.kv]
     found = []
     for number, host in enumerate(dict.fromkeys(s.host for s in pairs)):
-        here = [s.group for s in pairs if s.host == host]
+        local = [s.group for s in pairs if s.host == host]
         # Each replica's buffer, of all its ranks: the server holds whole pages of all heads.
-        size = sum(transfers.buffer_bytes(group.kv) for group in here if group.kv) / 2**30
+        size = sum(transfers.buffer_bytes(group.kv) for group in local if group.kv) / 2**30
         argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
         found.append(
             LaunchCommand(
@@ -176,38 +176,45 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 
 
 def _encoders(
-    plan: Plan, placed: Sequence[ReplicaAddress], surroundings: Sequence[GroupContext]
+    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
     """A group's replicas on one host are one service of several processes, behind one socket."""
-    stored = {s.host for s, a in zip(placed, surroundings, strict=True) if a.sharing.anything}
-    together: dict[tuple[str, str], list[ReplicaAddress]] = {}
+    stored = {s.host for s, a in zip(placed, contexts, strict=True) if a.sharing.anything}
+    by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
         if site.group.engine == "cornplug":
-            together.setdefault((site.group.name, site.host), []).append(site)
+            by_service.setdefault((site.group.name, site.host), []).append(site)
     asked = [s.group.engine == "sglang" for s in placed]
-    named = [url for a, by in zip(surroundings, asked, strict=True) if by for url in a.encoder_urls]
+    named = [url for a, by in zip(contexts, asked, strict=True) if by for url in a.encoder_urls]
     return [
         _encoder(
             plan,
-            here,
+            local,
             number=number,
             store=host in stored,
-            sglang=any(url == here[0].url or url.startswith(f"{here[0].url}/") for url in named),
+            sglang=any(url == local[0].url or url.startswith(f"{local[0].url}/") for url in named),
         )
-        for number, ((_, host), here) in enumerate(together.items())
+        for number, ((_, host), local) in enumerate(by_service.items())
     ]
 
 
 def _encoder(
-    plan: Plan, here: Sequence[ReplicaAddress], *, number: int, store: bool, sglang: bool
+    plan: Plan, local: Sequence[ReplicaAddress], *, number: int, store: bool, sglang: bool
 ) -> LaunchCommand:
-    site = here[0]
-    devices = sorted({device for one in here for device in one.devices})
+    site = local[0]
+    devices = sorted({device for one in local for device in one.devices})
     cpu = is_cpu(site.group)
     argv = ["cornplug", "encoder"]
     for model in site.group.encoder_models or [site.group.model]:
         argv += ["--model", model]
-    argv += ["--device", "cpu" if cpu else "cuda", "--host", bind(plan, site.host), "--port", str(site.port)]
+    argv += [
+        "--device",
+        "cpu" if cpu else "cuda",
+        "--host",
+        bind_address(plan, site.host),
+        "--port",
+        str(site.port),
+    ]
     # Engines of other hosts ask without keys: the plan's network is the operator's.
     argv += ["--allow-anonymous", "--names", site.host]
     argv += ["--socket", encoder_socket(site)]
@@ -218,8 +225,8 @@ def _encoder(
     env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     if plan.reservations:
         env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
-    shared = len(here) - len(devices)
-    remark = f"{shared} of its {len(here)} replicas share a device with another: one process"
+    shared = len(local) - len(devices)
+    remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
     return LaunchCommand(
         site.group.name,
         number,
@@ -228,7 +235,7 @@ def _encoder(
         env,
         "encoder",
         site.port,
-        _health(site.port, bind(plan, site.host)),
+        _health(site.port, bind_address(plan, site.host)),
         cores=tuple(devices) if cpu else (),
         beside_others=site.group.share < 1,
         remarks=(remark,) if shared else (),
@@ -259,7 +266,7 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         env,
         "engine" if argv else "external",
         site.port,
-        None if site.rank or not argv else _health(site.port, its.bind),
+        None if site.rank or not argv else _health(site.port, its.bind_address),
         rank=site.rank,
         cores=site.devices if is_cpu(group) and argv else (),
         beside_others=group.share < 1,

@@ -47,7 +47,7 @@ class StoreSharing:
 
 @dataclass(frozen=True)
 class GroupContext:
-    bind: str
+    bind_address: str
     """Address that servers listen at."""
     role: Role
     transfer: Transfer
@@ -82,7 +82,7 @@ def is_cpu(group: ReplicaGroup) -> bool:
     return group.gpu.startswith("cpu")
 
 
-def bind(plan: Plan, host: str) -> str:
+def bind_address(plan: Plan, host: str) -> str:
     """What a server on `host` listens at: of a plan of one host nothing is offered elsewhere."""
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
@@ -104,7 +104,7 @@ def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
         for route in plan.routes
         if any(group.name in stage.groups for stage in route.stages)
     }
-    return [one for one in plan.outlook if (one.app, one.request) in visitors]
+    return [one for one in plan.latency_forecasts if (one.app, one.request) in visitors]
 
 
 def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
@@ -141,7 +141,7 @@ def store_gib(plan: Plan) -> float:
     return sum(cache.gib for cache in plan.caches)
 
 
-def around(
+def context_for(
     plan: Plan, site: ReplicaAddress, placed: list[ReplicaAddress] | None = None, *, transfer: Transfer
 ) -> GroupContext:
     """Surroundings of one engine's process."""
@@ -153,11 +153,11 @@ def around(
     bounds = [one.slo_ttft_s for one in visiting if one.slo_ttft_s is not None]
     role = role_of(group)
     return GroupContext(
-        bind=bind(plan, site.host),
+        bind_address=bind_address(plan, site.host),
         role=role,
         transfer=transfer,
         sharing=_sharing(plan, site, encoders),
-        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in one_a_host(encoders))),
+        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in one_per_host(encoders))),
         by_value=_by_value(plan, group, placed),
         pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
@@ -169,7 +169,7 @@ def around(
     )
 
 
-def one_a_host(encoders: list[ReplicaAddress]) -> list[ReplicaAddress]:
+def one_per_host(encoders: list[ReplicaAddress]) -> list[ReplicaAddress]:
     """A group's replicas on one host are one service."""
     first: dict[tuple[str, str], ReplicaAddress] = {}
     for site in encoders:
@@ -179,7 +179,7 @@ def one_a_host(encoders: list[ReplicaAddress]) -> list[ReplicaAddress]:
 
 def _sharing(plan: Plan, site: ReplicaAddress, encoders: list[ReplicaAddress]) -> StoreSharing:
     group = site.group
-    beside = [e for e in one_a_host(encoders) if e.host == site.host]
+    beside = [e for e in one_per_host(encoders) if e.host == site.host]
     fitting = [e for e in beside if group.model in e.group.encoder_models] or beside
     role = role_of(group)
     encoded = {name for e in encoders for name in e.group.components}

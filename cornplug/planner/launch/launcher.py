@@ -131,8 +131,8 @@ def _chosen(
             f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}; once all serve, "
             "`cornplug launch plan.json --routers`.",
         )
-    apart = len(hosts) > 1
-    return [c for c in found if c.host.strip("${}") == host and not (apart and c.kind == "router")]
+    several = len(hosts) > 1
+    return [c for c in found if c.host.strip("${}") == host and not (several and c.kind == "router")]
 
 
 def end(processes: Sequence[CommandProcess]) -> None:

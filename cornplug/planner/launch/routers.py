@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, ReplicaAddress
-from cornplug.planner.launch.group_context import around, caches_for, one_a_host
+from cornplug.planner.launch.group_context import caches_for, context_for, one_per_host
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup, RouteStage
 
@@ -106,7 +106,7 @@ def entries(
 
     Where clients are to encode first, and send the rows, "encoders" says whom to ask.
     """
-    priority = {f"{one.app}/{one.request}": -one.priority for one in plan.outlook}
+    priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
     rates: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
@@ -121,9 +121,13 @@ def _asked_by_clients(
 ) -> list[str]:
     encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
     reader = next(s for s in placed if s.group.name in (pool.serving or pool.prefill))
-    if pool.engine != "vllm" or not encoders or not around(plan, reader, [*placed], transfer="nixl").by_value:
+    if (
+        pool.engine != "vllm"
+        or not encoders
+        or not context_for(plan, reader, [*placed], transfer="nixl").by_value
+    ):
         return []
-    return [site.url for site in one_a_host([s for s in placed if s.group.name in encoders])]
+    return [site.url for site in one_per_host([s for s in placed if s.group.name in encoders])]
 
 
 def _normalised(urls: Mapping[tuple[str, ...], float]) -> list[dict[str, Any]]:
@@ -166,7 +170,7 @@ def _argv(
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Bounds before a pair: SGLang's servers have none of their own there."""
-    bounds = [around(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
+    bounds = [context_for(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
     ttft = min((b for b in bounds if b is not None), default=None)
     if ttft is None:
         return []

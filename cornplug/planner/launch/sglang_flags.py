@@ -22,35 +22,35 @@ _MOST_GRAPHS: Final = 512
 _BESIDE_OTHERS: Final = "0.9"
 
 
-def argv(site: ReplicaAddress, around: GroupContext) -> list[str]:
+def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
     group, settings = site.group, settings_of(site.group)
     return [
         "python", "-m", "sglang.launch_server", "--model-path", group.model,
-        "--host", around.bind, "--port", str(site.port), "--enable-metrics",
+        "--host", context.bind_address, "--port", str(site.port), "--enable-metrics",
         *_parallel(site),
-        *_batches(group, settings, around),
+        *_batches(group, settings, context),
         *_memory(group, settings),
-        *_precision(group, around),
-        *_attention(group, around),
+        *_precision(group, context),
+        *_attention(group, context),
         *_speculation(settings),
-        *_schedule(group, settings, around),
-        *_pair(site, around),
-        *_encoding(group, around),
-        *_sharing(around),
+        *_schedule(group, settings, context),
+        *_pair(site, context),
+        *_encoding(group, context),
+        *_sharing(context),
     ]  # fmt: skip
 
 
-def env(site: ReplicaAddress, around: GroupContext) -> dict[str, str]:
+def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     """What has no flag."""
     group = site.group
     # Else each health check computes a token.
-    found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | around.sharing.env
+    found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | context.sharing.env
     if is_cpu(group):
         found |= _CPU_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
-    if around.unequal_pair and group.kv is not None:
+    if context.unequal_pair and group.kv is not None:
         found |= kv_transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
     return found
 
@@ -67,7 +67,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
     return flags
 
 
-def _batches(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
+def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
     page = kv_transfer.LEAST_PAGE_TOKENS
     chunk = max(settings.chunk_tokens // page, 1) * page
@@ -76,7 +76,7 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, around: GroupContext
         "--max-running-requests", str(settings.max_batch),
         "--chunked-prefill-size", str(chunk),
     ]  # fmt: skip
-    if not is_cpu(group) and around.role != "P":
+    if not is_cpu(group) and context.role != "P":
         flags += ["--cuda-graph-max-bs-decode", str(min(settings.max_batch, _MOST_GRAPHS))]
     return flags
 
@@ -91,23 +91,23 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     return ["--mem-fraction-static", f"{settings.memory_share:.4g}"]
 
 
-def _precision(group: ReplicaGroup, around: GroupContext) -> list[str]:
+def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
     """AWQ and GPTQ stand in the checkpoint; naming them would keep SGLang from its faster kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8_e4m3"]
-    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+    if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
         flags += ["--dtype", "bfloat16"]
     return flags
 
 
-def _attention(group: ReplicaGroup, around: GroupContext) -> list[str]:
+def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     if is_cpu(group):
         flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
         return [*flags, "--mm-attention-backend", "sdpa"] if "E" in group.tasks else flags
-    backend = backend_of(group, around.pair_gpus)
+    backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
-    if group.kv is not None and ((backend is not None and group.kv.mla) or around.role != "PD"):
+    if group.kv is not None and ((backend is not None and group.kv.mla) or context.role != "PD"):
         flags += ["--page-size", str(kv_transfer.page_tokens(group.kv))]
     return flags
 
@@ -126,36 +126,36 @@ def _speculation(settings: EngineSettings) -> list[str]:
     ]  # fmt: skip
 
 
-def _schedule(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
+def _schedule(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     """SGLang has priorities with the policies "fcfs" and "lof" only, and bounds no queue of a pair:
     there the router does."""
     flags: list[str] = []
-    if around.ranks_requests:
+    if context.ranks_requests:
         # vLLM's direction, so that a request's priority means one thing in both engines.
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
         # As vLLM takes a request that says nothing.
         flags += ["--default-priority-value", "0", "--retraction-policy", "priority"]
         flags += ["--schedule-policy", "fcfs"]
-    elif around.role != "D" and group.workload != "offline":
+    elif context.role != "D" and group.workload != "offline":
         flags += ["--schedule-policy", "lpm" if group.workload == "online" else "hrrn"]
-    if around.role == "PD" and group.workload == "semi-online":
+    if context.role == "PD" and group.workload == "semi-online":
         flags += ["--prefill-decode-interval", "4"]
     if group.workload == "offline":
         flags += ["--stream-interval", "10"]
-        if around.role == "PD" and settings.speculative == "none":
+        if context.role == "PD" and settings.speculative == "none":
             flags += ["--enable-mixed-chunk"]
-    if group.workload == "online" and around.role == "PD" and around.ttft_s is not None and group.capacity:
-        flags += ["--max-queued-requests", str(math.ceil(max(group.capacity.values()) * around.ttft_s) or 1)]
+    if group.workload == "online" and context.role == "PD" and context.ttft_s is not None and group.capacity:
+        flags += ["--max-queued-requests", str(math.ceil(max(group.capacity.values()) * context.ttft_s) or 1)]
     return flags
 
 
-def _pair(site: ReplicaAddress, around: GroupContext) -> list[str]:
-    if around.role == "PD":
+def _pair(site: ReplicaAddress, context: GroupContext) -> list[str]:
+    if context.role == "PD":
         return []
-    backend = "mooncake" if around.transfer == "mooncake" else "nixl"
-    flags = ["--disaggregation-mode", "prefill" if around.role == "P" else "decode"]
+    backend = "mooncake" if context.transfer == "mooncake" else "nixl"
+    flags = ["--disaggregation-mode", "prefill" if context.role == "P" else "decode"]
     flags += ["--disaggregation-transfer-backend", backend]
-    if around.role == "P":
+    if context.role == "P":
         flags += ["--disaggregation-bootstrap-port", str(site.bootstrap_port)]
     if _may_switch(site.group, backend):
         flags += ["--enable-pd-role-switch"]
@@ -168,10 +168,10 @@ def _may_switch(group: ReplicaGroup, backend: str) -> bool:
     return backend == "mooncake" and group.pp == 1 and not speculates
 
 
-def _encoding(group: ReplicaGroup, around: GroupContext) -> list[str]:
-    if around.encoder_urls:
+def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:
+    if context.encoder_urls:
         return [
-            "--language-only", "--encoder-urls", *around.encoder_urls,
+            "--language-only", "--encoder-urls", *context.encoder_urls,
             "--encoder-transfer-backend", "zmq_to_scheduler",
         ]  # fmt: skip
     if "E" not in group.tasks:
@@ -180,8 +180,8 @@ def _encoding(group: ReplicaGroup, around: GroupContext) -> list[str]:
     return ["--enable-multimodal", *data]
 
 
-def _sharing(around: GroupContext) -> list[str]:
-    sharing = around.sharing
+def _sharing(context: GroupContext) -> list[str]:
+    sharing = context.sharing
     if not sharing.anything:
         return []
     flags = ["--enable-cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]

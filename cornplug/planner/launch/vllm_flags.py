@@ -16,42 +16,42 @@ from cornplug.planner.plan import EngineSettings, ReplicaGroup
 _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
-def argv(site: ReplicaAddress, around: GroupContext) -> list[str]:
+def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
     group, settings = site.group, settings_of(site.group)
     return [
-        "vllm", "serve", group.model, "--host", around.bind, "--port", str(site.port),
+        "vllm", "serve", group.model, "--host", context.bind_address, "--port", str(site.port),
         *_parallel(site),
         *_batches(group, settings),
         *_memory(group, settings),
-        *_precision(group, around),
-        *_attention(group, around),
+        *_precision(group, context),
+        *_attention(group, context),
         *_speculation(settings),
         *_by_workload(group),
-        *_admission(group, settings, around),
-        *_connectors(group, around),
-        "--shutdown-timeout", str(around.drain_s),
+        *_admission(group, settings, context),
+        *_connectors(group, context),
+        "--shutdown-timeout", str(context.drain_s),
     ]  # fmt: skip
 
 
-def env(site: ReplicaAddress, around: GroupContext) -> dict[str, str]:
+def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     """What has no flag."""
-    found = dict(around.sharing.env)
+    found = dict(context.sharing.env)
     if is_cpu(site.group):
         found |= _CPU_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
-    if around.role != "PD" and around.transfer == "nixl":
+    if context.role != "PD" and context.transfer == "nixl":
         found |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": site.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(site.side_port),
         }
-    if around.role == "P" and around.transfer == "mooncake":
+    if context.role == "P" and context.transfer == "mooncake":
         found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(site.bootstrap_port)
-    if around.role != "PD" and around.transfer == "lmcache":
+    if context.role != "PD" and context.transfer == "lmcache":
         # Its keys are Python's hashes: both sides must make the same.
         found["PYTHONHASHSEED"] = "0"
-    if around.admits:
+    if context.admits:
         found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
     return found
 
@@ -109,21 +109,21 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     return [*share, *exact] if group.share < 1 else share
 
 
-def _precision(group: ReplicaGroup, around: GroupContext) -> list[str]:
+def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
     """AWQ and GPTQ stand in the checkpoint; naming them would keep vLLM from its faster kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8"]
-    if around.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+    if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
         # As the encoder service's own: embeddings and KV of another dtype are others.
         flags += ["--dtype", "bfloat16"]
     return flags
 
 
-def _attention(group: ReplicaGroup, around: GroupContext) -> list[str]:
-    backend = backend_of(group, around.pair_gpus)
+def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
+    backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
-    if group.kv is not None and (group.kv.mla or around.role != "PD"):
+    if group.kv is not None and (group.kv.mla or context.role != "PD"):
         flags += ["--block-size", str(kv_transfer.page_tokens(group.kv))]
     return flags
 
@@ -147,27 +147,27 @@ def _by_workload(group: ReplicaGroup) -> list[str]:
     return ["--performance-mode", "interactivity"] if group.workload == "online" else []
 
 
-def _admission(group: ReplicaGroup, settings: EngineSettings, around: GroupContext) -> list[str]:
+def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
-    flags = ["--scheduling-policy", "priority"] if around.ranks_requests else []
+    flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
     rate = settings.prefill_tokens_s
-    if group.workload == "online" and around.role != "D" and around.ttft_s is not None and rate:
+    if group.workload == "online" and context.role != "D" and context.ttft_s is not None and rate:
         flags += [
             "--max-num-queued-tokens",
-            str(max(math.ceil(around.ttft_s * rate), settings.max_model_len)),
+            str(max(math.ceil(context.ttft_s * rate), settings.max_model_len)),
         ]
-    if around.admits:
+    if context.admits:
         flags += ["--middleware", "cornplug.vllm_connector.admission.Admission"]
     return flags
 
 
-def _connectors(group: ReplicaGroup, around: GroupContext) -> list[str]:
-    sharing = around.sharing
+def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
+    sharing = context.sharing
     # Services on other hosts are asked by the clients, who then send the rows.
-    remote = ["--enable-mm-embeds"] if around.by_value else []
-    if around.role == "PD":
+    remote = ["--enable-mm-embeds"] if context.by_value else []
+    if context.role == "PD":
         return [*_short(sharing), *remote]
-    connectors = [kv_transfer.vllm_config(around.role, around.transfer)]
+    connectors = [kv_transfer.vllm_config(context.role, context.transfer)]
     if sharing.kv:
         connectors.append(_ours(sharing, "kv_connector", "CornplugConnector"))
     flags = ["--kv-transfer-config", json.dumps(kv_transfer.vllm_together(*connectors))]

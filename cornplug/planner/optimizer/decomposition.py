@@ -25,7 +25,7 @@ from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.optimizer.solution import Values
 from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.subproblems import alone, groups
+from cornplug.planner.optimizer.subproblems import groups, subproblem
 from cornplug.planner.optimizer.variables import PoolModel
 
 Build = Callable[[OptimizationProblem], PoolModel]
@@ -39,51 +39,52 @@ SPREAD = 0.03
 
 
 def least_cost(
-    model: PoolModel, money: Any, settings: SolverOptions, seconds: float, tell: Tell | None, build: Build
+    model: PoolModel, cost: Any, settings: SolverOptions, seconds: float, tell: Tell | None, build: Build
 ) -> tuple[SolverRun, Values | None]:
     """The cheapest plan found, and what was proven of it."""
-    best = Incumbent(model, money, settings, seconds, tell)
-    quick = best.improve(money, QUICK)
+    best = Incumbent(model, cost, settings, seconds, tell)
+    quick = best.improve(cost, QUICK)
     if quick.status == "infeasible" or best.proven:
         return best.run("infeasible" if quick.status == "infeasible" else None), best.values
-    prices = gpu_prices(model, money)
-    potential = money + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
+    prices = gpu_prices(model, cost)
+    potential = cost + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
     if best.values is None:
         best.improve(potential, POTENTIAL)
-    rounds(best, [build(alone(model.pool, part)) for part in groups(model.pool)], potential)
+    rounds(best, [build(subproblem(model.pool, part)) for part in groups(model.pool)], potential)
     if best.proven:
         return best.run(), best.values
-    last = best.improve(money, 1.0)
+    last = best.improve(cost, 1.0)
     return best.run("infeasible" if last.status == "infeasible" else None), best.values
 
 
-def gpu_prices(model: PoolModel, money: Any) -> dict[str, float]:
+def gpu_prices(model: PoolModel, cost: Any) -> dict[str, float]:
     """Cell -> what the GPUs of one replica cost, in the money's unit."""
     return {
-        c.name: money.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus
-        for c in model.pool.cells
+        c.name: cost.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus for c in model.pool.cells
     }
 
 
 def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
     """Groups alone, then the whole over the cells that they chose, until the time is up."""
     model, chance = best.model, np.random.default_rng(0)
-    worth, worthy = gpu_worth(best), set[str]()
+    gpu_values, candidate_cells = shadow_prices(best), set[str]()
     end = time.monotonic() + best.seconds_for(ROUNDS)
     for i in count():
-        spread = {n: worth[n] * (chance.uniform(1 - SPREAD, 1 + SPREAD) if i else 1.0) for n in worth}
-        worthy |= bound_groups(best, parts, spread)
+        spread = {
+            n: gpu_values[n] * (chance.uniform(1 - SPREAD, 1 + SPREAD) if i else 1.0) for n in gpu_values
+        }
+        candidate_cells |= bound_groups(best, parts, spread)
         if best.values is not None:
-            worthy |= {name for name, x in model.x.items() if best.values[x] > 0.5}
-        with without(model, model.x.keys() - worthy):
+            candidate_cells |= {name for name, x in model.x.items() if best.values[x] > 0.5}
+        with without(model, model.x.keys() - candidate_cells):
             best.improve(potential, CHOSEN, gap=best.settings.gap / 10)
         if i == 0:
-            best.improve(best.money, ROOT)
+            best.improve(best.cost, ROOT)
         if best.proven or time.monotonic() > end:
             return
 
 
-def bound_groups(best: Incumbent, parts: list[PoolModel], worth: Mapping[str, float]) -> set[str]:
+def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[str, float]) -> set[str]:
     """Adds a row for each group: at these prices of GPUs its replicas cost at least this.
 
     The rows follow from the others: they are no reasons for a plan. Returns the cells that the
@@ -96,11 +97,11 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], worth: Mapping[str, fl
             break
         for z in part.z.values():
             z.cat = LpContinuous  # GPUs are paid for one by one
-        part.problem.setObjective(lpSum(worth[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
+        part.problem.setObjective(lpSum(gpu_values[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
         limits = SolverLimits(best.settings.gap / 5, seconds, best.settings.threads)
         run = run_solver(part.problem, limits)
         if run.bound > 0:
-            dollars = lpSum(worth[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
+            dollars = lpSum(gpu_values[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
             # A hair below: rounding must not cut off the very plan that proved it
             best.model.problem.addConstraint(dollars >= run.bound * (1 - 1e-7))
         if run.status in ("optimal", "feasible"):
@@ -108,17 +109,17 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], worth: Mapping[str, fl
     return used
 
 
-def gpu_worth(best: Incumbent) -> dict[str, float]:
+def shadow_prices(best: Incumbent) -> dict[str, float]:
     """Node class -> what one GPU is worth: its price, or more where the stock binds.
 
     That much more is the relaxation's shadow price of the class's GPUs.
     """
     model = best.model
-    model.problem.setObjective(best.money)
+    model.problem.setObjective(best.cost)
     relax(model.problem)
     return {
         name: max(
-            best.money.get(z, 0.0) / model.nodes[name].gpus,
+            best.cost.get(z, 0.0) / model.nodes[name].gpus,
             -(model.rows[f"packing[{name}]"].pi or 0.0),
         )
         for name, z in model.z.items()

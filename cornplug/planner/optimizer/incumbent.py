@@ -21,9 +21,9 @@ class Incumbent:
     """Of one model and its money; `tell` hears of every improvement."""
 
     def __init__(
-        self, model: PoolModel, money: Any, settings: SolverOptions, seconds: float, tell: Tell | None
+        self, model: PoolModel, cost: Any, settings: SolverOptions, seconds: float, tell: Tell | None
     ) -> None:
-        self.model, self.money, self.settings = model, money, settings
+        self.model, self.cost, self.settings = model, cost, settings
         self.began, self.seconds, self.tell = time.monotonic(), seconds, tell
         self.values: Values | None = None
         self.dollars, self.bound = inf, -inf
@@ -40,24 +40,24 @@ class Incumbent:
 
     def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
         """One call of the solver, from the best plan; what it finds is kept where it is cheaper."""
-        model, is_money = self.model, goal is self.money
+        model, is_cost = self.model, goal is self.cost
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
             variable.varValue = value
         limits = SolverLimits(
             self.settings.gap if gap is None else gap, self.seconds_for(share), self.settings.threads
         )
-        watch = self._watch() if is_money else None
+        watch = self._watch() if is_cost else None
         run = run_solver(model.problem, limits, watch, start=self.values is not None)
         if run.status in ("optimal", "feasible"):
-            self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_money)
-        if is_money:
+            self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_cost)
+        if is_cost:
             self.raise_bound(run.bound)
         return run
 
     def _keep(self, values: Values, *, equals: bool) -> None:
         """Of plans that cost the same, the one that is better by a potential leads on."""
-        dollars = sum(weight * values[v] for v, weight in self.money.items())
+        dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
             self.dollars, self.values = dollars, values
             self._note(self.dollars, self.bound)

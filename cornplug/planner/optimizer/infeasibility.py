@@ -18,7 +18,7 @@ from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.optimization_problem import CapacityShortfall, OptimizationProblem
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.transition_costs import dear
+from cornplug.planner.optimizer.transition_costs import counted_switches
 from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED = 10**6
@@ -79,8 +79,12 @@ class Relaxation:
 
 def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) -> PlanInfeasible:
     """The error that tells how to make the pool feasible."""
-    found = [list(shortfall) for lift in lifts(pool) if (shortfall := _try(lift, settings, build))]
-    ways = " Or: ".join("; ".join(text(s) for s in way) for way in found)
+    found = [
+        list(shortfall)
+        for relaxation in relaxations(pool)
+        if (shortfall := _try(relaxation, settings, build))
+    ]
+    ways = " Or: ".join("; ".join(text(s) for s in remedy) for remedy in found)
     return PlanInfeasible("no plan: " + (ways or "several constraints together allow none."))
 
 
@@ -89,16 +93,16 @@ def text(shortfall: CapacityShortfall) -> str:
     return f"{s.constraint}: {s.allowed:.4g} {s.unit}, {s.needed:.4g} needed. {s.remedy}"
 
 
-def _try(lift: Relaxation, settings: SolverOptions, build: Build) -> list[CapacityShortfall]:
-    model = build(lift.pool)
-    model.problem.setObjective(lift.excess(model))
+def _try(relaxation: Relaxation, settings: SolverOptions, build: Build) -> list[CapacityShortfall]:
+    model = build(relaxation.pool)
+    model.problem.setObjective(relaxation.excess(model))
     run = run_solver(model.problem, SolverLimits(0.02, SECONDS, settings.threads))
-    return list(lift.tell(model)) if run.status in ("optimal", "feasible") else []
+    return list(relaxation.tell(model)) if run.status in ("optimal", "feasible") else []
 
 
-def lifts(pool: OptimizationProblem) -> Iterator[Relaxation]:
+def relaxations(pool: OptimizationProblem) -> Iterator[Relaxation]:
     yield _stock(pool)
-    if pool.running is not None and pool.running.max_changes is not None:
+    if pool.current is not None and pool.current.max_changes is not None:
         yield _changes(pool)
     if pool.limits.spare:
         yield _spare(pool)
@@ -125,25 +129,25 @@ def _stock(pool: OptimizationProblem) -> Relaxation:
                     f"stock[{name}]", limit[name], needed, "nodes", f"Raise the stock of {name} to {needed}."
                 )
 
-    lifted = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
-    return Relaxation(replace(pool, nodes=lifted), excess, tell)
+    relaxed = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
+    return Relaxation(replace(pool, nodes=relaxed), excess, tell)
 
 
 def _changes(pool: OptimizationProblem) -> Relaxation:
-    running = pool.running
+    running = pool.current
     assert running is not None
     allowed = running.max_changes or 0
 
     def excess(model: PoolModel) -> Any:
-        return lpSum(model.a.values()) + lpSum(dear(model, running))
+        return lpSum(model.a.values()) + lpSum(counted_switches(model, running))
 
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
-        needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *dear(model, running)]))
+        needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *counted_switches(model, running)]))
         yield CapacityShortfall(
             "change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}."
         )
 
-    return Relaxation(replace(pool, running=replace(running, max_changes=None)), excess, tell)
+    return Relaxation(replace(pool, current=replace(running, max_changes=None)), excess, tell)
 
 
 def _spare(pool: OptimizationProblem) -> Relaxation:
@@ -154,8 +158,8 @@ def _spare(pool: OptimizationProblem) -> Relaxation:
             f"spare[{names}]", 0, 1, "replicas that may be lost", "Or plan without: rules.n_plus_one = false."
         )
 
-    lifted = replace(pool, limits=replace(pool.limits, spare=frozenset()))
-    return Relaxation(lifted, lambda model: lpSum(model.x.values()), tell)
+    relaxed = replace(pool, limits=replace(pool.limits, spare=frozenset()))
+    return Relaxation(relaxed, lambda model: lpSum(model.x.values()), tell)
 
 
 def _network(pool: OptimizationProblem) -> Relaxation:

@@ -52,17 +52,17 @@ class SolveGoal:
 
 def goals(model: PoolModel) -> list[SolveGoal]:
     """In their order: a later one chooses among the plans that are best by the earlier ones."""
-    first = {"cost": [], "goodput": [goodput(model)], "max-min": [least_share(model), goodput(model)]}
-    return [*first[model.pool.objective], money(model), neatness(model)]
+    first = {"cost": [], "goodput": [goodput(model)], "max-min": [min_served_fraction(model), goodput(model)]}
+    return [*first[model.pool.objective], cost_objective(model), tie_break(model)]
 
 
-def money(model: PoolModel) -> SolveGoal:
+def cost_objective(model: PoolModel) -> SolveGoal:
     """Dollars an hour; when re-planning, dollars over the horizon, changes included."""
     nodes = lpSum(node.price * model.z[name] for name, node in model.nodes.items())
-    running = model.pool.running
-    if running is None:
+    current = model.pool.current
+    if current is None:
         return SolveGoal("money", nodes)
-    return SolveGoal("money", running.horizon_hours * nodes + transition_costs.cost(model))
+    return SolveGoal("money", current.horizon_hours * nodes + transition_costs.cost(model))
 
 
 def goodput(model: PoolModel) -> SolveGoal:
@@ -72,11 +72,11 @@ def goodput(model: PoolModel) -> SolveGoal:
     )
 
 
-def least_share(model: PoolModel) -> SolveGoal:
-    return SolveGoal("least_share", 1 * model.least, -1)
+def min_served_fraction(model: PoolModel) -> SolveGoal:
+    return SolveGoal("least_share", 1 * model.min_served, -1)
 
 
-def neatness(model: PoolModel) -> SolveGoal:
+def tie_break(model: PoolModel) -> SolveGoal:
     """The tie-break: GPUs taken at their price, plus each cell's preference (3 % at most).
 
     It is a goal of its own, after the money and with the nodes held as they are, instead of a
@@ -104,8 +104,8 @@ def constrain(model: PoolModel) -> None:
     network(model)
     cache(model)
     spare(model)
-    if model.pool.running is not None:
-        transition_costs.constrain(model, model.pool.running)
+    if model.pool.current is not None:
+        transition_costs.constrain(model, model.pool.current)
 
 
 def demand(model: PoolModel) -> None:
@@ -115,7 +115,7 @@ def demand(model: PoolModel) -> None:
         cost = model.pool.objective == "cost"
         model.add(f"demand[{u.name}]", served == u.rate if cost else served <= u.rate)
         if model.pool.objective == "max-min":
-            model.add(f"share[{u.name}]", served >= u.rate * model.least)
+            model.add(f"share[{u.name}]", served >= u.rate * model.min_served)
 
 
 def flow(model: PoolModel) -> None:
@@ -250,8 +250,8 @@ def stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
 def build(pool: OptimizationProblem) -> PoolModel:
     """Variables and all constraints, without an objective."""
     model = PoolModel(pool)
-    if pool.running is not None:
-        transition_costs.variables(model, pool.running)
+    if pool.current is not None:
+        transition_costs.variables(model, pool.current)
     constrain(model)
     return model
 
@@ -276,8 +276,8 @@ def solve(
     wanted = goals(model)
     seconds = _seconds(wanted, 0, settings, began)
     if pool.objective == "cost":
-        money = wanted[0].expression
-        first, values = decomposition.least_cost(model, money, settings, seconds, progress, build)
+        cost_objective = wanted[0].expression
+        first, values = decomposition.least_cost(model, cost_objective, settings, seconds, progress, build)
     else:
         first, values = _minimise(model, wanted[0], settings, seconds, progress)
     if first.status == "infeasible":
@@ -329,7 +329,7 @@ def _seconds(wanted: list[SolveGoal], i: int, settings: SolverOptions, began: fl
 
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
-    """What an earlier goal reached stays. For the tie-break, so do the nodes: see `neatness`."""
+    """What an earlier goal reached stays. For the tie-break, so do the nodes: see `tie_break`."""
     reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
     allowed = reached + 1e-7 * max(1.0, abs(reached))
     # No law of the pool, and so no row by name: it must not be given as a plan's reason

@@ -110,7 +110,7 @@ class CurrentState:
 
     replicas: Mapping[str, int]
     """Cell -> replicas."""
-    young: Mapping[str, int] = field(default_factory=dict)
+    below_min_dwell: Mapping[str, int] = field(default_factory=dict)
     """Cell -> replicas that have not run for the minimum dwell yet: they stay."""
     start_cost: Mapping[str, float] = field(default_factory=dict)
     """Cell -> dollars to start one replica."""
@@ -131,7 +131,7 @@ class OptimizationProblem:
     levels: tuple[CacheLevel, ...] = ()
     limits: PoolLimits = PoolLimits()
     objective: Literal["cost", "goodput", "max-min"] = "cost"
-    running: CurrentState | None = None
+    current: CurrentState | None = None
 
 
 @dataclass(frozen=True)

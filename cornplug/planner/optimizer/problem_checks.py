@@ -109,11 +109,16 @@ def _variants(pool: OptimizationProblem) -> None:
 
 
 def _running(pool: OptimizationProblem) -> None:
-    if pool.running is None:
+    if pool.current is None:
         return
     cells = {c.name for c in pool.cells}
-    for name, count in pool.running.replicas.items():
-        field = f"running.replicas[{name}]"
+    for name, count in pool.current.replicas.items():
+        field = f"current.replicas[{name}]"
         _require(name in cells, field, "is no cell of the pool", "Keep the cells that run in the pool.")
-        young = pool.running.young.get(name, 0)
-        _require(0 <= young <= count, field, f"{young} of {count} are young", "Not more than run.")
+        below_min_dwell = pool.current.below_min_dwell.get(name, 0)
+        _require(
+            0 <= below_min_dwell <= count,
+            field,
+            f"{below_min_dwell} of {count} are below the minimum dwell",
+            "Not more than run.",
+        )

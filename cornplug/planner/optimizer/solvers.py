@@ -90,9 +90,9 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def callSolver(self, lp: Any) -> None:
         if self.start:
-            given = HighsSolution()
-            given.col_value = [v.varValue or 0.0 for v in lp.variables()]
-            lp.solverModel.setSolution(given)
+            start = HighsSolution()
+            start.col_value = [v.varValue or 0.0 for v in lp.variables()]
+            lp.solverModel.setSolution(start)
         super().callSolver(lp)
 
 

@@ -17,11 +17,11 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
     """A partition of the services that variants need."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
-        ways = [frozenset(need.service for need in v.needs) for v in pool.variants if v.demand == u.name]
-        if not ways:
+        variants = [frozenset(need.service for need in v.needs) for v in pool.variants if v.demand == u.name]
+        if not variants:
             continue
-        always = frozenset.intersection(*ways)
-        either = frozenset[str]().union(*ways) - always
+        always = frozenset.intersection(*variants)
+        either = frozenset[str]().union(*variants) - always
         for new in [either, *(frozenset({service}) for service in always)]:
             if new:
                 touched = [part for part in parts if part & new]
@@ -30,20 +30,22 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
     return parts
 
 
-def alone(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
+def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
     """The pool of one group: its cells, and what the demands ask of it."""
-    ways: dict[tuple[str, object], PathVariant] = {}
+    variants: dict[tuple[str, object], PathVariant] = {}
     for v in pool.variants:
         needs = tuple(need for need in v.needs if need.service in services)
-        ways.setdefault((v.demand, needs), replace(v, needs=needs, levels=frozenset(), network=0.0))
-    here = {u for (u, needs) in ways if needs}
+        variants.setdefault((v.demand, needs), replace(v, needs=needs, levels=frozenset(), network=0.0))
+    demands = {u for (u, needs) in variants if needs}
     cells = [c for c in pool.cells if c.service in services]
     return replace(
         pool,
-        cells=tuple(replace(c, capacity={u: r for u, r in c.capacity.items() if u in here}) for c in cells),
-        demands=tuple(u for u in pool.demands if u.name in here),
-        variants=tuple(v for v in ways.values() if v.demand in here),
+        cells=tuple(
+            replace(c, capacity={u: r for u, r in c.capacity.items() if u in demands}) for c in cells
+        ),
+        demands=tuple(u for u in pool.demands if u.name in demands),
+        variants=tuple(v for v in variants.values() if v.demand in demands),
         levels=(),
         objective="cost",
-        running=None,
+        current=None,
     )

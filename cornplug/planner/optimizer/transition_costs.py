@@ -16,52 +16,52 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 def cost(model: PoolModel) -> Any:
     """Dollars for all starts and switches."""
-    running = model.pool.running
-    if running is None:
+    current = model.pool.current
+    if current is None:
         return 0.0
-    starts = lpSum(running.start_cost.get(name, 0.0) * a for name, a in model.a.items())
-    return starts + running.switch_cost * lpSum(dear(model, running))
+    starts = lpSum(current.start_cost.get(name, 0.0) * a for name, a in model.a.items())
+    return starts + current.switch_cost * lpSum(counted_switches(model, current))
 
 
-def constrain(model: PoolModel, running: CurrentState) -> None:
-    balance(model, running)
-    dwell(model, running)
-    change_budget(model, running)
+def constrain(model: PoolModel, current: CurrentState) -> None:
+    balance(model, current)
+    dwell(model, current)
+    change_budget(model, current)
 
 
-def variables(model: PoolModel, running: CurrentState) -> None:
+def variables(model: PoolModel, current: CurrentState) -> None:
     for i, cell in enumerate(model.pool.cells):
-        now = running.replicas.get(cell.name, 0)
+        now = current.replicas.get(cell.name, 0)
         model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
         model.d[cell.name] = model.count(f"d_{i}", now)
         for other in (o for o in cell.switches_with if now and o in model.cells):
             model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
 
 
-def balance(model: PoolModel, running: CurrentState) -> None:
+def balance(model: PoolModel, current: CurrentState) -> None:
     for name, x in model.x.items():
         came = lpSum(m for (_, to), m in model.m.items() if to == name)
         went = lpSum(m for (source, _), m in model.m.items() if source == name)
-        now = running.replicas.get(name, 0)
+        now = current.replicas.get(name, 0)
         model.add(f"balance[{name}]", x == now + model.a[name] - model.d[name] + came - went)
 
 
-def dwell(model: PoolModel, running: CurrentState) -> None:
+def dwell(model: PoolModel, current: CurrentState) -> None:
     """Replicas that have not run for the minimum dwell stay what they are."""
-    for name, young in running.young.items():
+    for name, young_replicas in current.below_min_dwell.items():
         went = lpSum(
-            m for (source, to), m in model.m.items() if source == name and (source, to) not in running.free
+            m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free
         )
-        old = running.replicas.get(name, 0) - young
+        old = current.replicas.get(name, 0) - young_replicas
         model.add(f"dwell[{name}]", model.d[name] + went <= old)
 
 
-def change_budget(model: PoolModel, running: CurrentState) -> None:
-    if running.max_changes is not None:
-        changes = lpSum(model.a.values()) + lpSum(dear(model, running))
-        model.add("change_budget", changes <= running.max_changes)
+def change_budget(model: PoolModel, current: CurrentState) -> None:
+    if current.max_changes is not None:
+        changes = lpSum(model.a.values()) + lpSum(counted_switches(model, current))
+        model.add("change_budget", changes <= current.max_changes)
 
 
-def dear(model: PoolModel, running: CurrentState) -> list[Any]:
+def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
     """Role switches; a switch that changes no process counts for nothing."""
-    return [m for pair, m in model.m.items() if pair not in running.free]
+    return [m for pair, m in model.m.items() if pair not in current.free]

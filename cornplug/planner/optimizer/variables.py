@@ -67,7 +67,7 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if c.service in pool.limits.spare and self.online(c)
         }
-        self.least = self.real("least", 1.0)
+        self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}
         self.d: dict[str, Any] = {}
@@ -105,8 +105,8 @@ class PoolModel:
         """
         node = self.nodes[cell.nodes]
         room = int(node.stock * node.gpus / cell.gpus + 1e-9)
-        running = self.pool.running.replicas.get(cell.name, 0) if self.pool.running else 0
-        return min(room, max(self._useful(cell), running))
+        current = self.pool.current.replicas.get(cell.name, 0) if self.pool.current else 0
+        return min(room, max(self._useful(cell), current))
 
     def _useful(self, cell: Cell) -> int:
         work = {u: self._work(u, cell) for u in cell.capacity if (u, cell.service) in self.needs}
@@ -126,8 +126,8 @@ class PoolModel:
 
     def _work(self, demand: str, cell: Cell) -> float:
         """Replicas that all of a demand would fill, on its most laborious way."""
-        ways: dict[str, float] = {}
+        work_of: dict[str, float] = {}
         for variant, need in self.needs[demand, cell.service]:
             if cell.tier <= need.tier:
-                ways[variant.name] = ways.get(variant.name, 0.0) + need.work
-        return self.demands[demand].rate * max(ways.values(), default=0.0) / cell.capacity[demand]
+                work_of[variant.name] = work_of.get(variant.name, 0.0) + need.work
+        return self.demands[demand].rate * max(work_of.values(), default=0.0) / cell.capacity[demand]

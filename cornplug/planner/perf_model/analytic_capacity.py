@@ -30,10 +30,10 @@ short where requests are counted (simulated at 25 to 30 servers of Splitwise's p
 
 
 def screen(
-    station: Station, draws: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
+    station: Station, samples: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
 ) -> float:
     """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
-    sizes = sizes_of(tuple(draws))
+    sizes = sizes_of(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
     replica = ReplicaLoad(station, sizes, _sigmas(bound))
@@ -42,9 +42,9 @@ def screen(
         state = replica.at(rate / station.replicas)
         return state is not None and _meets(station, state, bound, rate, burst)
 
-    if replica.alone_s == 0:
+    if replica.isolated_latency_s == 0:
         return math.inf
-    return _largest(meets, 0.02 / replica.alone_s * station.replicas)
+    return _largest(meets, 0.02 / replica.isolated_latency_s * station.replicas)
 
 
 def _meets(station: Station, state: AnalyticState, bound: LatencyBound, rate: float, burst: float) -> bool:

@@ -54,8 +54,8 @@ class ReplicaLoad:
         self._spread = sigmas / (1 if station.router == "random" else station.replicas) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
         self._encode = encode_s(of, station)
-        self._alone = self._encode + prefill_s(of, station)
-        self._decode_alone = decode_s(of, station)
+        self._isolated = self._encode + prefill_s(of, station)
+        self._isolated_decode = decode_s(of, station)
         self._generate = generate_s(of, station)
         self._size = of.patches if station.tasks == "E" else of.computed
         self._steps = np.maximum(of.outputs - 1, 0.0) if decodes else np.zeros_like(of.outputs)
@@ -64,12 +64,16 @@ class ReplicaLoad:
         self._mean_size = max(float(self._size.mean()), 1e-9)
         self._largest = max(float(most), self._mean_size)
         self._packed = self._when_packed()
-        self._apart = np.ceil(self._size / station.chunk_tokens) if prefills else np.zeros_like(self._size)
-        self._shared = self._size / station.chunk_tokens if prefills else self._apart
-        self._means = tuple(float(x.mean()) for x in (self._alone, self._packed, self._apart, self._shared))
+        self._own_iterations = (
+            np.ceil(self._size / station.chunk_tokens) if prefills else np.zeros_like(self._size)
+        )
+        self._shared = self._size / station.chunk_tokens if prefills else self._own_iterations
+        self._means = tuple(
+            float(x.mean()) for x in (self._isolated, self._packed, self._own_iterations, self._shared)
+        )
         self._mean_steps = float(self._steps.mean())
         self._context = self._mean_context(of.prompts)
-        self.alone_s = float((self._alone + self._decode_alone + self._generate).mean())
+        self.isolated_latency_s = float((self._isolated + self._isolated_decode + self._generate).mean())
         """Mean seconds of a lone request."""
 
     def at(self, rate: float) -> AnalyticState | None:
@@ -82,22 +86,22 @@ class ReplicaLoad:
 
     def _serial(self, rate: float) -> AnalyticState | None:
         """One request after the other, whole."""
-        service = self._alone + self._decode_alone + self._generate
+        service = self._isolated + self._isolated_decode + self._generate
         if rate * service.mean() >= 1:
             return None
-        own = self._alone + self._overhead_s if "P" in self._station.tasks else service
+        own = self._isolated + self._overhead_s if "P" in self._station.tasks else service
         if not self._mean_steps:
             return AnalyticState(service, own)
-        token_s = float(self._decode_alone.sum() / self._steps.sum())
+        token_s = float(self._isolated_decode.sum() / self._steps.sum())
         return AnalyticState(service, own, token_s, token_s, steps=self._steps)
 
     def _batches(self, rate: float) -> AnalyticState | None:
         """Prefill or encode, nothing decodes."""
-        alone_s, packed_s, _, _ = self._means
-        fill = self._fill(rate, alone_s, packed_s)
+        isolated_latency_s, packed_s, _, _ = self._means
+        fill = self._fill(rate, isolated_latency_s, packed_s)
         if fill is None:
             return None
-        service = _between(self._alone, self._packed, fill)
+        service = _between(self._isolated, self._packed, fill)
         if "P" in self._station.tasks and rate * (self._held * service).mean() > self._station.kv_tokens:
             return None
         return AnalyticState(service, self._own(service, fill, 0.0))
@@ -109,7 +113,7 @@ class ReplicaLoad:
             return None
         token_s, fill = self._token_s(balance.decoding), balance.fill
         service = _between(
-            self._beside(self._alone, self._apart, balance.decoding, token_s),
+            self._beside(self._isolated, self._own_iterations, balance.decoding, token_s),
             self._beside(self._packed, self._shared, balance.decoding, token_s),
             fill,
         )
@@ -169,17 +173,17 @@ class ReplicaLoad:
         token_s = self._token_s(decoding)
         if "P" not in self._station.tasks:
             return _Balance(decoding, 0.0, 0.0, 0.0, 1 / token_s)
-        alone_s, packed_s, apart, shared = self._means
-        alone_s = self._beside(alone_s, apart, decoding, token_s)
+        isolated_latency_s, packed_s, own, shared = self._means
+        isolated_latency_s = self._beside(isolated_latency_s, own, decoding, token_s)
         packed_s = self._beside(packed_s, shared, decoding, token_s)
-        fill = self._fill(rate, alone_s, packed_s)
+        fill = self._fill(rate, isolated_latency_s, packed_s)
         if fill is None:
             return None
-        service_s, iterations = _between(alone_s, packed_s, fill), _between(apart, shared, fill)
+        service_s, iterations = _between(isolated_latency_s, packed_s, fill), _between(own, shared, fill)
         pace = (1 - rate * service_s) / token_s + rate * iterations
         return _Balance(decoding, fill, service_s, iterations, pace)
 
-    def _fill(self, rate: float, alone_s: float, packed_s: float) -> float | None:
+    def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
         """How full iterations are with what waits; None: overloaded even with full ones.
 
         A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. What
@@ -188,17 +192,17 @@ class ReplicaLoad:
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
         if saved <= 0:
-            return 0.0 if rate * alone_s < 1 else None
+            return 0.0 if rate * isolated_latency_s < 1 else None
         fill = 1.0
         for _ in range(_ROUNDS):
-            busy = rate * _between(alone_s, packed_s, fill)
+            busy = rate * _between(isolated_latency_s, packed_s, fill)
             if busy >= 1:
                 if fill == 1.0:
                     return None
                 fill = (fill + 1) / 2
                 continue
-            together = min(1 + busy * busy / (1 - busy), most)
-            now = (1 - 1 / together) / saved
+            batched = min(1 + busy * busy / (1 - busy), most)
+            now = (1 - 1 / batched) / saved
             if abs(now - fill) < 2e-3:
                 break
             fill = (fill + now) / 2
@@ -233,9 +237,9 @@ class ReplicaLoad:
 
     def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
         """A request's own time: alone or with what shares its iterations, then the pipeline's rest."""
-        together = 1 / (1 - fill * (1 - self._mean_size / self._largest))
+        batched = 1 / (1 - fill * (1 - self._mean_size / self._largest))
         # All that share an iteration leave at its end: half of the others' parts later than in turn.
-        others_s = (together - 1) / 2 * float(service.mean())
+        others_s = (batched - 1) / 2 * float(service.mean())
         own: Floats = service + others_s + token_s / 2 + self._overhead_s
         steps = self._station.steps
         if steps is not None and steps.pipeline > 1:
@@ -249,7 +253,7 @@ class ReplicaLoad:
         if station.tasks == "E" and station.encode is not None:
             return self._size * (station.encode(self._largest) / self._largest)
         if station.steps is None or "P" not in station.tasks:
-            return self._alone
+            return self._isolated
         packed: Floats = self._size * (station.steps.prefill(self._largest) / self._largest) + self._encode
         return packed
 

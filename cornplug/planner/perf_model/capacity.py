@@ -20,14 +20,14 @@ __all__ = ["LatencyBound", "capacity"]
 
 def capacity(
     station: Station,
-    draws: Sequence[SampledRequest],
+    samples: Sequence[SampledRequest],
     bound: LatencyBound,
     *,
     burst: float = 1.0,
     seed: int = 0,
     confirm: bool = True,
 ) -> float:
-    """Requests a second of the class of `draws`, alone, that all of the station's replicas carry.
+    """Requests a second of the class of `samples`, alone, that all of the station's replicas carry.
 
     Without bounds that is what they carry at most, all busy; with them it is at most that.
     0: not even a lone request meets the bounds, or one does not fit the KV cache. Infinite: the
@@ -38,24 +38,24 @@ def capacity(
         confirm: False: by closed forms alone, milliseconds; True: by simulation, some tenths of a
             second. Both are remembered for equal arguments.
     """
-    if not draws:
+    if not samples:
         raise ValueError("a capacity is of a request class: give draws of it")
-    return _capacity(replace(station, name=""), tuple(draws), bound, burst, seed, confirm)
+    return _capacity(replace(station, name=""), tuple(samples), bound, burst, seed, confirm)
 
 
 @lru_cache(maxsize=16_384)
 def _capacity(
     station: Station,
-    draws: tuple[SampledRequest, ...],
+    samples: tuple[SampledRequest, ...],
     bound: LatencyBound,
     burst: float,
     seed: int,
     confirm: bool,
 ) -> float:
     if not confirm:
-        return analytic_capacity.screen(station, draws, bound, burst)
+        return analytic_capacity.screen(station, samples, bound, burst)
     # By way of the cache: a cell is confirmed after it was screened.
-    screened = _capacity(station, draws, bound, burst, seed, False)
+    screened = _capacity(station, samples, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened
-    return simulated_capacity.confirm(station, draws, bound, burst=burst, seed=seed, screened=screened)
+    return simulated_capacity.confirm(station, samples, bound, burst=burst, seed=seed, screened=screened)

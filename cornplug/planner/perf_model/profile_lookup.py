@@ -81,7 +81,7 @@ def hardware(
         elif component.kind == "llm":
             found = _engine(profile, component, shape, place, role, (tower, generator))
         else:
-            found = _alone(profile, component, shape, place)
+            found = _isolated(profile, component, shape, place)
         if found is not None:
             return found
     return None
@@ -116,7 +116,7 @@ def _engine(
     for part in with_it:
         if whole is None:
             return None
-        whole = _together(whole, _first_timed(*part, place))
+        whole = _joined(whole, _first_timed(*part, place))
     return whole
 
 
@@ -201,7 +201,7 @@ def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepT
     )
 
 
-def _alone(
+def _isolated(
     profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, place: ProfilePlace
 ) -> CellHardware | None:
     """A tower or a generator by itself."""
@@ -244,13 +244,13 @@ def _estimated_curves(
 def _first_timed(component: Component, shape: Shape | None, place: ProfilePlace) -> CellHardware | None:
     for profile in component.profiles:
         if not isinstance(profile, ThroughputProfile):
-            found = _alone(profile, component, shape, place)
+            found = _isolated(profile, component, shape, place)
             if found is not None:
                 return found
     return None
 
 
-def _together(engine: CellHardware, part: CellHardware | None) -> CellHardware | None:
+def _joined(engine: CellHardware, part: CellHardware | None) -> CellHardware | None:
     if part is None:
         return None
     source = engine.source if part.source == engine.source else f"{engine.source}; {part.source}"
@@ -272,8 +272,8 @@ def is_for(
     quantisation: str,
 ) -> bool:
     """Whether what was measured was measured there: same GPU, parallelism and weights, any engine or this."""
-    given = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
-    return given == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
+    measured_at = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
+    return measured_at == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
 
 
 def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:

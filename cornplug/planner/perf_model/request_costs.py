@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 class RequestCosts:
     """One entry a draw."""
 
-    draws: tuple[SampledRequest, ...]
+    samples: tuple[SampledRequest, ...]
     prompts: Floats
     computed: Floats
     outputs: Floats
@@ -33,14 +33,14 @@ class RequestCosts:
 
 
 @lru_cache(maxsize=512)
-def sizes_of(draws: tuple[SampledRequest, ...]) -> RequestCosts:
+def sizes_of(samples: tuple[SampledRequest, ...]) -> RequestCosts:
     return RequestCosts(
-        draws,
-        np.array([float(d.prompt_tokens) for d in draws]),
-        np.array([float(d.computed_tokens) for d in draws]),
-        np.array([float(d.output_tokens) for d in draws]),
-        np.array([float(sum(d.patches)) for d in draws]),
-        np.array([d.units for d in draws]),
+        samples,
+        np.array([float(d.prompt_tokens) for d in samples]),
+        np.array([float(d.computed_tokens) for d in samples]),
+        np.array([float(d.output_tokens) for d in samples]),
+        np.array([float(sum(d.patches)) for d in samples]),
+        np.array([d.units for d in samples]),
     )
 
 
@@ -49,7 +49,7 @@ def encode_s(sizes: RequestCosts, station: Station) -> Floats:
         return np.zeros_like(sizes.prompts)
     if sizes.patches.max() > station.max_patches:
         # Items are whole: how many fit a batch is a matter of their order.
-        return np.array([batches_s(station, d.patches) for d in sizes.draws])
+        return np.array([batches_s(station, d.patches) for d in sizes.samples])
     return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
 
 
@@ -60,8 +60,8 @@ def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
     if not station.chunked:
         return prefill.on(sizes.computed)
     whole, rest = np.divmod(sizes.computed, float(station.chunk_tokens))
-    alone: Floats = whole * prefill(station.chunk_tokens) + np.where(rest > 0, prefill.on(rest), 0.0)
-    return alone
+    isolated: Floats = whole * prefill(station.chunk_tokens) + np.where(rest > 0, prefill.on(rest), 0.0)
+    return isolated
 
 
 def decode_s(sizes: RequestCosts, station: Station) -> Floats:
@@ -70,8 +70,8 @@ def decode_s(sizes: RequestCosts, station: Station) -> Floats:
         return np.zeros_like(sizes.prompts)
     steps = np.maximum(sizes.outputs - 1, 0.0)
     context = steps * (sizes.prompts + (steps - 1) / 2)
-    alone: Floats = steps * station.steps.decode(1) + station.steps.kv_token_s * context
-    return alone
+    isolated: Floats = steps * station.steps.decode(1) + station.steps.kv_token_s * context
+    return isolated
 
 
 def generate_s(sizes: RequestCosts, station: Station) -> Floats:

@@ -32,7 +32,7 @@ _HEAD: Final = 0.2
 
 def confirm(
     station: Station,
-    draws: Sequence[SampledRequest],
+    samples: Sequence[SampledRequest],
     bound: LatencyBound,
     *,
     burst: float,
@@ -43,21 +43,21 @@ def confirm(
 
     `screened`: where to begin, from closed forms.
     """
-    most = saturated(station, draws, seed=seed)
+    most = saturated(station, samples, seed=seed)
     if bound.seconds is None and bound.tpot_s is None:
         return most
-    trial = _Trial.of(station, draws, bound, burst, seed, min(screened, most))
-    return _search(trial, min(screened, 0.97 * most), most)
+    load_test = _LoadTest.of(station, samples, bound, burst, seed, min(screened, most))
+    return _search(load_test, min(screened, 0.97 * most), most)
 
 
-def saturated(station: Station, draws: Sequence[SampledRequest], *, seed: int = 0) -> float:
+def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
     """Requests a second that leave the station when all are there from the beginning.
 
     One replica is simulated: with a queue at each, replicas do not help each other.
     """
     one = replace(station, replicas=1)
-    count = min(max(1000, 3 * _together(station, draws)), MOST_JOBS)
-    jobs = [StationJob(0.0, 0, draw, (StationVisit(0),)) for draw in _shuffled(draws, count, seed)]
+    count = min(max(1000, 3 * _in_flight(station, samples)), MOST_JOBS)
+    jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
     # What needs nothing here (its embeddings are cached, its only token is there) says nothing of time.
     ends = np.sort(seconds[seconds > 0])
@@ -74,29 +74,29 @@ def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
     return len(ends) / float(ends[-1])
 
 
-def _together(station: Station, draws: Sequence[SampledRequest]) -> int:
+def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
     """Requests that decode together at most."""
     if "D" not in station.tasks or "G" in station.tasks:
         return 1
-    held = sum(d.prompt_tokens + d.output_tokens for d in draws) / len(draws)
+    held = sum(d.prompt_tokens + d.output_tokens for d in samples) / len(samples)
     return int(min(station.max_batch, max(station.kv_tokens / held, 1)))
 
 
-def _shuffled(draws: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
+def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
     """So many draws, each as often as any other but for one."""
     rng = np.random.default_rng(seed)
-    rounds = [rng.permutation(len(draws)) for _ in range(math.ceil(count / len(draws)))]
-    return [draws[i] for i in np.concatenate(rounds)[:count]]
+    rounds = [rng.permutation(len(samples)) for _ in range(math.ceil(count / len(samples)))]
+    return [samples[i] for i in np.concatenate(rounds)[:count]]
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _LoadTest:
     """One experiment, to be run at any rate."""
 
     station: Station
     scale: float
     """Rate of the whole station / rate of the replicas that are simulated."""
-    draws: tuple[SampledRequest, ...]
+    samples: tuple[SampledRequest, ...]
     at_s: NDArray[np.float64]
     """Arrivals at one request a second."""
     bound: LatencyBound
@@ -106,18 +106,18 @@ class _Trial:
     def of(
         cls,
         station: Station,
-        draws: Sequence[SampledRequest],
+        samples: Sequence[SampledRequest],
         bound: LatencyBound,
         burst: float,
         seed: int,
         rate: float,
-    ) -> _Trial:
+    ) -> _LoadTest:
         """Long enough for a steady state, in which requests have come and gone several times.
 
         Where that takes too many requests, fewer replicas are simulated. They pool less, so
         their share of the capacity is on the safe side.
         """
-        needed = 6 * rate * _lifetime_s(station, draws)
+        needed = 6 * rate * _lifetime_s(station, samples)
         replicas = station.replicas
         if needed > MOST_JOBS:
             replicas = max(int(replicas * MOST_JOBS / needed), 1)
@@ -127,7 +127,7 @@ class _Trial:
         return cls(
             replace(station, replicas=replicas),
             scale,
-            tuple(_shuffled(draws, count, seed)),
+            tuple(_shuffled(samples, count, seed)),
             _arrivals(count, burst, seed + 1),
             bound,
             seed,
@@ -137,8 +137,8 @@ class _Trial:
         """The larger of time / bound, for the stage's time and for the time per token; over 1: missed."""
         at_s = self.at_s * (self.scale / rate)
         jobs = [
-            StationJob(float(at), 0, draw, (StationVisit(0),))
-            for at, draw in zip(at_s, self.draws, strict=True)
+            StationJob(float(at), 0, request, (StationVisit(0),))
+            for at, request in zip(at_s, self.samples, strict=True)
         ]
         outcome = simulate([self.station], jobs, seed=self.seed)
         return max(self._stage(outcome), self._tokens(outcome, at_s))
@@ -160,7 +160,7 @@ class _Trial:
 
     @property
     def _head(self) -> int:
-        return int(_HEAD * len(self.draws))
+        return int(_HEAD * len(self.samples))
 
 
 def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
@@ -173,22 +173,22 @@ def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
     return at_s
 
 
-def _lifetime_s(station: Station, draws: Sequence[SampledRequest]) -> float:
+def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
     """Mean seconds of decoding beside as many others as there may be."""
     if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
         return 0.0
-    steps = sum(d.output_tokens - 1 for d in draws) / len(draws)
-    many = _together(station, draws)
+    steps = sum(d.output_tokens - 1 for d in samples) / len(samples)
+    many = _in_flight(station, samples)
     return steps * (station.steps.decode(many) + station.steps.decode(1)) / 2
 
 
-def _search(trial: _Trial, rate: float, most: float) -> float:
+def _search(load_test: _LoadTest, rate: float, most: float) -> float:
     """Outwards from the screened rate, then between two: where a straight line in logarithms is 1."""
     good, bad = 0.0, most
     ease, stress = 0.0, math.inf
     factor = 1.15
     for _ in range(SIMULATIONS):
-        found = trial.stress(rate)
+        found = load_test.stress(rate)
         if found <= 1:
             good, ease = rate, found
         else:

@@ -25,7 +25,7 @@ HELD: Final = 1e-6
 SECONDS: Final = 5.0
 
 
-def balanced(
+def balance_load(
     pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
 ) -> PoolSolution | None:
     """The same replicas, variants and cost with other flows; None: they no longer fit this pool.
@@ -34,7 +34,7 @@ def balanced(
     """
     if any(u.slices is not None for u in pool.demands):
         return solution
-    model = milp.build(replace(pool, running=None))
+    model = milp.build(replace(pool, current=None))
     _hold(model, solution)
     fullest = _fullest(model, solution)
     model.problem.setObjective(lpSum(fullest))

@@ -31,12 +31,12 @@ from cornplug.planner.plan import (
 )
 
 
-def draw_up(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
-    """The plan of a solution; its outlook holds no times yet (`decide.py` rehearses them)."""
+def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
+    """The plan of a solution; its latency forecasts hold no times yet (`validate.py` simulates them)."""
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
-    ways = build_plan_routes.routes(problem, solution, names)
+    plan_routes = build_plan_routes.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
-    goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in ways)
+    goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in plan_routes)
     return Plan(
         name=problem.name,
         objective=problem.pool.objective,
@@ -44,10 +44,10 @@ def draw_up(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) 
         goodput=None if problem.pool.objective == "cost" else goodput,
         nodes=nodes,
         groups=_groups(problem, solution, names),
-        routes=ways,
-        outlook=[_outlook(c, ways) for c in problem.classes.values()],
+        routes=plan_routes,
+        latency_forecasts=[_forecast(c, plan_routes) for c in problem.classes.values()],
         caches=_caches(problem, solution),
-        reservations=_reservations(problem, ways),
+        reservations=_reservations(problem, plan_routes),
         proof=_proof(solution),
         input_digest=digest,
         cornplug=__version__,
@@ -83,12 +83,12 @@ def _groups(
 def _placement(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
     slots: dict[str, list[Slot]] = {}
     for nodes in problem.nodes:
-        here = {
+        replicas = {
             cell: (problem.cells[cell].footprint.gpus, n)
             for cell, n in solution.replicas.items()
             if n and problem.cells[cell].footprint.nodes.name == nodes.name
         }
-        slots |= place(here, nodes.gpus, solution.nodes.get(nodes.name, 0))
+        slots |= place(replicas, nodes.gpus, solution.nodes.get(nodes.name, 0))
     return slots
 
 
@@ -133,7 +133,7 @@ def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
         return None
-    bases = problem.equipment.bases
+    bases = problem.cell_builder.bases
     return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
 
 
@@ -158,14 +158,14 @@ def _most_urgent(users: list[RequestClass]) -> Workload:
     return min((u.app.workload for u in users), key=URGENCY.index)
 
 
-def _outlook(of: RequestClass, ways: list[PlanRoute]) -> LatencyForecast:
+def _forecast(of: RequestClass, plan_routes: list[PlanRoute]) -> LatencyForecast:
     slo = of.slo
     return LatencyForecast(
         app=of.app.name,
         request=of.request.name,
         rate=of.rate,
         served=min(
-            of.rate, sum(r.rate for r in ways if (r.app, r.request) == (of.app.name, of.request.name))
+            of.rate, sum(r.rate for r in plan_routes if (r.app, r.request) == (of.app.name, of.request.name))
         ),
         priority=PRIORITY[of.app.workload],
         slo_percentile=slo.percentile,
@@ -189,10 +189,10 @@ def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSiz
     ]
 
 
-def _reservations(problem: FormulatedProblem, ways: list[PlanRoute]) -> list[QosReservation]:
+def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> list[QosReservation]:
     """Of the encoder services: each class of service is promised the part that its images need."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
-    for route in ways:
+    for route in plan_routes:
         of = problem.classes[f"{route.app}/{route.request}"]
         if any(stage.tasks == "E" for stage in route.stages):
             items = sum(length_distributions.mean(m.items) for m in of.request.media)

@@ -26,7 +26,7 @@ def routes(
 def _route(
     problem: FormulatedProblem, solution: PoolSolution, variant: PathVariant, group_of: Mapping[str, str]
 ) -> PlanRoute:
-    tasks = {s.name: s.tasks for s in problem.ways[variant.name].path.stages}
+    tasks = {s.name: s.tasks for s in problem.request_paths[variant.name].path.stages}
     app, request = variant.demand.split("/")
     stages = []
     for need in variant.needs:

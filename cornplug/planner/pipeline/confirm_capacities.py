@@ -15,7 +15,7 @@ from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.optimization_problem import PoolSolution, SolveProgress
 from cornplug.planner.pipeline import current_deployment_baseline
-from cornplug.planner.pipeline.balance_load import balanced
+from cornplug.planner.pipeline.balance_load import balance_load
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
@@ -32,67 +32,67 @@ LATER: Final = 0.5
 """Of the solver's time limit, for rounds after the first: they change little."""
 
 
-def confirmed(
-    posed: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+def with_simulated_capacities(
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """The solution, and the problem with the capacities that it was confirmed with.
 
     `first`: False where a like problem was solved before. Raises as `milp.solve`.
     """
-    posed = _running_confirmed(posed, report)
+    problem = _current_simulated(problem, report)
     floor: PoolSolution | None = None
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
-        settings = _settings(posed.solver, first=first and i == 0)
-        solution = current_deployment_baseline.solve(posed.pool, settings, watch, posed.notes)
-        solution = floor = _with_bound(solution, floor, posed.solver.gap)
-        doubtful = _doubtful(posed, solution)
-        if not doubtful or not posed.rules.simulate or i == ROUNDS - 1:
+        settings = _settings(problem.solver, first=first and i == 0)
+        solution = current_deployment_baseline.solve(problem.pool, settings, watch, problem.notes)
+        solution = floor = _with_bound(solution, floor, problem.solver.gap)
+        doubtful = _doubtful(problem, solution)
+        if not doubtful or not problem.rules.simulate or i == ROUNDS - 1:
             break
-        found = _simulated(posed, doubtful, report)
-        before, posed = posed, posed.with_cells(found)
-        if _grown(before, posed, found, 1.0) or posed.pool.objective != "cost":
+        found = _simulated(problem, doubtful, report)
+        before, problem = problem, problem.with_cells(found)
+        if _grown(before, problem, found, 1.0) or problem.pool.objective != "cost":
             floor = None
-        if set(found) <= set(posed.cells) and not _grown(before, posed, found, GROWN):
-            fitted = balanced(posed.pool, solution, settings)
+        if set(found) <= set(problem.cells) and not _grown(before, problem, found, GROWN):
+            fitted = balance_load(problem.pool, solution, settings)
             if fitted is not None:
                 report("solve", 1.0)
-                return posed, fitted
+                return problem, fitted
     report("solve", 1.0)
-    return posed, balanced(posed.pool, solution, settings) or solution
+    return problem, balance_load(problem.pool, solution, settings) or solution
 
 
-def _running_confirmed(posed: FormulatedProblem, report: Report) -> FormulatedProblem:
+def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
     """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
-    running = posed.pool.running
-    if running is None or not posed.rules.simulate:
-        return posed
-    specs = [(posed.cells[name], n) for name, n in running.replicas.items() if n]
-    doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.confirmed]
-    return posed.with_cells(_simulated(posed, doubtful, report)) if doubtful else posed
+    current = problem.pool.current
+    if current is None or not problem.rules.simulate:
+        return problem
+    specs = [(problem.cells[name], n) for name, n in current.replicas.items() if n]
+    doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.simulated_replicas]
+    return problem.with_cells(_simulated(problem, doubtful, report)) if doubtful else problem
 
 
 def _settings(solver: SolverOptions, *, first: bool) -> SolverOptions:
     return solver if first else solver.model_copy(update={"time_limit_s": LATER * solver.time_limit_s})
 
 
-def _doubtful(posed: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
+def _doubtful(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
     """Cells in use whose capacity no simulation has confirmed for about so many replicas."""
-    used = [(posed.cells[name], n) for name, n in solution.replicas.items() if n]
+    used = [(problem.cells[name], n) for name, n in solution.replicas.items() if n]
     return [
         (spec, n)
         for spec, n in used
-        if spec.timed and not spec.confirmed / ENOUGH <= n <= spec.confirmed * ENOUGH
+        if spec.timed and not spec.simulated_replicas / ENOUGH <= n <= spec.simulated_replicas * ENOUGH
     ]
 
 
 def _simulated(
-    posed: FormulatedProblem, doubtful: list[tuple[CellSpec, int]], report: Report
+    problem: FormulatedProblem, doubtful: list[tuple[CellSpec, int]], report: Report
 ) -> dict[str, CellSpec]:
     found = {}
     for i, (spec, replicas) in enumerate(doubtful):
         report("confirm", i / len(doubtful))
-        found[spec.cell.name] = posed.equipment.confirm(spec, posed.classes, replicas)
+        found[spec.cell.name] = problem.cell_builder.confirm(spec, problem.classes, replicas)
     return found
 
 

@@ -33,17 +33,17 @@ def of_cell(spec: CellSpec) -> Identity:
     return spec.service.name, f.engine, f.nodes.name, f.tp, f.pp, f.share, f.quantisation, chunk
 
 
-def kept(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
+def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
     """The pruned cells, and those on which something runs: a dominated cell that runs costs no start."""
     runs = {of_group(g) for g in plan.groups}
     names = {spec.cell.name for spec in pruned}
     return [spec for spec in specs if spec.cell.name in names or of_cell(spec) in runs]
 
 
-def take_over(
+def adopt_current(
     pool: OptimizationProblem, cells: Mapping[str, CellSpec], change: ChangeRules, plan: Plan, now: float
 ) -> tuple[OptimizationProblem, dict[str, CellSpec]]:
-    """The pool and its cells with their switches, and `running` filled in. `now`: Unix time."""
+    """The pool and its cells with their switches, and `current` filled in. `now`: Unix time."""
     switches, free = _switches(cells.values(), change)
     known = {
         name: replace(spec, cell=replace(spec.cell, switches_with=switches.get(name, ())))
@@ -51,35 +51,35 @@ def take_over(
     }
     nodes = {n.name: n for n in pool.nodes}
     replicas: dict[str, int] = defaultdict(int)
-    young: dict[str, int] = defaultdict(int)
+    below_min_dwell: dict[str, int] = defaultdict(int)
     for g in plan.groups:
         home = _home(g, cells.values())
         if home is not None:
             replicas[home] += g.replicas
             if g.since is not None and now - g.since < change.min_dwell_s:
-                young[home] += g.replicas
+                below_min_dwell[home] += g.replicas
     switch_cost = max((_dollars(cells[name], nodes, change.role_switch_s) for name in replicas), default=0.0)
-    running = CurrentState(
+    current = CurrentState(
         replicas=dict(replicas),
-        young=dict(young),
+        below_min_dwell=dict(below_min_dwell),
         start_cost={name: _dollars(spec, nodes, change.start_s) for name, spec in cells.items()},
         switch_cost=switch_cost,
         horizon_hours=change.horizon_hours,
         max_changes=change.max_changes,
         free=free,
     )
-    return replace(pool, cells=tuple(known[c.name].cell for c in pool.cells), running=running), known
+    return replace(pool, cells=tuple(known[c.name].cell for c in pool.cells), current=current), known
 
 
-def limited_to(running: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
+def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
     """What runs on these cells; replicas of others have no place in the pool, and stop."""
-    if running is None:
+    if current is None:
         return None
     names = set(cells)
     return replace(
-        running,
-        replicas={name: n for name, n in running.replicas.items() if name in names},
-        young={name: n for name, n in running.young.items() if name in names},
+        current,
+        replicas={name: n for name, n in current.replicas.items() if name in names},
+        below_min_dwell={name: n for name, n in current.below_min_dwell.items() if name in names},
     )
 
 
@@ -103,9 +103,9 @@ def _switches(
     by_place: dict[Identity, list[CellSpec]] = defaultdict(list)
     for spec in specs:
         by_place["/".join(_part(spec)), *of_cell(spec)[1:]].append(spec)
-    for here in by_place.values():
-        for one in here:
-            for other in here:
+    for same_place in by_place.values():
+        for one in same_place:
+            for other in same_place:
                 if one is other:
                     continue
                 if of_cell(one) == of_cell(other):

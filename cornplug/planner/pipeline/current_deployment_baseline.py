@@ -27,25 +27,27 @@ def solve(
     notes: Mapping[str, str],
 ) -> PoolSolution:
     """The better of both, with the whole pool's bound. Raises as `milp.solve`."""
-    running = pool.running
-    if running is None or pool.objective != "cost":
+    current = pool.current
+    if current is None or pool.objective != "cost":
         return milp.solve(pool, settings, watch, notes=notes)
-    kept = _kept(pool, running, settings)
+    baseline = _baseline(pool, current, settings)
     try:
         whole = milp.solve(pool, settings, watch, notes=notes)
     except PlanUnfinished:
-        if kept is None:
+        if baseline is None:
             raise
-        return replace(kept, status="feasible", bound=0.0)
-    if kept is None or whole.objective <= kept.objective:
+        return replace(baseline, status="feasible", bound=0.0)
+    if baseline is None or whole.objective <= baseline.objective:
         return whole
-    near = kept.objective - whole.bound <= settings.gap * abs(kept.objective) + 1e-6
-    return replace(kept, status="optimal" if near else "feasible", bound=whole.bound)
+    near = baseline.objective - whole.bound <= settings.gap * abs(baseline.objective) + 1e-6
+    return replace(baseline, status="optimal" if near else "feasible", bound=whole.bound)
 
 
-def _kept(pool: OptimizationProblem, running: CurrentState, settings: SolverOptions) -> PoolSolution | None:
+def _baseline(
+    pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
+) -> PoolSolution | None:
     """More or fewer of the same processes, in the same or switched roles; None: they cannot carry it."""
-    names = set(running.replicas)
+    names = set(current.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
     cells = tuple(c for c in pool.cells if c.name in names)
     try:

@@ -1,4 +1,4 @@
-"""The planner's decision: services, cells and ways from the input, solved, drawn up, rehearsed.
+"""The planner's decision: the input formulated as a problem, solved, built into a plan, and validated.
 
 Where a class misses a bound when the whole plan is simulated, the capacities of the services that
 it visits are lowered and the problem is solved again, a few times at most.
@@ -12,14 +12,14 @@ from typing import Final
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
-from cornplug.planner.pipeline.build_plan import draw_up
-from cornplug.planner.pipeline.confirm_capacities import Report, Watch, confirmed
-from cornplug.planner.pipeline.derate import derated
-from cornplug.planner.pipeline.formulate import FormulatedProblem, problem
-from cornplug.planner.pipeline.validate import SloMiss, rehearse
+from cornplug.planner.pipeline.build_plan import build_plan
+from cornplug.planner.pipeline.confirm_capacities import Report, Watch, with_simulated_capacities
+from cornplug.planner.pipeline.derate import derate
+from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
+from cornplug.planner.pipeline.validate import SloMiss, validate
 from cornplug.planner.plan import Plan
 
-REHEARSALS: Final = 6
+VALIDATION_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,33 @@ def decide(
     """The cheapest plan (or the one of most goodput) that keeps every SLO.
 
     `digest`: SHA-256 of the input file's bytes. `watch` is told of the solver's incumbents and
-    bounds. Raises PlanInfeasible: there is none with this pool; ConfigError: see `problem`.
+    bounds. Raises PlanInfeasible: there is none with this pool; ConfigError: see `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
-    posed = problem(plan_input)
+    problem = formulate(plan_input)
     report("cells", 1.0)
     if not plan_input.rules.simulate:
-        posed, solution = confirmed(posed, report, watch)
-        return PlanDecision(draw_up(posed, solution, digest=digest), posed, solution)
-    return _rehearsed(posed, digest, report, watch)
+        problem, solution = with_simulated_capacities(problem, report, watch)
+        return PlanDecision(build_plan(problem, solution, digest=digest), problem, solution)
+    return _validated(problem, digest, report, watch)
 
 
-def _rehearsed(posed: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
+def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
     """The first plan without a miss; where there is none, the one that misses least."""
     tried: list[PlanDecision] = []
-    for i in range(REHEARSALS):
+    for i in range(VALIDATION_ROUNDS):
         try:
-            posed, solution = confirmed(posed, report, watch, first=not tried)
+            problem, solution = with_simulated_capacities(problem, report, watch, first=not tried)
         except (PlanInfeasible, PlanUnfinished):
             if not tried:
                 raise
             break
-        report("rehearse", i / REHEARSALS)
-        trial = rehearse(posed, solution, draw_up(posed, solution, digest=digest))
-        tried.append(PlanDecision(trial.plan, posed, solution, trial.misses))
-        if not trial.misses:
+        report("validate", i / VALIDATION_ROUNDS)
+        run = validate(problem, solution, build_plan(problem, solution, digest=digest))
+        tried.append(PlanDecision(run.plan, problem, solution, run.misses))
+        if not run.misses:
             break
-        posed = derated(posed, solution, trial.misses)
-    report("rehearse", 1.0)
+        problem = derate(problem, solution, run.misses)
+    report("validate", 1.0)
     return min(tried, key=lambda d: max((m.times for m in d.misses), default=0.0))

@@ -1,4 +1,4 @@
-"""Less capacity where a rehearsal missed a bound.
+"""Less capacity where the simulation of a whole plan missed a bound.
 
 Capacities are of one class alone on a cell, and are added up linearly where classes share it.
 Their percentiles do not mix linearly, and stages do not meet their worst at once; so a plan that
@@ -21,8 +21,8 @@ ROOM: Final = 0.97
 """Of the fullest cell's load: what a derated cell must not carry any more."""
 
 
-def derated(
-    posed: FormulatedProblem, solution: PoolSolution, misses: tuple[SloMiss, ...]
+def derate(
+    problem: FormulatedProblem, solution: PoolSolution, misses: tuple[SloMiss, ...]
 ) -> FormulatedProblem:
     """The problem with less capacity for the services that a class with a miss has visited.
 
@@ -30,40 +30,45 @@ def derated(
     service whose cells are half empty would not change otherwise.
     """
     factor: dict[str, float] = {}
-    loads = _loads(posed, solution)
+    loads = _loads(problem, solution)
     for miss in misses:
-        for service in _visited(posed, solution, miss):
+        for service in _visited(problem, solution, miss):
             wanted = min(DERATE / miss.times, ROOM * loads.get(service, 1.0))
             factor[service] = min(factor.get(service, DERATE), max(wanted, STEEPEST))
     changed = {
         name: spec.derate(factor[spec.cell.service])
-        for name, spec in posed.cells.items()
+        for name, spec in problem.cells.items()
         if spec.timed and spec.cell.service in factor
     }
-    return posed.with_cells(changed)
+    return problem.with_cells(changed)
 
 
-def _loads(posed: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
+def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
     """Service -> its fullest cell's load, as a share of what the pool's limits allow."""
-    limits = posed.pool.limits
-    online = {d.name for d in posed.pool.demands if d.online}
+    limits = problem.pool.limits
+    online = {d.name for d in problem.pool.demands if d.online}
     all_of: defaultdict[str, float] = defaultdict(float)
     online_of: defaultdict[str, float] = defaultdict(float)
     for f in solution.flows:
-        load = f.rate / posed.cells[f.cell].cell.capacity[f.demand] / solution.replicas[f.cell]
+        load = f.rate / problem.cells[f.cell].cell.capacity[f.demand] / solution.replicas[f.cell]
         all_of[f.cell] += load
         online_of[f.cell] += load if f.demand in online else 0.0
     found: defaultdict[str, float] = defaultdict(float)
     for cell, load in all_of.items():
         share = max(load / limits.max_utilisation, online_of[cell] / max(limits.online_share, 1e-9))
-        service = posed.cells[cell].cell.service
+        service = problem.cells[cell].cell.service
         found[service] = max(found[service], share)
     return found
 
 
-def _visited(posed: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
+def _visited(problem: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
     """Services that bear on what was missed: the first token is none of decode's."""
-    ways = (posed.ways[name] for name, rate in solution.served.items() if rate > 0)
-    services = {s for way in ways if way.of.name == miss.of for s in way.path.stages}
+    request_paths = (problem.request_paths[name] for name, rate in solution.served.items() if rate > 0)
+    services = {
+        s
+        for request_path in request_paths
+        if request_path.of.name == miss.of
+        for s in request_path.path.stages
+    }
     about = {"ttft": "EP", "tpot": "D", "e2e": "EPDG"}[miss.what]
     return {s.name for s in services if set(s.tasks) & set(about)}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.planner.candidates import infeasible_classes, services
-from cornplug.planner.candidates.cache_sizes import CacheSizeOption, assumptions, cache_levels
+from cornplug.planner.candidates.cache_sizes import CacheSizeOption, cache_levels, scenarios
 from cornplug.planner.candidates.cell_capacity import CellBuilder
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.dominance import loosest, prune
 from cornplug.planner.candidates.latency_tiers import Chain, LatencyTier, chain, how_many
-from cornplug.planner.candidates.request_paths import RequestPath, ways
+from cornplug.planner.candidates.request_paths import RequestPath, request_paths
 from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import component_shapes, gpu_catalog
@@ -47,16 +47,16 @@ class FormulatedProblem:
     pool: OptimizationProblem
     classes: Mapping[str, RequestClass]
     cells: Mapping[str, CellSpec]
-    ways: Mapping[str, RequestPath]
+    request_paths: Mapping[str, RequestPath]
     levels: tuple[CacheSizeOption, ...]
     samples: Samples
     nodes: tuple[NodeClass, ...]
-    equipment: CellBuilder
+    cell_builder: CellBuilder
 
     @property
     def dropped(self) -> Counter[str]:
         """Reason -> cells that were left out for it."""
-        return self.equipment.dropped
+        return self.cell_builder.dropped
 
     @property
     def notes(self) -> dict[str, str]:
@@ -64,18 +64,18 @@ class FormulatedProblem:
         return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
 
     def _note(self, name: str) -> str:
-        of, equipment = self.classes[name], self.equipment
-        ways = [w for w in self.ways.values() if w.of.name == name]
-        base = equipment.bases[name]
-        draws = {s.name: self.samples.at(s, of, base) for w in ways for s in w.path.stages}
-        return infeasible_classes.note(of, ways, equipment.equipped, equipment.dropped, draws)
+        of, cell_builder = self.classes[name], self.cell_builder
+        request_paths = [w for w in self.request_paths.values() if w.of.name == name]
+        base = cell_builder.bases[name]
+        samples = {s.name: self.samples.at(s, of, base) for w in request_paths for s in w.path.stages}
+        return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
         """The same with other capacities of some cells; one that carries nothing goes."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
-        runs = current_deployment.limited_to(self.pool.running, cells)
-        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), running=runs)
+        runs = current_deployment.limited_to(self.pool.current, cells)
+        pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), current=runs)
         return replace(self, cells=cells, pool=pool)
 
 
@@ -84,7 +84,7 @@ def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
-def problem(plan_input: PlanInput) -> FormulatedProblem:
+def formulate(plan_input: PlanInput) -> FormulatedProblem:
     """The optimisation problem of an input.
 
     Raises ConfigError where the input names a GPU, price, checkpoint or trace that does not exist.
@@ -97,39 +97,41 @@ def problem(plan_input: PlanInput) -> FormulatedProblem:
     nodes = gpu_catalog.node_classes(plan_input.pool, table, gpu_catalog.price_table(plan_input.prices))
     samples = Samples(encoders, rules.seed)
     levels = cache_levels(plan_input.caches, classes, by_name, encoders)
-    bases = {name: assumptions(c, levels, encoders)[0] for name, c in classes.items()}
+    bases = {name: scenarios(c, levels, encoders)[0] for name, c in classes.items()}
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)
-    found = [
-        way
+    candidates = [
+        request_path
         for name, paths in services.paths(classes, components).items()
         for path in paths
-        for assumed in assumptions(classes[name], levels, encoders)
-        for way in ways(classes[name], by_name[classes[name].app.llm], path, assumed, samples, slowest)
+        for scenario in scenarios(classes[name], levels, encoders)
+        for request_path in request_paths(
+            classes[name], by_name[classes[name].app.llm], path, scenario, samples, slowest
+        )
     ]
-    equipment = CellBuilder(rules, nodes, table, bases, samples)
-    chains = _chains(found, len(nodes))
+    cell_builder = CellBuilder(rules, nodes, table, bases, samples)
+    chains = _chains(candidates, len(nodes))
     every = [
         spec
-        for service, users in _users(found).items()
-        for spec in equipment.cells(
-            service, users, chains[service.name], _loosest_tiers(service, found, chains)
+        for service, users in _users(candidates).items()
+        for spec in cell_builder.cells(
+            service, users, chains[service.name], _loosest_tiers(service, candidates, chains)
         )
     ]
     change = plan_input.change
     old = None if change is None else Plan.load(change.plan)
-    specs = prune(every) if old is None else current_deployment.kept(every, prune(every), old)
+    specs = prune(every) if old is None else current_deployment.keep_current(every, prune(every), old)
     pool = OptimizationProblem(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(c, rules) for c in classes.values()),
-        variants=loosest(_variant(w, chains, equipment) for w in found),
+        variants=loosest(_variant(w, chains, cell_builder) for w in candidates),
         levels=tuple(level.in_pool for level in levels),
-        limits=_limits(rules, found),
+        limits=_limits(rules, candidates),
         objective=rules.objective,
     )
     cells = {spec.cell.name: spec for spec in specs}
     if change is not None and old is not None:
-        pool, cells = current_deployment.take_over(pool, cells, change, old, time.time())
+        pool, cells = current_deployment.adopt_current(pool, cells, change, old, time.time())
     return FormulatedProblem(
         name=plan_input.name,
         components=tuple(components),
@@ -138,37 +140,37 @@ def problem(plan_input: PlanInput) -> FormulatedProblem:
         pool=pool,
         classes=classes,
         cells=cells,
-        ways={w.name: w for w in found},
+        request_paths={w.name: w for w in candidates},
         levels=levels,
         samples=samples,
         nodes=nodes,
-        equipment=equipment,
+        cell_builder=cell_builder,
     )
 
 
-def _users(found: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
+def _users(candidates: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
     """Service -> the classes that may come to it."""
     users: dict[Service, dict[str, RequestClass]] = {}
-    for way in found:
-        for service in way.path.stages:
-            users.setdefault(service, {})[way.of.name] = way.of
+    for request_path in candidates:
+        for service in request_path.path.stages:
+            users.setdefault(service, {})[request_path.of.name] = request_path.of
     return users
 
 
-def _chains(found: list[RequestPath], node_classes: int) -> dict[str, Chain]:
+def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain]:
     wanted: dict[str, set[tuple[float, float]]] = {}
-    for way in found:
-        for p in way.promises:
+    for request_path in candidates:
+        for p in request_path.stage_budgets:
             wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
     most = how_many(len(wanted), node_classes)
     return {name: chain(pairs, most) for name, pairs in wanted.items()}
 
 
 def _loosest_tiers(
-    service: Service, found: list[RequestPath], chains: Mapping[str, Chain]
+    service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
 ) -> dict[str, LatencyTier]:
     """User of a service -> the loosest tier that one of its ways asks for there."""
-    asked = [(w.of.name, p) for w in found for p in w.promises if p.service.name == service.name]
+    asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:
         tier = chains[service.name].at_most(p.seconds, p.tpot_s)
@@ -194,21 +196,30 @@ def _demand(of: RequestClass, rules: PlanRules) -> RateDemand:
     return RateDemand(of.name, of.rate, of.online, of.request.weight, slices)
 
 
-def _variant(way: RequestPath, chains: Mapping[str, Chain], equipment: CellBuilder) -> PathVariant:
+def _variant(
+    request_path: RequestPath, chains: Mapping[str, Chain], cell_builder: CellBuilder
+) -> PathVariant:
     needs = tuple(
         ServiceDemand(
             p.service.name,
             chains[p.service.name].at_most(p.seconds, p.tpot_s).value,
-            equipment.work(p.service, way.of, way.assumed),
+            cell_builder.work(p.service, request_path.of, request_path.scenario),
         )
-        for p in way.promises
+        for p in request_path.stage_budgets
     )
     needs = tuple(n for n in needs if n.work > 0)
-    return PathVariant(way.name, way.of.name, way.path.structure, needs, way.assumed.names, way.network)
+    return PathVariant(
+        request_path.name,
+        request_path.of.name,
+        request_path.path.structure,
+        needs,
+        request_path.scenario.names,
+        request_path.network,
+    )
 
 
-def _limits(rules: PlanRules, found: list[RequestPath]) -> PoolLimits:
-    online = {s.name for w in found if w.of.online for s in w.path.stages}
+def _limits(rules: PlanRules, candidates: list[RequestPath]) -> PoolLimits:
+    online = {s.name for w in candidates if w.of.online for s in w.path.stages}
     return PoolLimits(
         rules.max_utilisation,
         rules.online_share,

@@ -1,4 +1,4 @@
-"""A drawn-up plan is rehearsed: the simulated times of each request class, and the bounds that they miss."""
+"""Validation of a plan by simulation: times of each request class, and the bounds that they miss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 
 REQUESTS: Final = 4000
-"""Of one class in a rehearsal: a 99th percentile then rests on 40 of them."""
+"""Of one class in a simulation: a 99th percentile then rests on 40 of them."""
 NOISE: Final = 0.02
 """Of a percentile of so many requests: a miss by less is none."""
 
@@ -42,12 +42,12 @@ class SloMiss:
 @dataclass(frozen=True)
 class ValidationRun:
     plan: Plan
-    """Its outlook has the simulated times."""
+    """Its latency forecasts have the simulated times."""
     misses: tuple[SloMiss, ...]
 
 
-def rehearse(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> ValidationRun:
-    """The whole plan, simulated.
+def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> ValidationRun:
+    """The plan with simulated times, and the bounds that they miss.
 
     Classes that visit a service of which only a throughput is known have no times.
     """
@@ -59,12 +59,12 @@ def rehearse(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
         return ValidationRun(plan, ())
     rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
-    found = end_to_end.rehearse(
+    found = end_to_end.simulate_plan(
         stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
     )
-    outlook = [_with_times(o, found) for o in plan.outlook]
-    misses = tuple(m for o in outlook for m in _misses(o))
-    return ValidationRun(plan.model_copy(update={"outlook": outlook}), misses)
+    forecasts = [_with_times(f, found) for f in plan.latency_forecasts]
+    misses = tuple(m for f in forecasts for m in _misses(f))
+    return ValidationRun(plan.model_copy(update={"latency_forecasts": forecasts}), misses)
 
 
 def _name(route: PlanRoute) -> str:
@@ -83,18 +83,18 @@ def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, S
 def _class(
     problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, rate: float
 ) -> end_to_end.TrafficClass:
-    assumed = next(
-        w.assumed
-        for name, w in problem.ways.items()
-        if w.of.name == of.name and w.assumed.names <= solution.levels
+    scenario = next(
+        w.scenario
+        for name, w in problem.request_paths.items()
+        if w.of.name == of.name and w.scenario.names <= solution.levels
     )
-    draws = problem.samples.of(of, assumed)
-    return end_to_end.TrafficClass(name=of.name, rate=rate, burst=of.request.burst, draws=draws)
+    samples = problem.samples.of(of, scenario)
+    return end_to_end.TrafficClass(name=of.name, rate=rate, burst=of.request.burst, samples=samples)
 
 
 def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
     """Seconds between two stages: an embedding's fetch, or the KV's way."""
-    table = problem.equipment.gpus
+    table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(
         (cache_sizes.kv_bytes_per_token(c) for c in problem.components if c.kind == "llm"), default=0
@@ -102,32 +102,32 @@ def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], 
 
     hidden = max((c.shape.hidden for c in problem.components if isinstance(c.shape, LLMShape)), default=0)
 
-    def seconds(before: str, after: str, draw: SampledRequest) -> float:
+    def seconds(before: str, after: str, request: SampledRequest) -> float:
         if before == "E":
             # A token is made of one patch or more.
-            moved = sum(draw.patches) * hidden * cache_sizes.ELEMENT_BYTES
-            return EMBEDDING_EDGE_S + moved / slowest if draw.patches else 0.0
-        return draw.prompt_tokens * per_token / slowest if after == "D" else 0.0
+            moved = sum(request.patches) * hidden * cache_sizes.ELEMENT_BYTES
+            return EMBEDDING_EDGE_S + moved / slowest if request.patches else 0.0
+        return request.prompt_tokens * per_token / slowest if after == "D" else 0.0
 
     return seconds
 
 
-def _with_times(outlook: LatencyForecast, found: Mapping[str, end_to_end.SimulatedTimes]) -> LatencyForecast:
-    times = found.get(f"{outlook.app}/{outlook.request}")
+def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.SimulatedTimes]) -> LatencyForecast:
+    times = found.get(f"{forecast.app}/{forecast.request}")
     if times is None:
-        return outlook
-    return outlook.model_copy(update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e})
+        return forecast
+    return forecast.model_copy(update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e})
 
 
-def _misses(outlook: LatencyForecast) -> list[SloMiss]:
+def _misses(forecast: LatencyForecast) -> list[SloMiss]:
     bounds: list[tuple[str, float | None, RequestTimes]] = [
-        ("ttft", outlook.slo_ttft_s, outlook.ttft),
-        ("tpot", outlook.slo_tpot_s, outlook.tpot),
-        ("e2e", outlook.slo_e2e_s, outlook.e2e),
+        ("ttft", forecast.slo_ttft_s, forecast.ttft),
+        ("tpot", forecast.slo_tpot_s, forecast.tpot),
+        ("e2e", forecast.slo_e2e_s, forecast.e2e),
     ]
     found = []
     for what, bound, times in bounds:
-        value = getattr(times, outlook.slo_percentile)
+        value = getattr(times, forecast.slo_percentile)
         if bound is not None and value is not None and value > bound * (1 + NOISE):
-            found.append(SloMiss(f"{outlook.app}/{outlook.request}", what, bound, value))
+            found.append(SloMiss(f"{forecast.app}/{forecast.request}", what, bound, value))
     return found

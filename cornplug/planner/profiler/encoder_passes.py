@@ -86,16 +86,16 @@ def points(
     once need not go through the tower at once: the mean of their passes counts, which is exact
     where a pass takes a + b * patches.
     """
-    alone = [r for r in rounds if r.pictures == 1]
-    if not alone:
+    single = [r for r in rounds if r.pictures == 1]
+    if not single:
         raise ConfigError("batches", "a picture alone is missing", "Begin with 1: 1,2,4")
-    around_s = max(median(r.seconds - r.passes.seconds for r in alone), 0.0)
+    overhead_s = max(median(r.seconds - r.passes.seconds for r in single), 0.0)
     passes: dict[int, list[float]] = {}
     for r in rounds:
         patches = round(r.tokens / r.passes.count) * patches_per_token
         passes.setdefault(patches, []).append(r.passes.seconds / r.passes.count)
     return [
-        ProfileRow(kind="encode", x=patches, seconds=median(seconds) + around_s, **cell)  # type: ignore[arg-type]
+        ProfileRow(kind="encode", x=patches, seconds=median(seconds) + overhead_s, **cell)  # type: ignore[arg-type]
         for patches, seconds in sorted(passes.items())
     ]
 

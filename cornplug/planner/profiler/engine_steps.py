@@ -45,13 +45,13 @@ def rows(
     parts = len(grid.batches)
     cached = _cached_tokens(target.url)
     progress("requests one by one", 0.0)
-    alone = vllm_bench.measure(target, grid.alone(), concurrency=1)
-    together = {}
+    isolated = vllm_bench.measure(target, grid.isolated(), concurrency=1)
+    batched = {}
     for i, batch in enumerate(grid.batches[1:], start=1):
         progress(f"{batch} requests at a time", i / parts)
-        together[batch] = vllm_bench.measure(target, grid.together(batch), concurrency=batch, first_id=i)
+        batched[batch] = vllm_bench.measure(target, grid.batched(batch), concurrency=batch, first_id=i)
     progress("done", 1.0)
-    prompt_tokens = sum(t.ask.prompt_tokens for timed in (alone, *together.values()) for t in timed)
+    prompt_tokens = sum(t.ask.prompt_tokens for timed in (isolated, *batched.values()) for t in timed)
     found = _cached_tokens(target.url) - cached
     if found > _CACHED_MAX * prompt_tokens:
         raise CornplugError(
@@ -61,7 +61,7 @@ def rows(
         )
     kv_tokens = capacity_tokens(target.url)
     room = [ProfileRow(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
-    return [*grid.rows(alone, together, **cell), *room]
+    return [*grid.rows(isolated, batched, **cell), *room]
 
 
 def capacity_tokens(url: str) -> int:

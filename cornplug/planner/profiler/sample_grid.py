@@ -70,7 +70,7 @@ class SampleGrid:
             )
         return replace(self, prompts=fitting)
 
-    def alone(self) -> list[GridPoint]:
+    def isolated(self) -> list[GridPoint]:
         """Asked one after the other. The first of each kind only warms up.
 
         Kinds take turns, so that whatever else happens on the machine meets all of them.
@@ -82,15 +82,15 @@ class SampleGrid:
         ]
         return list(dict.fromkeys(kinds)) * (self.repeats + 1)
 
-    def together(self, batch: int) -> list[GridPoint]:
+    def batched(self, batch: int) -> list[GridPoint]:
         """Asked `batch` at a time; all end together, so these are waves. The first two only warm up."""
         wave = [GridPoint(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
         return wave * (self.repeats // 2 + 2)
 
     def rows(
         self,
-        alone: Sequence[TimedPoint],
-        together: Mapping[int, Sequence[TimedPoint]],
+        isolated: Sequence[TimedPoint],
+        batched: Mapping[int, Sequence[TimedPoint]],
         **cell: str | int | None,
     ) -> list[ProfileRow]:
         """The table's rows for these answers, warm-up among them; `cell` are `ProfileRow`'s other fields.
@@ -99,19 +99,19 @@ class SampleGrid:
         What is off the device is what a one-token prompt takes longer than an iteration for one
         request, for its prefill is such an iteration.
         """
-        kept = alone[len(alone) // (self.repeats + 1) :]
-        batches = {1: self._step_s(kept, _SHORT_TOKENS)}
-        for batch, timed in together.items():
+        counted = isolated[len(isolated) // (self.repeats + 1) :]
+        batches = {1: self._step_s(counted, _SHORT_TOKENS)}
+        for batch, timed in batched.items():
             batches[batch] = self._step_s(timed[2 * batch :], _SHORT_TOKENS)
-        context_s = self._context_s(kept, batches[1])
+        context_s = self._context_s(counted, batches[1])
         mean_context = _SHORT_TOKENS + self.output_tokens / 2
         decode = {b: max(s - b * mean_context * context_s, s / 2) for b, s in sorted(batches.items())}
-        overhead_s = max(_seconds(kept, GridPoint(1, 1)) - decode[1], 0.0)
+        overhead_s = max(_seconds(counted, GridPoint(1, 1)) - decode[1], 0.0)
 
         def row(kind: str, x: float, seconds: float) -> ProfileRow:
             return ProfileRow(kind=kind, x=x, seconds=seconds, **cell)  # type: ignore[arg-type]
 
-        prefill = {p: max(_seconds(kept, GridPoint(p, 1)) - overhead_s, decode[1]) for p in self.prompts}
+        prefill = {p: max(_seconds(counted, GridPoint(p, 1)) - overhead_s, decode[1]) for p in self.prompts}
         return [
             *(row("prefill", p, s) for p, s in prefill.items()),
             *(row("decode", b, s) for b, s in decode.items()),

@@ -75,8 +75,12 @@ def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[st
 
 
 def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:
-    bind = "|".join(map(str, cores))
-    return {"VLLM_CPU_OMP_THREADS_BIND": bind, "SGLANG_CPU_OMP_THREADS_BIND": bind, **_CPU[kind]}
+    bind_address = "|".join(map(str, cores))
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": bind_address,
+        "SGLANG_CPU_OMP_THREADS_BIND": bind_address,
+        **_CPU[kind],
+    }
 
 
 def _command(

@@ -33,7 +33,7 @@ class ClassShare:
         return self.parts[self.name]
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """All of the scope's requests are of this class."""
         return self.part > 1 - 1e-9
 

@@ -106,16 +106,16 @@ def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
     new one is about the new plan's mixture. Closed forms' capacities are no ground to act on.
     """
     for spec in decision.problem.cells.values():
-        if group_name(spec.cell.name) == g.name and (spec.confirmed or not spec.timed):
-            now = {name: rate / spec.derated for name, rate in spec.cell.capacity.items()}
+        if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
+            now = {name: rate / spec.derating for name, rate in spec.cell.capacity.items()}
             return {name: min(rate, now.get(name, 0.0)) for name, rate in g.capacity.items()}
     return g.capacity
 
 
 def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
     """Role switches by group; another tier of the same processes is none."""
-    running = decision.pool.running
-    free = running.free if running else frozenset()
+    current = decision.pool.current
+    free = current.free if current else frozenset()
     found: dict[tuple[str, str], int] = defaultdict(int)
     for (one, other), n in decision.solution.switched.items():
         if n and (one, other) not in free:
@@ -124,11 +124,11 @@ def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
 
 
 def _switching_cost(decision: PlanDecision) -> float:
-    running = decision.pool.running
-    if running is None:
+    current = decision.pool.current
+    if current is None:
         return 0.0
-    starts = sum(n * running.start_cost.get(name, 0.0) for name, n in decision.solution.started.items())
-    return starts + running.switch_cost * sum(_switched(decision).values())
+    starts = sum(n * current.start_cost.get(name, 0.0) for name, n in decision.solution.started.items())
+    return starts + current.switch_cost * sum(_switched(decision).values())
 
 
 def _dollars(amount: float) -> str:

@@ -199,9 +199,9 @@ def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramC
     stairs: dict[Series, dict[float, float]] = {}
     for (name, labels), value in grown.items():
         if name.removesuffix("_bucket") in names and name.endswith("_bucket"):
-            given = dict(labels)
-            bound = float(given.pop("le"))
-            stairs.setdefault((name, tuple(sorted(given.items()))), {})[bound] = value
+            named = dict(labels)
+            bound = float(named.pop("le"))
+            stairs.setdefault((name, tuple(sorted(named.items()))), {})[bound] = value
     bounds = sorted({b for steps in stairs.values() for b in steps})
     reached = [sum(_at(steps, b) for steps in stairs.values()) for b in bounds]
     counts = tuple(max(b - a, 0.0) for a, b in zip([0.0, *reached], reached, strict=False))
@@ -219,8 +219,8 @@ def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
     answered: dict[str, float] = {}
     for (name, labels), value in grown.items():
         if name == EMBEDDINGS:
-            given = dict(labels)
-            answered[given["app"]] = answered.get(given["app"], 0.0) + value
-            if given["origin"] == "computed":
-                computed[given["app"]] = computed.get(given["app"], 0.0) + value
+            named = dict(labels)
+            answered[named["app"]] = answered.get(named["app"], 0.0) + value
+            if named["origin"] == "computed":
+                computed[named["app"]] = computed.get(named["app"], 0.0) + value
     return {app: 1 - computed.get(app, 0.0) / n for app, n in answered.items() if n}

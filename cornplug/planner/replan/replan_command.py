@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     sources = [_source(text, old) for text in args.metrics]
     state_path = args.state or args.plan.with_name(f"{args.plan.stem}-state.json")
     state = replan_state.load(state_path, known)
-    last = {name: kept.snapshot for name, kept in state.snapshots.items()}
+    last = {name: stored.snapshot for name, stored in state.snapshots.items()}
     before, after = _snapshots([address for _, address in sources], last, args.window)
     if before is None:
         replan_state.save(state_path, known, after, ())
@@ -132,12 +132,12 @@ def _windows(
     for scope, address in sources:
         by_scope.setdefault(scope, []).append(address)
     return {
-        scope: observed_load.between(_together(before, addresses), _together(after, addresses))
+        scope: observed_load.between(_merged(before, addresses), _merged(after, addresses))
         for scope, addresses in by_scope.items()
     }
 
 
-def _together(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) -> MetricsSnapshot:
+def _merged(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) -> MetricsSnapshot:
     """Several engines as one: their series differ by where they come from."""
     values = {
         (name, (*labels, ("source", address))): value

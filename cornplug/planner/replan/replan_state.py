@@ -47,13 +47,13 @@ def load(path: Path, plan: str) -> ReplanState:
 
 def save(path: Path, plan: str, snapshots: Mapping[str, MetricsSnapshot], wanted: tuple[str, ...]) -> None:
     """Replace the file at once: a run that is cut off leaves the old one."""
-    kept = {
+    stored = {
         source: KeptSnapshot(
             at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]
         )
         for source, s in snapshots.items()
     }
-    state = ReplanState(plan=plan, snapshots=kept, wanted=list(wanted))
+    state = ReplanState(plan=plan, snapshots=stored, wanted=list(wanted))
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(state.model_dump_json() + "\n", encoding="utf-8")
     os.replace(beside, path)

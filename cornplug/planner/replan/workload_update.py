@@ -119,8 +119,8 @@ def _lengths(
         beside = _tokens(request, what) - expected
         mean = max((expected + beside) * ratio - beside, 1.0)
         found.append(FigureDifference(name, what, expected, mean))
-        alone = all(s.alone for _, s in seen) and not beside
-        changes[what] = _histogram([c for c, _ in seen]) if alone else _scaled(planned, mean / expected)
+        exclusive = all(s.exclusive for _, s in seen) and not beside
+        changes[what] = _histogram([c for c, _ in seen]) if exclusive else _scaled(planned, mean / expected)
     return changes
 
 

@@ -72,10 +72,10 @@ def _caches(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Count
     chosen = [level for level in pool.levels if level.name in solution.levels]
     if not any(level.bytes for level in chosen):
         return
-    least: dict[str, float] = {}
+    smallest: dict[str, float] = {}
     for level in pool.levels:
-        least[level.cache] = min(level.bytes, least.get(level.cache, level.bytes))
-    kept = tuple(level for level in pool.levels if level.bytes == least[level.cache])
+        smallest[level.cache] = min(level.bytes, smallest.get(level.cache, level.bytes))
+    kept = tuple(level for level in pool.levels if level.bytes == smallest[level.cache])
     names = {level.name for level in kept}
     small = _variants(replace(pool, levels=kept), lambda v: v.levels <= names)
     yield CounterfactualQuestion("smallest caches", "every cache at the smallest of its sizes", small)

@@ -19,7 +19,7 @@ FEWER = 0.1
 
 
 @dataclass(frozen=True)
-class LiftedConstraint:
+class RelaxedConstraint:
     question: CounterfactualQuestion
     slack: float
     """The least of the rows of this kind."""
@@ -27,7 +27,7 @@ class LiftedConstraint:
     """Its saving is a price, told whether or not the constraint binds."""
 
 
-def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
+def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     yield from _stock(pool, solution)
     yield from _limits(pool, solution)
     yield from _network(pool, solution)
@@ -35,70 +35,74 @@ def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Lif
     yield from _demand(pool)
 
 
-def _stock(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
+def _stock(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     for node in pool.nodes:
         left = node.stock - solution.nodes.get(node.name, 0)
         if left == 0 and node.stock:
             more = tuple(replace(n, stock=2 * n.stock) if n == node else n for n in pool.nodes)
             text = f"all {node.stock} of {node.name} are taken"
-            yield LiftedConstraint(
+            yield RelaxedConstraint(
                 CounterfactualQuestion(f"stock[{node.name}]", text, replace(pool, nodes=more)), 0.0
             )
 
 
-def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
+def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     limits = pool.limits
     online = any(d.online for d in pool.demands)
     if limits.spare:
-        lifted = replace(pool, limits=replace(limits, spare=frozenset()))
+        relaxed = replace(pool, limits=replace(limits, spare=frozenset()))
         text = "each online service survives the loss of a replica (rules.n_plus_one)"
-        yield LiftedConstraint(CounterfactualQuestion("spare", text, lifted), _least(solution, "spare["))
+        yield RelaxedConstraint(
+            CounterfactualQuestion("spare", text, relaxed), _least_slack(solution, "spare[")
+        )
     if online and limits.online_share < limits.max_utilisation:
-        lifted = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
+        relaxed = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
         most = formatting.percent(limits.online_share)
         text = f"online work fills {most} of a replica at most (rules.online_share)"
-        yield LiftedConstraint(CounterfactualQuestion("online", text, lifted), _least(solution, "online["))
+        yield RelaxedConstraint(
+            CounterfactualQuestion("online", text, relaxed), _least_slack(solution, "online[")
+        )
     elif limits.max_utilisation < 1:
-        lifted = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
+        relaxed = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
         most = formatting.percent(limits.max_utilisation)
         text = f"replicas are filled to {most} at most (rules.max_utilisation)"
-        yield LiftedConstraint(
-            CounterfactualQuestion("capacity", text, lifted), _least(solution, "capacity[")
+        yield RelaxedConstraint(
+            CounterfactualQuestion("capacity", text, relaxed), _least_slack(solution, "capacity[")
         )
 
 
-def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
+def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     if "network" in solution.slack:
-        lifted = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
+        relaxed = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
         most = formatting.percent(pool.limits.network_utilisation)
         text = f"traffic between nodes fills {most} of their cards at most"
-        yield LiftedConstraint(CounterfactualQuestion("network", text, lifted), solution.slack["network"])
+        yield RelaxedConstraint(CounterfactualQuestion("network", text, relaxed), solution.slack["network"])
 
 
-def _changes(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[LiftedConstraint]:
-    running = pool.running
-    if running is not None and running.max_changes is not None:
-        lifted = replace(pool, running=replace(running, max_changes=None))
-        text = f"{running.max_changes} starts and role switches at most (change.max_changes)"
-        yield LiftedConstraint(
-            CounterfactualQuestion("change_budget", text, lifted), solution.slack.get("change_budget", 0.0)
+def _changes(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
+    current = pool.current
+    if current is not None and current.max_changes is not None:
+        relaxed = replace(pool, current=replace(current, max_changes=None))
+        text = f"{current.max_changes} starts and role switches at most (change.max_changes)"
+        yield RelaxedConstraint(
+            CounterfactualQuestion("change_budget", text, relaxed), solution.slack.get("change_budget", 0.0)
         )
 
 
-def _demand(pool: OptimizationProblem) -> Iterator[LiftedConstraint]:
+def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
     if pool.objective != "cost":
         return
     for demand in sorted(pool.demands, key=lambda d: -d.rate):
         fewer = tuple(replace(d, rate=d.rate * (1 - FEWER)) if d == demand else d for d in pool.demands)
         text = f"with {formatting.percent(FEWER)} fewer of these requests"
-        yield LiftedConstraint(
+        yield RelaxedConstraint(
             CounterfactualQuestion(f"demand[{demand.name}]", text, replace(pool, demands=fewer)),
             0.0,
             price=True,
         )
 
 
-def _least(solution: PoolSolution, prefix: str) -> float:
+def _least_slack(solution: PoolSolution, prefix: str) -> float:
     """Of the rows of cells in use: those of the others are 0 <= 0."""
     rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
     return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

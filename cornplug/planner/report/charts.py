@@ -83,14 +83,14 @@ def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
     points = [
         Point(
             f"{p.slo_factor:g}",
-            "no plan" if p.cost_per_hour is None else formatting.money(p.cost_per_hour),
+            "no plan" if p.cost_per_hour is None else formatting.dollars(p.cost_per_hour),
             _LEFT + (_RIGHT - _LEFT) * (factor - low) / span,
             None if p.cost_per_hour is None else height(p.cost_per_hour),
         )
         for p, factor in zip(curve, factors, strict=True)
     ]
     reached = [f"{p.x:.1f} {p.y:.1f}" for p in points if p.y is not None]
-    levels = [(height(top * n / 4), formatting.money(top * n / 4)) for n in range(5)]
+    levels = [(height(top * n / 4), formatting.dollars(top * n / 4)) for n in range(5)]
     return Curve(levels, points, "M" + "L".join(reached) if len(reached) > 1 else "")
 
 

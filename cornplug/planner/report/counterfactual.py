@@ -60,4 +60,4 @@ def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> C
 
 def hours(pool: OptimizationProblem) -> float:
     """A re-plan's objective is dollars over its horizon."""
-    return pool.running.horizon_hours if pool.running is not None and pool.objective == "cost" else 1.0
+    return pool.current.horizon_hours if pool.current is not None and pool.objective == "cost" else 1.0

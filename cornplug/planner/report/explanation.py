@@ -14,7 +14,7 @@ from typing import Final
 from cornplug.planner.inputs.schema import Engine, PlanInput, SolverOptions
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.pipeline.decide import PlanDecision
-from cornplug.planner.pipeline.formulate import problem
+from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import BindingConstraint, PlanAlternative, PlanExplanation
 from cornplug.planner.report import alternatives, binding_constraints, formatting, monolith, slo_cost_curve
 from cornplug.planner.report.counterfactual import (
@@ -90,15 +90,15 @@ def explain(
     report("reasons", 0.35)
     binding = _bindings(asked)
     report("reasons", 0.5)
-    again = slo_cost_curve.SloSweep(
+    sweep = slo_cost_curve.SloSweep(
         plan_input, ExplanationClock(budget_s / 2 + asked.clock.left), skipped=asked.skipped
     )
-    curve = slo_cost_curve.curve(again, asked.value) if _bounds_matter(asked) else []
+    curve = slo_cost_curve.curve(sweep, asked.value) if _bounds_matter(asked) else []
     report("reasons", 0.8)
     if curve:
-        binding = _dearest_first([*binding, *slo_cost_curve.prices(again, asked.value, asked.noise)])
+        binding = _dearest_first([*binding, *slo_cost_curve.slo_prices(sweep, asked.value, asked.noise)])
     report("reasons", 1.0)
-    notes = [*decision.plan.why.notes, *_notes(decision, asked)]
+    notes = [*decision.plan.explanation.notes, *_notes(decision, asked)]
     return PlanExplanation(
         binding=binding,
         alternatives=others,
@@ -115,9 +115,11 @@ def _alternatives(asked: _Asked) -> list[PlanAlternative]:
         answer = asked.ask(question.name, question.pool)
         if answer is not None:
             cost = answer.value if asked.costs else None
-            why_not = _against(asked, answer)
+            reason_against = _against(asked, answer)
             found.append(
-                PlanAlternative(name=question.name, text=question.text, cost_per_hour=cost, why_not=why_not)
+                PlanAlternative(
+                    name=question.name, text=question.text, cost_per_hour=cost, reason_against=reason_against
+                )
             )
     return sorted(found, key=lambda a: (a.cost_per_hour is None, a.cost_per_hour or 0.0))
 
@@ -128,7 +130,7 @@ def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
     for engine in engines if asked.clock.left > 0 else ():
         others = alternatives.without_engine(asked.decision.problem.components, engine)
         if engine in used and others:
-            pool = problem(asked.plan_input.model_copy(update={"components": others})).pool
+            pool = formulate(asked.plan_input.model_copy(update={"components": others})).pool
             yield CounterfactualQuestion(
                 f"without {engine}", f"no replica of {engine} (closed forms only)", pool
             )
@@ -146,22 +148,22 @@ def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
     share = formatting.percent(lost / abs(asked.value)) if asked.value else ""
     about = "" if answer.proven else "at most "
     if asked.costs:
-        return f"costs {about}{formatting.money(lost)} more (+{share})"
+        return f"costs {about}{formatting.dollars(lost)} more (+{share})"
     return f"serves {about}{lost:.3g} less (-{share})"
 
 
 def _bindings(asked: _Asked) -> list[BindingConstraint]:
     found = []
-    for lifted in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
-        answer = asked.ask(lifted.question.name, lifted.question.pool)
+    for relaxed in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
+        answer = asked.ask(relaxed.question.name, relaxed.question.pool)
         gained = None if answer is None else asked.gained(answer)
         matters = gained is not None and gained > asked.noise
-        if matters or (not lifted.price and abs(lifted.slack) < 1e-6 and gained is None):
+        if matters or (not relaxed.price and abs(relaxed.slack) < 1e-6 and gained is None):
             found.append(
                 BindingConstraint(
-                    constraint=lifted.question.name,
-                    text=lifted.question.text,
-                    slack=lifted.slack,
+                    constraint=relaxed.question.name,
+                    text=relaxed.question.text,
+                    slack=relaxed.slack,
                     saves_per_hour=gained if asked.costs else None,
                 )
             )

@@ -9,7 +9,7 @@ from cornplug.planner.plan import OptimalityProof, Plan
 NONE = "–"
 
 
-def money(per_hour: float | None) -> str:
+def dollars(per_hour: float | None) -> str:
     """Dollars an hour: "$4.68/h"."""
     return NONE if per_hour is None else f"${per_hour:,.2f}/h"
 
@@ -65,4 +65,4 @@ def headline(plan: Plan) -> str:
     """The plan in one line."""
     nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
     goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
-    return f"{money(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"
+    return f"{dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"

@@ -25,7 +25,7 @@ def html(plan: Plan) -> str:
             legend=list(flow_chart.legend(plan.routes)),
             checks=[(check, *slo_checks.verdict(check)) for check in found],
             times=charts.against_bounds(found),
-            curve=charts.cost_curve(plan.why.curve) if plan.why.curve else None,
+            curve=charts.cost_curve(plan.explanation.curve) if plan.explanation.curve else None,
             utilisation=charts.utilisation(plan.groups),
             colours=placement_chart.keys(plan),
             nodes=[placement_chart.chart(plan, nodes) for nodes in plan.nodes if nodes.count],
@@ -43,7 +43,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {
-        "money": formatting.money,
+        "dollars": formatting.dollars,
         "seconds": formatting.seconds,
         "percent": formatting.percent,
         "proof": formatting.proof,

@@ -28,7 +28,7 @@ def at(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
     """The pool at another load, with as much more stock as it takes to leave the question open."""
     demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
     nodes = tuple(replace(n, stock=ceil(n.stock * max(factor, 1.0))) for n in pool.nodes)
-    return replace(pool, demands=demands, nodes=nodes, running=None)
+    return replace(pool, demands=demands, nodes=nodes, current=None)
 
 
 def it_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
@@ -73,5 +73,5 @@ def _times(factors: Sequence[float]) -> str:
 
 def _more(cost: float, than: float) -> str:
     if cost <= than + 1e-6 or not than:
-        return f"{formatting.money(cost)}, the same"
-    return f"{formatting.money(cost)}, {formatting.percent(cost / than - 1)} more"
+        return f"{formatting.dollars(cost)}, the same"
+    return f"{formatting.dollars(cost)}, {formatting.percent(cost / than - 1)} more"

@@ -16,7 +16,7 @@ PHASES: Final = {
     "cells": "what each GPU could carry",
     "solve": "solving",
     "confirm": "confirming capacities by simulation",
-    "rehearse": "rehearsing the plan",
+    "validate": "simulating the whole plan",
     "reasons": "asking what else there was",
 }
 

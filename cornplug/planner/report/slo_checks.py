@@ -31,7 +31,7 @@ class SloCheck:
 
 def of(plan: Plan) -> list[SloCheck]:
     """All bounds and times of a plan, class by class."""
-    return [check for outlook in plan.outlook for check in _of(outlook)]
+    return [check for forecast in plan.latency_forecasts for check in _of(forecast)]
 
 
 def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
@@ -41,12 +41,14 @@ def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
     return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
-def _of(outlook: LatencyForecast) -> Iterator[SloCheck]:
+def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
     for quantity, bound, times in (
-        ("TTFT", outlook.slo_ttft_s, outlook.ttft),
-        ("TPOT", outlook.slo_tpot_s, outlook.tpot),
-        ("E2E", outlook.slo_e2e_s, outlook.e2e),
+        ("TTFT", forecast.slo_ttft_s, forecast.ttft),
+        ("TPOT", forecast.slo_tpot_s, forecast.tpot),
+        ("E2E", forecast.slo_e2e_s, forecast.e2e),
     ):
-        time: float | None = getattr(times, outlook.slo_percentile)
+        time: float | None = getattr(times, forecast.slo_percentile)
         if bound is not None or time is not None:
-            yield SloCheck(f"{outlook.app}/{outlook.request}", quantity, outlook.slo_percentile, bound, time)
+            yield SloCheck(
+                f"{forecast.app}/{forecast.request}", quantity, forecast.slo_percentile, bound, time
+            )

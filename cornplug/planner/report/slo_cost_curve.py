@@ -61,17 +61,17 @@ class SweepCost:
     """None: no plan keeps the bounds."""
 
 
-def curve(again: SloSweep, cost: float) -> list[CurvePoint]:
+def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
     """By growing factor. `cost`: of the plan, at factor 1."""
     found = {1.0: SweepCost(cost)}
     for factor in FACTORS:
-        one = again.cost(f"SLO × {factor:g}", scaled(again.plan_input.applications, factor))
+        one = sweep.cost(f"SLO × {factor:g}", scaled(sweep.plan_input.applications, factor))
         if one is not None:
             found[factor] = one
-    return list(falling(found))
+    return list(monotone_points(found))
 
 
-def falling(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
+def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
     """A plan that keeps tighter bounds keeps looser ones, too: where the solver was stopped early and
     its plan is dearer, that one stands in. The plan itself, at factor 1, is what it is."""
     least = inf
@@ -81,13 +81,13 @@ def falling(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
         yield CurvePoint(slo_factor=factor, cost_per_hour=None if least == inf else least)
 
 
-def prices(again: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
+def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
     """Applications whose own bounds hold the cost up, with what looser ones would save."""
-    for app in (applications := again.plan_input.applications):
+    for app in (applications := sweep.plan_input.applications):
         if not bounded(applications, app.name):
             continue
         name = f"slo[{app.name}]"
-        found = again.cost(name, scaled(applications, LOOSER, app.name))
+        found = sweep.cost(name, scaled(applications, LOOSER, app.name))
         if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
             yield BindingConstraint(
                 constraint=name,

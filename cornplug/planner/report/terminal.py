@@ -33,12 +33,12 @@ def _head(plan: Plan) -> Text:
 def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     yield "What runs", _groups(plan)
     yield "Where requests go", _routes(plan)
-    yield "What users will see", _outlook(plan)
+    yield "What users will see", _forecast(plan)
     if plan.caches:
         yield "Caches", _caches(plan)
     if plan.reservations:
         yield "Reserved", _reservations(plan)
-    yield from _why(plan.why)
+    yield from _explanation(plan.explanation)
 
 
 def _table(*columns: str, right: frozenset[str] = frozenset()) -> Table:
@@ -82,7 +82,7 @@ def _routes(plan: Plan) -> Table:
     return table
 
 
-def _outlook(plan: Plan) -> Table:
+def _forecast(plan: Plan) -> Table:
     table = _table("requests", "", "bound", "simulated", "", right=frozenset({"bound"}))
     for c in slo_checks.of(plan):
         said, how = slo_checks.verdict(c)
@@ -93,7 +93,7 @@ def _outlook(plan: Plan) -> Table:
             formatting.seconds(c.simulated_s),
             Text(said, style=_STYLES[how]),
         )
-    for o in plan.outlook:
+    for o in plan.latency_forecasts:
         if o.served < o.rate * (1 - 1e-6):
             short = f"{formatting.rate(o.served)} of {formatting.rate(o.rate)}"
             table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
@@ -117,26 +117,26 @@ def _reservations(plan: Plan) -> Table:
     return table
 
 
-def _why(why: PlanExplanation) -> Iterator[tuple[str, RenderableType]]:
-    if why.binding:
+def _explanation(explanation: PlanExplanation) -> Iterator[tuple[str, RenderableType]]:
+    if explanation.binding:
         table = _table("constraint", "", "without it")
-        for b in why.binding:
-            saves = "" if b.saves_per_hour is None else f"saves {formatting.money(b.saves_per_hour)}"
+        for b in explanation.binding:
+            saves = "" if b.saves_per_hour is None else f"saves {formatting.dollars(b.saves_per_hour)}"
             table.add_row(Text(b.constraint, style="bold"), Text(b.text), saves)
         yield "What holds the cost up", table
-    if why.alternatives:
+    if explanation.alternatives:
         table = _table("instead", "", "cost", right=frozenset({"cost"}))
-        for a in why.alternatives:
-            cost = formatting.money(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
-            table.add_row(Text(a.name, style="bold"), Text(a.why_not or a.text), cost)
+        for a in explanation.alternatives:
+            cost = formatting.dollars(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
+            table.add_row(Text(a.name, style="bold"), Text(a.reason_against or a.text), cost)
         yield "Next best", table
-    if why.curve:
+    if explanation.curve:
         table = _table("every bound ×", "cost", right=frozenset({"every bound ×", "cost"}))
-        for p in why.curve:
-            cost = formatting.money(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
+        for p in explanation.curve:
+            cost = formatting.dollars(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
             table.add_row(f"{p.slo_factor:g}", cost)
         yield "Cost against SLO", table
-    if why.monolith:
-        yield "The monolith", Text(why.monolith)
-    if why.notes:
-        yield "Notes", Group(*(Text(f"· {note}") for note in why.notes))
+    if explanation.monolith:
+        yield "The monolith", Text(explanation.monolith)
+    if explanation.notes:
+        yield "Notes", Group(*(Text(f"· {note}") for note in explanation.notes))

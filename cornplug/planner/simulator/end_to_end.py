@@ -17,7 +17,7 @@ from cornplug.planner.plan import PlanRoute, RequestTimes
 from cornplug.planner.simulator.simulator import Station, simulate
 from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic
 
-__all__ = ["Delays", "SimulatedTimes", "TrafficClass", "rehearse", "times_of"]
+__all__ = ["Delays", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
 
 PRECISION: Final = 0.02
 """Standard error of a 95th percentile, as a share of it, at which runs end."""
@@ -56,7 +56,7 @@ def times_of(samples: NDArray[np.float64]) -> RequestTimes:
     return RequestTimes(mean=float(known.mean()), p50=float(p50), p95=float(p95), p99=float(p99))
 
 
-def rehearse(
+def simulate_plan(
     stations: Mapping[str, Station],
     routes: Sequence[PlanRoute],
     classes: Mapping[str, TrafficClass],
@@ -78,11 +78,12 @@ def rehearse(
     places = list(stations.values())
     all_traffic = traffic(stations, routes, classes, delays)
     return _repeated(
-        lambda run: _together(places, all_traffic, requests, np.random.default_rng([1, seed, run])), most_runs
+        lambda run: _merged_jobs(places, all_traffic, requests, np.random.default_rng([1, seed, run])),
+        most_runs,
     )
 
 
-def _together(
+def _merged_jobs(
     stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int, rng: np.random.Generator
 ) -> dict[str, _EndToEndRun]:
     if not all_traffic:

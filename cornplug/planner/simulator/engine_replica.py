@@ -20,7 +20,7 @@ from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, prefill_alone_s
+from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, isolated_prefill_s
 from cornplug.planner.simulator.stations import Station
 
 
@@ -54,19 +54,19 @@ class EngineReplica:
 
     # What the event loop and the router call ------------------------------------------------
 
-    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
-        self._check_fits(draw)
+    def arrive(self, now: float, job: int, request: SampledRequest) -> None:
+        self._check_fits(request)
         self.outstanding += 1
-        if not self._prefills and draw.output_tokens == 1:
+        if not self._prefills and request.output_tokens == 1:
             # Its only token came out of prefill. A job leaves by `wake` only.
             self._agenda.add(now, self, -1 - job)
             return
-        self._work_s += self._prefill_work_s(draw) + self._decode_work_s(draw)
-        self._waiting.append((job, draw))
+        self._work_s += self._prefill_work_s(request) + self._decode_work_s(request)
+        self._waiting.append((job, request))
         if self._idle:
             # An event, not a call: what comes at the same instant shares the iteration.
             self._schedule(now, 0, 0.0)
-        elif not self._mixed and len(self._waiting) == 1 and self._admissible(draw):
+        elif not self._mixed and len(self._waiting) == 1 and self._admissible(request):
             self._cut_short(now)
 
     def wake(self, now: float, token: int) -> Sequence[int]:
@@ -89,20 +89,20 @@ class EngineReplica:
 
     # Admission ------------------------------------------------------------------------------
 
-    def _check_fits(self, draw: SampledRequest) -> None:
-        if self._needs(draw) > self._station.kv_tokens:
+    def _check_fits(self, request: SampledRequest) -> None:
+        if self._needs(request) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
-                f"{self._station.kv_tokens} tokens of KV cannot hold a request of {self._needs(draw)}",
+                f"{self._station.kv_tokens} tokens of KV cannot hold a request of {self._needs(request)}",
                 "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
             )
 
-    def _needs(self, draw: SampledRequest) -> int:
+    def _needs(self, request: SampledRequest) -> int:
         """Tokens of KV: all that it will have here."""
-        return draw.prompt_tokens + draw.output_tokens if self._decodes else draw.prompt_tokens
+        return request.prompt_tokens + request.output_tokens if self._decodes else request.prompt_tokens
 
-    def _admissible(self, draw: SampledRequest) -> bool:
-        if self._reserved + self._needs(draw) > self._station.kv_tokens:
+    def _admissible(self, request: SampledRequest) -> bool:
+        if self._reserved + self._needs(request) > self._station.kv_tokens:
             return False
         if not self._decodes:
             return True
@@ -111,9 +111,9 @@ class EngineReplica:
         return admitted < self._station.max_batch and room_in_chunk
 
     def _admit(self) -> tuple[int, SampledRequest]:
-        job, draw = self._waiting.popleft()
-        self._reserved += self._needs(draw)
-        return job, draw
+        job, request = self._waiting.popleft()
+        self._reserved += self._needs(request)
+        return job, request
 
     # Pieces of work -------------------------------------------------------------------------
 
@@ -147,24 +147,24 @@ class EngineReplica:
         tokens, encode_s = 0, 0.0
         while tokens < budget:
             if self._partial is not None:
-                (job, draw, rest), self._partial = self._partial, None
+                (job, request, rest), self._partial = self._partial, None
             elif self._waiting and self._admissible(self._waiting[0][1]):
-                draw = self._waiting[0][1]
-                rest = draw.computed_tokens
+                request = self._waiting[0][1]
+                rest = request.computed_tokens
                 if not self._station.chunked and tokens and tokens + rest > budget:
                     break
                 job, _ = self._admit()
                 if "E" in self._station.tasks:
-                    encode_s += batches_s(self._station, draw.patches)
+                    encode_s += batches_s(self._station, request.patches)
             else:
                 break
             take = min(rest, budget - tokens) if self._station.chunked else rest
             tokens += take
-            self._work_s -= self._prefill_work_s(draw) * take / draw.computed_tokens
+            self._work_s -= self._prefill_work_s(request) * take / request.computed_tokens
             if take < rest:
-                self._partial = (job, draw, rest - take)
+                self._partial = (job, request, rest - take)
             else:
-                self._prefilled.append((job, draw))
+                self._prefilled.append((job, request))
         return tokens, encode_s
 
     def _decode_run_s(self, iterations: int) -> float:
@@ -203,46 +203,46 @@ class EngineReplica:
 
     # Ends of pieces of work -----------------------------------------------------------------
 
-    def _run(self, job: int, draw: SampledRequest) -> None:
-        heappush(self._running, (self._iteration + draw.output_tokens - 1, job, draw))
-        self._context += draw.prompt_tokens
+    def _run(self, job: int, request: SampledRequest) -> None:
+        heappush(self._running, (self._iteration + request.output_tokens - 1, job, request))
+        self._context += request.prompt_tokens
 
     def _end_decodes(self, now: float) -> list[int]:
         self._iteration += self._count
         self._context += self._count * len(self._running)
         left = []
         while self._running and self._running[0][0] <= self._iteration:
-            _, job, draw = heappop(self._running)
-            self._context -= draw.prompt_tokens + draw.output_tokens - 1
-            self._leave(job, draw, now)
+            _, job, request = heappop(self._running)
+            self._context -= request.prompt_tokens + request.output_tokens - 1
+            self._leave(job, request, now)
             left.append(job)
         return left
 
     def _end_prefills(self, now: float) -> list[int]:
         left = []
-        for job, draw in self._prefilled:
+        for job, request in self._prefilled:
             self._log.first_token[job] = now
-            if self._decodes and draw.output_tokens > 1:
-                self._run(job, draw)
+            if self._decodes and request.output_tokens > 1:
+                self._run(job, request)
             else:
-                self._leave(job, draw, now)
+                self._leave(job, request, now)
                 left.append(job)
         self._prefilled.clear()
         return left
 
-    def _leave(self, job: int, draw: SampledRequest, now: float) -> None:
-        self._reserved -= self._needs(draw)
-        self._work_s -= self._decode_work_s(draw)
+    def _leave(self, job: int, request: SampledRequest, now: float) -> None:
+        self._reserved -= self._needs(request)
+        self._work_s -= self._decode_work_s(request)
         if self._decodes:
             self._log.last_token[job] = now
 
     # Estimates for the router ---------------------------------------------------------------
 
-    def _prefill_work_s(self, draw: SampledRequest) -> float:
-        return prefill_alone_s(self._station, draw) if self._weighs and self._prefills else 0.0
+    def _prefill_work_s(self, request: SampledRequest) -> float:
+        return isolated_prefill_s(self._station, request) if self._weighs and self._prefills else 0.0
 
-    def _decode_work_s(self, draw: SampledRequest) -> float:
+    def _decode_work_s(self, request: SampledRequest) -> float:
         if not self._weighs or not self._decodes:
             return 0.0
-        batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(draw)), 1)
-        return (draw.output_tokens - 1) * self._decode_step_s(batch) / batch
+        batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(request)), 1)
+        return (request.output_tokens - 1) * self._decode_step_s(batch) / batch

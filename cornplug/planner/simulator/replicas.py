@@ -22,7 +22,7 @@ class SimulatedReplica(Protocol):
     busy_s: float
     """Seconds with work, between the simulation's first and last arrival."""
 
-    def arrive(self, now: float, job: int, draw: SampledRequest) -> None: ...
+    def arrive(self, now: float, job: int, request: SampledRequest) -> None: ...
 
     def wake(self, now: float, token: int) -> Sequence[int]:
         """Jobs that leave now. `token` is what the replica gave with the event."""
@@ -70,16 +70,16 @@ class SerialReplica:
         self.outstanding = 0
         self.busy_s = 0.0
 
-    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
+    def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         start = max(now, self._free_at)
-        at = start + prefill_alone_s(self._station, draw)
+        at = start + isolated_prefill_s(self._station, request)
         if "P" in self._station.tasks:
             self._log.first_token[job] = at
         if "D" in self._station.tasks:
-            at += decode_alone_s(self._station, draw)
+            at += isolated_decode_s(self._station, request)
             self._log.last_token[job] = at
         if self._station.generate is not None:
-            at += self._station.generate(draw.units)
+            at += self._station.generate(request.units)
         self._free_at = at
         self.outstanding += 1
         self.busy_s += self._log.within(start, at)
@@ -112,14 +112,14 @@ class EncoderReplica:
         self.outstanding = 0
         self.busy_s = 0.0
 
-    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
+    def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         self.outstanding += 1
-        if not draw.patches:
+        if not request.patches:
             # Through the agenda, so that a job leaves by `wake` only.
             self._agenda.add(now, self, job)
             return
-        self._left[job] = len(draw.patches)
-        for patches in draw.patches:
+        self._left[job] = len(request.patches)
+        for patches in request.patches:
             self._items.append((job, patches))
             self._queued_s += self._encode(patches)
         if self._idle:
@@ -174,40 +174,40 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
     return total + station.encode(batch)
 
 
-def off_device_s(station: Station, draw: SampledRequest) -> float:
+def off_device_s(station: Station, request: SampledRequest) -> float:
     """Added once where it prefills, and no replica is busy with it.
 
     The engine's API and network, and a pipeline's later stages for the prompt's last tokens.
     """
     if station.steps is None or "P" not in station.tasks:
         return 0.0
-    last = min(draw.computed_tokens, station.chunk_tokens)
+    last = min(request.computed_tokens, station.chunk_tokens)
     return station.steps.request_overhead_s + station.steps.drain_s(last)
 
 
-def prefill_alone_s(station: Station, draw: SampledRequest) -> float:
+def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
     """Seconds to encode and prefill one request with nothing beside it."""
-    seconds = batches_s(station, draw.patches) if "E" in station.tasks else 0.0
+    seconds = batches_s(station, request.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
         return seconds
-    chunk = station.chunk_tokens if station.chunked else draw.computed_tokens
-    whole, rest = divmod(draw.computed_tokens, chunk)
+    chunk = station.chunk_tokens if station.chunked else request.computed_tokens
+    whole, rest = divmod(request.computed_tokens, chunk)
     seconds += whole * station.steps.prefill(chunk) if whole else 0.0
     return seconds + (station.steps.prefill(rest) if rest else 0.0)
 
 
-def decode_alone_s(station: Station, draw: SampledRequest) -> float:
+def isolated_decode_s(station: Station, request: SampledRequest) -> float:
     """Seconds of the iterations after the first token, with nothing beside it."""
     if station.steps is None or "D" not in station.tasks:
         return 0.0
-    steps = draw.output_tokens - 1
-    context = steps * draw.prompt_tokens + steps * (steps - 1) / 2
+    steps = request.output_tokens - 1
+    context = steps * request.prompt_tokens + steps * (steps - 1) / 2
     return steps * station.steps.decode(1) + station.steps.kv_token_s * context
 
 
-def alone_s(station: Station, draw: SampledRequest) -> float:
+def isolated_latency_s(station: Station, request: SampledRequest) -> float:
     """Seconds of a visit with nothing beside it."""
-    seconds = prefill_alone_s(station, draw) + decode_alone_s(station, draw)
+    seconds = isolated_prefill_s(station, request) + isolated_decode_s(station, request)
     if station.generate is not None and "G" in station.tasks:
-        seconds += station.generate(draw.units)
+        seconds += station.generate(request.units)
     return seconds

@@ -28,8 +28,8 @@ class RouterDispatch:
         self._rng = rng
         self._replicas = [_replica(station, agenda, log) for _ in range(station.replicas)]
 
-    def arrive(self, now: float, job: int, draw: SampledRequest) -> None:
-        self._choose(now).arrive(now, job, draw)
+    def arrive(self, now: float, job: int, request: SampledRequest) -> None:
+        self._choose(now).arrive(now, job, request)
 
     @property
     def busy_s(self) -> float:

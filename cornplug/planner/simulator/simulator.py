@@ -89,7 +89,7 @@ class _Run:
     def _arrive(self, i: int, now: float) -> None:
         job = self._jobs[i]
         self.came[i].append(now)
-        self._dispatches[job.visits[len(self.left[i])].station].arrive(now, i, job.draw)
+        self._dispatches[job.visits[len(self.left[i])].station].arrive(now, i, job.request)
 
 
 def _outcome(
@@ -100,7 +100,7 @@ def _outcome(
     run: _Run,
 ) -> JobOutcomes:
     at = np.array([job.at_s for job in jobs])
-    output = np.array([job.draw.output_tokens for job in jobs], dtype=np.int64)
+    output = np.array([job.request.output_tokens for job in jobs], dtype=np.int64)
     overhead = np.array([_overhead(job, stations) for job in jobs])
     end, first, last = np.array(run.end), np.array(log.first_token), np.array(log.last_token)
     first_known = np.where(np.isnan(first), at, first)
@@ -121,7 +121,7 @@ def _overhead(job: StationJob, stations: Sequence[Station]) -> float:
     for visit in job.visits:
         station = stations[visit.station]
         if station.steps is not None and "P" in station.tasks:
-            return off_device_s(station, job.draw)
+            return off_device_s(station, job.request)
     return 0.0
 
 

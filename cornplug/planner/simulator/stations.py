@@ -38,8 +38,8 @@ class Station:
     """False: no prompt is split; one longer than `chunk_tokens` is an iteration of its own."""
 
     def __post_init__(self) -> None:
-        for tasks, given in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
-            if given is None and set(tasks) & set(self.tasks):
+        for tasks, times in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
+            if times is None and set(tasks) & set(self.tasks):
                 needed = {"PD": "steps", "E": "encode", "G": "generate"}[tasks]
                 raise ConfigError(f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Give it.")
         if not self.tasks or self.tasks != "".join(t for t in "EPDG" if t in self.tasks):
@@ -61,7 +61,7 @@ class StationJob:
     at_s: float
     kind: int
     """Request class, for the caller's own grouping."""
-    draw: SampledRequest
+    request: SampledRequest
     visits: tuple[StationVisit, ...]
 
 

@@ -12,7 +12,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
 from cornplug.planner.simulator import arrivals
-from cornplug.planner.simulator.replicas import alone_s
+from cornplug.planner.simulator.replicas import isolated_latency_s
 from cornplug.planner.simulator.simulator import Station, StationJob, StationVisit
 
 Delays = Callable[[str, str, SampledRequest], float]
@@ -31,7 +31,7 @@ class TrafficClass:
     """Requests a second that arrive: routes' rates are only the shares in which they part."""
     burst: float
     """Squared coefficient of variation of the times between arrivals."""
-    draws: Sequence[SampledRequest]
+    samples: Sequence[SampledRequest]
     """Equally likely."""
 
 
@@ -62,10 +62,10 @@ class ClassTraffic:
     """A class and the ways its requests take."""
 
     of: TrafficClass
-    ways: tuple[TrafficPath, ...]
+    paths: tuple[TrafficPath, ...]
 
     def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        return rng.choice(len(self.ways), n, p=[way.share for way in self.ways])
+        return rng.choice(len(self.paths), n, p=[path.share for path in self.paths])
 
 
 def traffic(
@@ -88,16 +88,16 @@ def traffic(
         if route.rate > 0:
             by_class.setdefault(name, []).append(route)
     return [
-        ClassTraffic(of, tuple(_way(of, route, by_class[name], places, delays) for route in by_class[name]))
+        ClassTraffic(of, tuple(_path(of, route, by_class[name], places, delays) for route in by_class[name]))
         for name, of in classes.items()
         if name in by_class
     ]
 
 
-def _way(
+def _path(
     of: TrafficClass,
     route: PlanRoute,
-    together: Sequence[PlanRoute],
+    routes_of_class: Sequence[PlanRoute],
     places: Mapping[str, int],
     delays: Delays,
 ) -> TrafficPath:
@@ -105,7 +105,7 @@ def _way(
     for i, stage in enumerate(route.stages):
         before = route.stages[i - 1] if i else None
         stops.append(_stop(of, stage, before, places, delays))
-    return TrafficPath(route.rate / sum(r.rate for r in together), tuple(stops))
+    return TrafficPath(route.rate / sum(r.rate for r in routes_of_class), tuple(stops))
 
 
 def _stop(
@@ -115,7 +115,7 @@ def _stop(
     if unknown:
         raise ConfigError(f"routes: {of.name}", f'no group "{unknown[0]}"', f"Known: {', '.join(places)}.")
     total = sum(stage.groups.values())
-    between = [delays(before.tasks, stage.tasks, draw) if before else 0.0 for draw in of.draws]
+    between = [delays(before.tasks, stage.tasks, request) if before else 0.0 for request in of.samples]
     return RouteStop(
         stage.tasks,
         tuple(places[group] for group in stage.groups),
@@ -137,31 +137,32 @@ def horizon(
     rates = [t.of.rate for t in all_traffic]
     counted = requests / sum(rates)
     counted = min(max(counted, _LEAST_OF_A_CLASS / min(rates)), _LONGER_FOR_RARE * counted)
-    alone = max(
+    isolated_s = max(
         sum(
-            weight * float(np.mean([alone_s(stations[at], draw) for draw in t.of.draws[:100]]))
-            for stop in way.stops
+            weight
+            * float(np.mean([isolated_latency_s(stations[at], request) for request in t.of.samples[:100]]))
+            for stop in path.stops
             for at, weight in zip(stop.stations, stop.weights, strict=True)
         )
         for t in all_traffic
-        for way in t.ways
+        for path in t.paths
     )
-    return counted, min(0.1 * counted + _MEANS_TO_WARM * alone, counted)
+    return counted, min(0.1 * counted + _MEANS_TO_WARM * isolated_s, counted)
 
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
     """A class's requests of so many seconds, with their draws, ways and groups."""
     at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
-    ways, draws = t.choose(n, rng), arrivals.evenly(len(t.of.draws), n, rng)
-    chosen = [[stop.choose(n, rng).tolist() for stop in way.stops] for way in t.ways]
-    between = [[stop.delays_s.tolist() for stop in way.stops] for way in t.ways]
+    paths, samples = t.choose(n, rng), arrivals.evenly(len(t.of.samples), n, rng)
+    chosen = [[stop.choose(n, rng).tolist() for stop in path.stops] for path in t.paths]
+    between = [[stop.delays_s.tolist() for stop in path.stops] for path in t.paths]
     return [
         StationJob(
             time,
             kind,
-            t.of.draws[d],
+            t.of.samples[d],
             tuple(StationVisit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
         )
-        for i, (time, w, d) in enumerate(zip(at.tolist(), ways.tolist(), draws.tolist(), strict=True))
+        for i, (time, w, d) in enumerate(zip(at.tolist(), paths.tolist(), samples.tolist(), strict=True))
     ]

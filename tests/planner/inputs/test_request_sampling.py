@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_sampling import HitShares, draw
+from cornplug.planner.inputs.request_sampling import HitShares, sample_requests
 from cornplug.planner.inputs.schema import (
     Histogram,
     LogNormal,
@@ -25,7 +25,7 @@ PATCHES = {"vit": 4}
 
 def _draw(n: int = 4000, hits: HitShares = COLD, seed: int = 0, **fields: Any) -> list[SampledRequest]:
     request = RequestSpec(name="r", rate=1, **fields)
-    return draw(request, np.random.default_rng(seed), n, patches_per_token=PATCHES, hits=hits)
+    return sample_requests(request, np.random.default_rng(seed), n, patches_per_token=PATCHES, hits=hits)
 
 
 def test_text_alone() -> None:

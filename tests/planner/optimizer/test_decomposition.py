@@ -20,7 +20,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
     SolveProgress,
 )
-from cornplug.planner.optimizer.subproblems import alone, groups
+from cornplug.planner.optimizer.subproblems import groups, subproblem
 
 APPS = 5
 
@@ -65,7 +65,7 @@ def test_no_plan_costs_less_than_its_groups_alone(pool: OptimizationProblem) -> 
         cells = [c for c in pool.cells if c.service in part]
         spent = sum(gpu[c.nodes] * c.gpus * plan.replicas.get(c.name, 0) for c in cells)
         by_gpu = tuple(MachineClass(n.name, n.gpu, 1, gpu[n.name], n.stock * n.gpus) for n in pool.nodes)
-        least = milp.solve(replace(alone(pool, part), nodes=by_gpu), EXACT).objective
+        least = milp.solve(replace(subproblem(pool, part), nodes=by_gpu), EXACT).objective
         assert least <= spent + 1e-6
         total += least
     assert total <= plan.objective + 1e-6
@@ -76,10 +76,10 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     seen: list[SolveProgress] = []
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = milp.money(model).expression
+    money = milp.cost_objective(model).expression
     best = Incumbent(model, money, SolverOptions(gap=0.001, time_limit_s=20), 20.0, seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
-    parts = [milp.build(alone(pool, part)) for part in groups(pool)]
+    parts = [milp.build(subproblem(pool, part)) for part in groups(pool)]
     decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
     assert exact - 1e-6 <= best.dollars <= 1.03 * exact
     assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
@@ -97,8 +97,8 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     """A gap of nothing keeps them going for three quarters of a second."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = milp.money(model).expression
+    money = milp.cost_objective(model).expression
     best = Incumbent(model, money, SolverOptions(gap=0, time_limit_s=1), 1.0, None)
-    decomposition.rounds(best, [milp.build(alone(pool, part)) for part in groups(pool)], 1.1 * money)
+    decomposition.rounds(best, [milp.build(subproblem(pool, part)) for part in groups(pool)], 1.1 * money)
     assert best.bound <= exact + 1e-6
     assert best.dollars >= exact - 1e-6

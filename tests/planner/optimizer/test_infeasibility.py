@@ -50,7 +50,7 @@ def test_what_is_asked_for_there_is_enough() -> None:
 
 def test_a_change_budget_that_is_too_small() -> None:
     running = CurrentState({"s@g": 1}, start_cost={"s@g": 1.0}, max_changes=2)
-    message = told(replace(POOL, nodes=(replace(POOL.nodes[0], stock=10),), running=running))
+    message = told(replace(POOL, nodes=(replace(POOL.nodes[0], stock=10),), current=running))
     assert "change_budget: 2 changes, 6 needed. Raise max_changes to 6." in message
     assert "stock" not in message
 
@@ -118,8 +118,11 @@ def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPat
         (replace(POOL, demands=(replace(POOL.demands[0], rate=-1.0),)), r"demands\[u\]\.rate"),
         (replace(POOL, variants=(replace(POOL.variants[0], demand="x"),)), r"variants\[u\]\.demand"),
         (replace(POOL, variants=(replace(POOL.variants[0], levels=frozenset("l")),)), r"levels"),
-        (replace(POOL, running=CurrentState({"x": 1})), r"running\.replicas\[x\]"),
-        (replace(POOL, running=CurrentState({"s@g": 1}, young={"s@g": 2})), r"running\.replicas\[s@g\]"),
+        (replace(POOL, current=CurrentState({"x": 1})), r"current\.replicas\[x\]"),
+        (
+            replace(POOL, current=CurrentState({"s@g": 1}, below_min_dwell={"s@g": 2})),
+            r"current\.replicas\[s@g\]",
+        ),
     ],
 )  # fmt: skip
 def test_pools_that_mean_nothing_are_refused(pool: OptimizationProblem, field: str) -> None:

@@ -144,7 +144,7 @@ def prefill_decode(rate: float, running: CurrentState) -> OptimizationProblem:
         demands=(RateDemand("u", rate),),
         variants=(PathVariant("u", "u", "P+D", (ServiceDemand("P", 1.0), ServiceDemand("D", 1.0))),),
         limits=NO_RESERVE,
-        running=running,
+        current=running,
     )
 
 
@@ -165,7 +165,7 @@ def test_a_short_horizon_keeps_what_runs() -> None:
     def plan(hours: float) -> dict[str, int]:
         running = CurrentState({"s@old": 1}, start_cost={"s@new": 0.5}, horizon_hours=hours)
         pool = one_service({"old": {"u": 1.0}, "new": {"u": 1.0}}, {"old": 1.0, "new": 0.9}, {"u": 1.0})
-        return dict(solve(replace(pool, running=running), EXACT).replicas)
+        return dict(solve(replace(pool, current=running), EXACT).replicas)
 
     assert plan(4) == {"s@old": 1}
     assert plan(10) == {"s@new": 1}
@@ -173,9 +173,9 @@ def test_a_short_horizon_keeps_what_runs() -> None:
 
 def test_young_replicas_stay_and_the_budget_holds() -> None:
     running = CurrentState({"P": 4, "D": 4}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
-    young = replace(running, young={"P": 4})
+    below_min_dwell = replace(running, below_min_dwell={"P": 4})
     assert solve(prefill_decode(2.0, running), EXACT).replicas == {"P": 1, "D": 2}
-    assert solve(prefill_decode(2.0, young), EXACT).replicas == {"P": 4, "D": 2}
+    assert solve(prefill_decode(2.0, below_min_dwell), EXACT).replicas == {"P": 4, "D": 2}
     grown = prefill_decode(6.0, replace(running, max_changes=2))
     plan = solve(grown, EXACT)
     assert sum(plan.started.values()) + sum(plan.switched.values()) == 2

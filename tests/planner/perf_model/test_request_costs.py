@@ -48,8 +48,8 @@ def test_as_the_simulator_has_them(
     )
     of = request_costs.sizes_of(tuple(draws))
     once = request_costs.encode_s(of, station) + request_costs.prefill_s(of, station)
-    assert once == pytest.approx([replicas.prefill_alone_s(station, d) for d in draws])
+    assert once == pytest.approx([replicas.isolated_prefill_s(station, d) for d in draws])
     after = request_costs.decode_s(of, station)
-    assert after == pytest.approx([replicas.decode_alone_s(station, d) for d in draws])
+    assert after == pytest.approx([replicas.isolated_decode_s(station, d) for d in draws])
     made = [station.generate(d.units) if station.generate else 0.0 for d in draws]
     assert request_costs.generate_s(of, station) == pytest.approx(made)

@@ -15,7 +15,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     RateDemand,
     ServiceDemand,
 )
-from cornplug.planner.pipeline.balance_load import balanced
+from cornplug.planner.pipeline.balance_load import balance_load
 
 NODES = (MachineClass("small", "L4", 1, 1.0, 2), MachineClass("large", "H100", 1, 3.0, 1))
 
@@ -33,7 +33,7 @@ def pool(rate: float, large: float = 6.0) -> OptimizationProblem:
 
 def test_every_replica_is_filled_alike() -> None:
     solution = milp.solve(pool(6.0), SolverOptions())
-    even = balanced(pool(6.0), solution, SolverOptions())
+    even = balance_load(pool(6.0), solution, SolverOptions())
     assert even is not None
     assert even.replicas == solution.replicas == {"a": 1, "b": 1}
     assert even.objective == solution.objective
@@ -43,4 +43,4 @@ def test_every_replica_is_filled_alike() -> None:
 
 def test_replicas_that_no_longer_carry_it_are_no_balance() -> None:
     solution = milp.solve(pool(6.0), SolverOptions())
-    assert balanced(pool(6.0, large=4.0), solution, SolverOptions()) is None
+    assert balance_load(pool(6.0, large=4.0), solution, SolverOptions()) is None

@@ -43,30 +43,31 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], OptimizationProblem]:
 
 def test_another_tier_of_the_same_processes_is_free() -> None:
     plan, cells, pool = two_tiers()
-    taken, known = current_deployment.take_over(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
+    taken, known = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
     one, other = cells
-    assert taken.running is not None
-    assert taken.running.free == {(one, other), (other, one)}
+    assert taken.current is not None
+    assert taken.current.free == {(one, other), (other, one)}
     assert known[one].cell.switches_with == (other,)
-    assert sum(taken.running.replicas.values()) == 1
+    assert sum(taken.current.replicas.values()) == 1
     # $3.67 an hour for 300 s
-    assert taken.running.start_cost[one] == pytest.approx(3.67 / 12)
+    assert taken.current.start_cost[one] == pytest.approx(3.67 / 12)
 
 
 def test_young_replicas_are_told_by_their_age() -> None:
     plan, cells, pool = two_tiers()
     aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
-    for now, young in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
-        taken, _ = current_deployment.take_over(pool, cells, ChangeRules(plan="x"), aged, now=now)
-        assert taken.running is not None
-        assert sum(taken.running.young.values()) == young
+    for now, below_min_dwell in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
+        taken, _ = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), aged, now=now)
+        assert taken.current is not None
+        assert sum(taken.current.below_min_dwell.values()) == below_min_dwell
 
 
 def test_dominated_cells_stay_where_something_runs() -> None:
     plan, cells, _ = two_tiers()
     specs = list(cells.values())
-    assert current_deployment.kept(specs, specs[:1], plan) == specs
-    assert current_deployment.kept(specs, specs[:1], plan.model_copy(update={"groups": []})) == specs[:1]
+    assert current_deployment.keep_current(specs, specs[:1], plan) == specs
+    stopped = plan.model_copy(update={"groups": []})
+    assert current_deployment.keep_current(specs, specs[:1], stopped) == specs[:1]
 
 
 def test_what_has_no_cell_is_no_longer_counted() -> None:
@@ -85,7 +86,7 @@ def test_a_free_switch_counts_for_no_change(free: bool, changes: int) -> None:
         demands=(RateDemand("u", 1.0),),
         variants=(PathVariant("v", "u", "monolith", (ServiceDemand("s", 1.0),)),),
         limits=NO_RESERVE,
-        running=CurrentState(
+        current=CurrentState(
             {"loose": 1},
             start_cost={"tight": 2.0},
             switch_cost=0.5,

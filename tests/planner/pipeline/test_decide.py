@@ -97,7 +97,7 @@ def shared() -> PlanDecision:
 
 
 def test_every_class_is_routed_in_full(shared: PlanDecision) -> None:
-    for o in shared.plan.outlook:
+    for o in shared.plan.latency_forecasts:
         routes = [r for r in shared.plan.routes if (r.app, r.request) == (o.app, o.request)]
         assert sum(r.rate for r in routes) == pytest.approx(o.rate)
         for route in routes:
@@ -165,7 +165,7 @@ def test_a_rehearsed_plan_keeps_its_bounds() -> None:
     text = chat.model_copy(update={"requests": chat.requests[:1], "structures": ["monolith"]})
     decision = decided(given.model_copy(update={"applications": [text], "pool": given.pool[:1]}))
     assert decision.misses == ()
-    for o in decision.plan.outlook:
+    for o in decision.plan.latency_forecasts:
         assert o.ttft.p95 is not None
         assert o.slo_ttft_s is not None
         assert o.ttft.p95 <= o.slo_ttft_s * 1.02

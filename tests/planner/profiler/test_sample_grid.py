@@ -24,8 +24,8 @@ def answered(asks, *, overhead, per_token, base, context=0.0, batch=1):
 
 
 def measured(grid, **engine):
-    alone = answered(grid.alone(), **engine)
-    together = {b: answered(grid.together(b), batch=b, **engine) for b in grid.batches[1:]}
+    alone = answered(grid.isolated(), **engine)
+    together = {b: answered(grid.batched(b), batch=b, **engine) for b in grid.batches[1:]}
     return {(row.kind, row.x): row.seconds for row in grid.rows(alone, together, **CELL)}
 
 
@@ -57,16 +57,16 @@ def test_an_engine_that_takes_no_time_for_context_has_no_such_row():
 
 def test_slow_first_answers_do_not_count():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
-    alone = answered(GRID.alone(), **engine)
+    alone = answered(GRID.isolated(), **engine)
     kinds = len(alone) // (GRID.repeats + 1)
     cold = [TimedPoint(t.ask, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
-    together = {b: answered(GRID.together(b), batch=b, **engine) for b in GRID.batches[1:]}
+    together = {b: answered(GRID.batched(b), batch=b, **engine) for b in GRID.batches[1:]}
 
     assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
 
 
 def test_noise_larger_than_the_work_is_no_measurement():
-    alone = [TimedPoint(ask, 0.1) for ask in GRID.alone()]
+    alone = [TimedPoint(ask, 0.1) for ask in GRID.isolated()]
 
     with pytest.raises(CornplugError, match="busy with other work"):
         GRID.rows(alone, {}, **CELL)

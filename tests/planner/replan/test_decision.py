@@ -139,8 +139,8 @@ def test_where_only_rates_differ_capacities_are_not_asked_again(tmp_path: Path) 
 
 def test_young_replicas_stay(tmp_path: Path) -> None:
     plan = running(tmp_path, sample_input.given(rate=24.0))
-    young = [g.model_copy(update={"since": time.time() - 60}) for g in plan.groups]
-    plan.model_copy(update={"groups": young}).save(tmp_path / "plan.json")
+    below_min_dwell = [g.model_copy(update={"since": time.time() - 60}) for g in plan.groups]
+    plan.model_copy(update={"groups": below_min_dwell}).save(tmp_path / "plan.json")
     found, decision = replanned(tmp_path, sample_input.given(rate=8.0))
     assert not found.act
     assert decision.plan.cost_per_hour == pytest.approx(plan.cost_per_hour)

@@ -30,7 +30,9 @@ class Site:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
         self.given = written(folder, 7.5)
-        assert cli.main(["plan", str(self.given), "-o", str(folder / "plan"), "--quiet", "--why", "0"]) == 0
+        assert (
+            cli.main(["plan", str(self.given), "-o", str(folder / "plan"), "--quiet", "--explain", "0"]) == 0
+        )
         self.engine, self.at_s = VLLM(), 1000
         self.file = folder / "metrics"
         self.replan()  # the first snapshot

@@ -63,7 +63,7 @@ def test_the_next_best_has_its_price() -> None:
     assert costs["without A100-80"] == pytest.approx(7 * 1.01)
     assert [a.cost_per_hour for a in found.alternatives] == sorted(costs.values(), key=float)  # type: ignore[arg-type]
     assert (
-        next(a.why_not for a in found.alternatives if a.name == "without A100-80")
+        next(a.reason_against for a in found.alternatives if a.name == "without A100-80")
         == "costs $1.38/h more (+24 %)"
     )
 
@@ -71,7 +71,7 @@ def test_the_next_best_has_its_price() -> None:
 def test_an_engine_that_is_as_good_is_said_to_be() -> None:
     found = explanation.explain(given(), decided(given()))
     (one,) = [a for a in found.alternatives if a.name in ("without vllm", "without sglang")]
-    assert one.why_not == "as good, as far as the solver's gap tells"
+    assert one.reason_against == "as good, as far as the solver's gap tells"
 
 
 def test_a_stock_that_binds_says_what_more_would_save() -> None:

@@ -98,7 +98,7 @@ def test_hostile_names_are_words() -> None:
                 name=name,
                 groups=[group(name, "PD", service=name, profile=name)],
                 routes=[route],
-                outlook=[given.outlook[0].model_copy(update={"app": name})],
+                latency_forecasts=[given.latency_forecasts[0].model_copy(update={"app": name})],
                 nodes=[PlannedNodes(name=name, gpu=name, gpus=8, count=1, price_per_hour=1)],
             )
         )
@@ -121,7 +121,7 @@ def test_replicas_fill_gpus_without_overlap() -> None:
 def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
     shares = (0.5, 1.0, 1.15, 9.0)
     groups = [group(f"g{n}", "P", utilisation=share) for n, share in enumerate(shares)]
-    page = Page(html_report.html(plan(groups=groups, outlook=[])))
+    page = Page(html_report.html(plan(groups=groups, latency_forecasts=[])))
     half, whole, most, beyond = (a for a in page.with_class("fill") if a.get("height") == "15")
     (limit,) = page.with_class("limit")
     assert number(whole["x"]) + number(whole["width"]) == pytest.approx(number(limit["x1"]), abs=0.02)
@@ -131,13 +131,13 @@ def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
 
 def test_the_curve_goes_down_where_cost_goes_down() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
-    page = Page(html_report.html(plan(why=PlanExplanation(curve=points))))
+    page = Page(html_report.html(plan(explanation=PlanExplanation(curve=points))))
     heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 
 
 def test_empty_plans_have_a_page() -> None:
-    bare = plan(groups=[], routes=[], outlook=[], caches=[], reservations=[], nodes=[])
+    bare = plan(groups=[], routes=[], latency_forecasts=[], caches=[], reservations=[], nodes=[])
     assert "no nodes" in Page(html_report.html(bare)).said
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.report.slo_cost_curve import SweepCost, falling
+from cornplug.planner.report.slo_cost_curve import SweepCost, monotone_points
 
 
 def test_looser_bounds_never_cost_more() -> None:
@@ -14,11 +14,14 @@ def test_looser_bounds_never_cost_more() -> None:
         0.5: SweepCost(None),
         3.0: SweepCost(None),
     }
-    points = {p.slo_factor: p.cost_per_hour for p in falling(found)}
+    points = {p.slo_factor: p.cost_per_hour for p in monotone_points(found)}
     assert points == {0.5: None, 0.7: 165.0, 1.0: 114.0, 1.5: 110.0, 2.0: 110.0, 3.0: 110.0}
     assert list(points) == sorted(points)
 
 
 def test_the_plan_itself_is_what_it_is() -> None:
     """A quick solve at tighter bounds, not rehearsed, may look cheaper."""
-    assert [p.cost_per_hour for p in falling({0.7: SweepCost(90.0), 1.0: SweepCost(114.0)})] == [90.0, 114.0]
+    assert [p.cost_per_hour for p in monotone_points({0.7: SweepCost(90.0), 1.0: SweepCost(114.0)})] == [
+        90.0,
+        114.0,
+    ]

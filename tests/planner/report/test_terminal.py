@@ -34,7 +34,7 @@ def test_cost_and_proof_stand_first() -> None:
 
 def test_what_is_not_proved_is_never_called_optimal() -> None:
     found = OptimalityProof(status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2)
-    said = shown(plan(proof=found, why=PlanExplanation()))
+    said = shown(plan(proof=found, explanation=PlanExplanation()))
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said
 
@@ -64,8 +64,8 @@ def test_why_names_constraints_alternatives_and_the_monolith() -> None:
 
 
 def test_what_is_not_served_is_said() -> None:
-    outlook = plan().outlook[0].model_copy(update={"served": 5.0})
-    assert "5/s of 7.5/s" in shown(plan(outlook=[outlook]))
+    latency_forecasts = plan().latency_forecasts[0].model_copy(update={"served": 5.0})
+    assert "5/s of 7.5/s" in shown(plan(latency_forecasts=[latency_forecasts]))
 
 
 def test_names_are_no_markup() -> None:

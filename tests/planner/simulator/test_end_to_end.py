@@ -10,7 +10,7 @@ import pytest
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
-from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, rehearse
+from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, simulate_plan
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
@@ -37,9 +37,9 @@ def route(stages: list[RouteStage], rate: float = 1.0, request: str = "a") -> Pl
 
 
 def classes(
-    rate: float, burst: float = 1.0, draws: list[SampledRequest] = ONE, request: str = "a"
+    rate: float, burst: float = 1.0, samples: list[SampledRequest] = ONE, request: str = "a"
 ) -> dict[str, TrafficClass]:
-    return {f"chat/{request}": TrafficClass(f"chat/{request}", rate, burst, draws)}
+    return {f"chat/{request}": TrafficClass(f"chat/{request}", rate, burst, samples)}
 
 
 def transfer(before: str, after: str, draw: SampledRequest) -> float:
@@ -47,9 +47,9 @@ def transfer(before: str, after: str, draw: SampledRequest) -> float:
 
 
 def run(
-    routes: list[PlanRoute], given: dict[str, TrafficClass], requests: int = 400
+    routes: list[PlanRoute], traffic_classes: dict[str, TrafficClass], requests: int = 400
 ) -> dict[str, SimulatedTimes]:
-    return rehearse(STATIONS, routes, given, transfer, requests=requests, seed=0, most_runs=1)
+    return simulate_plan(STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, most_runs=1)
 
 
 def test_alone_on_a_path_a_request_takes_its_stages_and_transfers() -> None:
@@ -68,7 +68,7 @@ def test_requests_part_by_the_rates_of_routes_and_by_weights() -> None:
 
 
 def test_a_class_of_one_token_has_no_time_per_token() -> None:
-    got = run([route(APART)], classes(1e-3, draws=[replace(ONE[0], output_tokens=1)]))["chat/a"]
+    got = run([route(APART)], classes(1e-3, samples=[replace(ONE[0], output_tokens=1)]))["chat/a"]
     assert got.tpot.p95 is None
     assert got.e2e.p50 == pytest.approx(0.5 + 0.2 + 0.01 + 0.02 + 0.1)
 
@@ -84,21 +84,23 @@ def test_classes_share_stations() -> None:
     """Its neighbour's long prompts are what a short one waits for."""
     short, long = [SampledRequest(10, 0, (), 1, 0.0)], [SampledRequest(20_000, 0, (), 1, 0.0)]
     routes = [route([APART[1]]), route([APART[1]], request="b")]
-    alone = run(routes[:1], classes(1.0, draws=short))
-    both = run(routes, classes(1.0, draws=short) | classes(0.6, draws=long, request="b"))
-    assert alone["chat/a"].ttft.p95 == pytest.approx(0.511, rel=0.02)
+    isolated = run(routes[:1], classes(1.0, samples=short))
+    both = run(routes, classes(1.0, samples=short) | classes(0.6, samples=long, request="b"))
+    assert isolated["chat/a"].ttft.p95 == pytest.approx(0.511, rel=0.02)
     assert both["chat/a"].ttft.p95 is not None
     assert both["chat/a"].ttft.p95 > 1.0
 
 
 def test_a_seed_decides() -> None:
-    draws = [
+    samples = [
         SampledRequest(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)
     ]
-    given = classes(2.0, 2.0, draws)
-    first, again = (run([route(APART)], given)["chat/a"] for _ in range(2))
+    traffic_classes = classes(2.0, 2.0, samples)
+    first, again = (run([route(APART)], traffic_classes)["chat/a"] for _ in range(2))
     assert first == again
-    other = rehearse(STATIONS, [route(APART)], given, transfer, requests=400, seed=1, most_runs=1)["chat/a"]
+    other = simulate_plan(
+        STATIONS, [route(APART)], traffic_classes, transfer, requests=400, seed=1, most_runs=1
+    )["chat/a"]
     assert other.ttft.mean != first.ttft.mean
 
 
@@ -119,13 +121,15 @@ def test_no_routes_no_results() -> None:
 
 
 def test_runs_are_repeated_until_the_percentiles_are_known() -> None:
-    """Single runs of an uneven load spread more, from seed to seed, than what `rehearse` makes of many."""
-    draws = [SampledRequest(int(n), 0, (), 40, 0.0) for n in np.random.default_rng(0).integers(10, 9000, 50)]
-    given = classes(1.6, 2.0, draws)
+    """Single runs of an uneven load spread more, from seed to seed, than `simulate_plan` of many."""
+    samples = [
+        SampledRequest(int(n), 0, (), 40, 0.0) for n in np.random.default_rng(0).integers(10, 9000, 50)
+    ]
+    traffic_classes = classes(1.6, 2.0, samples)
     stations, path = {"p": STATIONS["p"]}, [route([APART[1]])]
 
     def p95(seed: int, **more: int) -> float:
-        got = rehearse(stations, path, given, transfer, requests=500, seed=seed, **more)
+        got = simulate_plan(stations, path, traffic_classes, transfer, requests=500, seed=seed, **more)
         assert got["chat/a"].ttft.p95 is not None
         return got["chat/a"].ttft.p95
 
