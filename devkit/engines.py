@@ -24,6 +24,7 @@ from cornplug.host import free_port, has_gpu
 from cornplug.processes import ManagedProcess, answers
 from devkit.photos import Photo, photos
 from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
+from devkit.vllm_beds import bed_environment
 
 __all__ = [
     "Answer",
@@ -152,7 +153,8 @@ class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
     `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. Every server calls its model `model`.
+    added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`; `vllm` is the command, by
+    default the one of this environment.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
@@ -164,6 +166,7 @@ class VllmServer(EngineServer):
         log: Path,
         port: int | None = None,
         env: Mapping[str, str] | None = None,
+        bed: str | None = None,
         ready_s: float = 300,
     ) -> None:
         port = port or free_port()
@@ -176,9 +179,8 @@ class VllmServer(EngineServer):
         # Kernel builds look for ninja on PATH, beside this interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        super().__init__(
-            command, port=port, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
-        )
+        env = {"PATH": path, **_QUIET, **cpu, **bed_environment(bed), **(env or {})}
+        super().__init__(command, port=port, log=log, env=env, ready_s=ready_s)
 
 
 def _vllm() -> str:

@@ -36,6 +36,8 @@ class FieldTables:
     """field -> why nothing is shared where it is not at its default."""
     same_as_default: Mapping[str, frozenset[Any]] = field(default_factory=dict)
     """field -> values that mean what the default means, or that change nothing beside it."""
+    not_in_all: frozenset[str] = frozenset()
+    """Fields that only some of the supported releases have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
     wrong = {name: "in none of the tables" for name, count in found.items() if count == 0}
     wrong |= {name: "in several tables" for name, count in found.items() if count > 1}
     listed = {name for place in (*places, tables.same_as_default) for name in place}
-    return wrong | dict.fromkeys(listed - existing, f"no field of {tables.of}")
+    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"no field of {tables.of}")
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ KV_CONNECTOR: Final = "CornplugConnector"
 EC_CONNECTOR: Final = "CornplugECConnector"
 """Names of both connectors in vLLM's factories: users write them into configurations."""
 
-SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
+SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
 VALIDATED_FAMILIES: Final = frozenset(
     {

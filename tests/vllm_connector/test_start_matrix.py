@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import connector_config, plugin
 from devkit.checkpoints import llava, qwen2_text, qwen2_vl
 from devkit.checkpoints.text import deepseek_v2
 from devkit.checkpoints.tiles import gemma3
+from devkit.vllm_cli import parse_serve
 
 pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
 
@@ -116,12 +115,8 @@ def whisper_config(folder: Path) -> Path:
 
 
 def configured(model: Path, line: str, *ours: str) -> Any:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    base = ["--model", str(model)]
-    args = parser.parse_args([*base, "--max-model-len", "64", *line.split(), *ours])
-    validate_parsed_serve_args(args)
-    made = AsyncEngineArgs.from_cli_args(args)
-    return made.create_engine_config()
+    args = parse_serve(["--model", str(model), "--max-model-len", "64", *line.split(), *ours])
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -1,4 +1,4 @@
-"""As `model_fields`: tables of vLLM 0.32's parallelism, LoRA and speculation, and environment variables."""
+"""As `model_fields`: tables of vLLM's parallelism, LoRA and speculation, and environment variables."""
 
 from __future__ import annotations
 
@@ -121,9 +121,15 @@ SPECULATIVE: Final = FieldTables(
         suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob
         draft_load_config rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length
         enable_adaptive_verification draft_sample_method dspark_draft_topk
+        disable_lookahead_block_hashes draft_lm_head_quantization xpress_topc
+        fly_window_size fly_entropy_threshold fly_entropy_top_k
         """,
     ),
     refused={},
+    not_in_all=frozenset(
+        {"disable_lookahead_block_hashes", "draft_lm_head_quantization", "xpress_topc"}
+        | {"fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"}
+    ),
 )
 
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
@@ -139,7 +145,8 @@ HARMLESS_VARIABLES: Final = re.compile(
     "[A-Z0-9_]+"
     "|[A-Z0-9_]*(TIMEOUT|TIMEOUT_S|TIMEOUT_SECONDS|HOST|_PORT|_IP|CACHE_ROOT|CACHE_DIR|CONFIG_ROOT)"
     "|ALLOW_RUNTIME_LORA_UPDATING|API_KEY|ASSETS_CACHE(_MODEL_CLEAN)?|COMPILE_CACHE_SAVE_FORMAT"
-    "|ALLOW_INSECURE_SERIALIZATION|CONFIGURE_LOGGING|CPU_CI_ENV|CPU_KVCACHE_SPACE|CPU_NUM_OF_RESERVED_CPU"
+    "|ALLOW_INSECURE_SERIALIZATION|BEAM_ALWAYS_CONSTRAIN_OUTPUT|CHAT_TEMPLATE_FUEL|HTTP_MAX_REQUEST_BODY_SIZE"
+    "|REQUEST_BODY_LOG_LEVEL|CONFIGURE_LOGGING|CPU_CI_ENV|CPU_KVCACHE_SPACE|CPU_NUM_OF_RESERVED_CPU"
     "|CPU_OMP_THREADS_BIND|CUSTOM_SCOPES_FOR_PROFILING|DISABLE_COMPILE_CACHE|DISABLE_LOG_LOGO"
     "|DISABLE_REQUEST_ID_RANDOMIZATION|DO_NOT_TRACK|ENABLE_RESPONSES_API_STORE|ENABLE_V1_MULTIPROCESSING"
     "|ENFORCE_STRICT_TOOL_CALLING|FASTSAFETENSORS_QUEUE_SIZE|GC_DEBUG|KEEP_ALIVE_ON_ENGINE_DEATH"

@@ -1,4 +1,4 @@
-"""The effect of each field of vLLM 0.32's config classes on sharing: three tables a class.
+"""The effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables a class.
 
 A field that vLLM gains is in none of them: a test names it, and at run time it is refused once it is
 set. `model_config.py` computes the entries that the tables only describe.
@@ -179,7 +179,8 @@ CACHE: Final = FieldTables(
             """,
         ),
         **listed(
-            "another connector's; what it loads is not saved here", "kv_offloading_size kv_offloading_backend"
+            "another connector's; what it loads is not saved here",
+            "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
         **listed(
             "KV of models with such layers is refused",
@@ -194,4 +195,5 @@ CACHE: Final = FieldTables(
         "kv_cache_dtype_skip_layers": "some layers keep KV in another dtype",
         "kv_sharing_fast_prefill": "some layers leave KV out",
     },
+    not_in_all=frozenset({"simple_cpu_offload_num_blocks"}),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from cornplug.planner.launch.command_lines import LaunchCommand, commands
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.vllm_connector import plugin
 from devkit.checkpoints import qwen2_vl
+from devkit.vllm_cli import parse_serve
 
 from ..plans import Case, matrix, plan
 
@@ -31,12 +29,6 @@ VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}
 VLLM = [case for case in matrix() if case.engine == "vllm"]
 
 
-@cache
-def parser() -> FlexibleArgumentParser:
-    plugin.register()
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-
-
 def engines(case: Case, transfer: Transfer = "nixl") -> list[LaunchCommand]:
     found = [c.resolved(VALUES) for c in commands(plan(case), transfer=transfer) if c.kind == "engine"]
     assert found
@@ -45,9 +37,8 @@ def engines(case: Case, transfer: Transfer = "nixl") -> list[LaunchCommand]:
 
 def parsed(command: LaunchCommand) -> Namespace:
     assert command.argv[:2] == ("vllm", "serve")
-    args = parser().parse_args(list(command.argv[2:]))
-    validate_parsed_serve_args(args)
-    return args
+    plugin.register()
+    return parse_serve(command.argv[2:])
 
 
 def engine_args(command: LaunchCommand) -> AsyncEngineArgs:
