@@ -152,9 +152,14 @@ class EngineServer(ManagedProcess):
 class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
-    `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`; `vllm` is the command, by
-    default the one of this environment.
+        `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
+    <<<<<<< HEAD
+        added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`; `vllm` is the command, by
+        default the one of this environment.
+    =======
+        added. The server's name for the model is `model` for every server, whatever its folder. `bed` is one of
+        `devkit.vllm_beds`; `vllm` is the command, by default the one of this environment.
+    >>>>>>> 1122c69 (Two engines on each bed: answers of stock V1, everything from the store)
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
@@ -167,11 +172,12 @@ class VllmServer(EngineServer):
         port: int | None = None,
         env: Mapping[str, str] | None = None,
         bed: str | None = None,
+        vllm: Path | None = None,
         ready_s: float = 300,
     ) -> None:
         port = port or free_port()
         given = {arg.partition("=")[0] for arg in args}
-        command = [_vllm(), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(vllm or _vllm()), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--served-model-name", "model", *args]
         for flag, value in _DEFAULTS.items():
             if flag not in given:

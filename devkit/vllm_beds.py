@@ -16,7 +16,6 @@ Kernels run in Triton's interpreter (50 to 90 ms a step): no time is measured on
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,26 +24,21 @@ from typing import Final
 VARIABLE: Final = "DEVKIT_VLLM_BED"
 """Names the bed of every vLLM that devkit starts; v1 where it is not set."""
 
-_PACKAGES: Final = Path(sys.prefix) / "vllm-beds"
+_TREE: Final = Path(__file__).parents[1]
+_PACKAGES: Final = _TREE / ".venv" / "vllm-beds"
+_NEXT: Final = _TREE / ".venv-vllm-next" / "bin" / "vllm"
 _V2: Final = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
     "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 9 s
 }
+_TRITON: Final = "triton-interpreted-cpu"
+_GPU: Final = "gpu-like-cpu"
 
-
-def _path(*packages: str) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(str(_PACKAGES / name) for name in packages)}
-
-
-BEDS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-        "v2": _V2 | _path("triton-interpreted-cpu"),
-        "v2-gpu": _V2 | _path("triton-interpreted-cpu", "gpu-like-cpu"),
-    }
+BEDS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = MappingProxyType(
+    {"v1": ({}, ()), "v2": (_V2, (_TRITON,)), "v2-gpu": (_V2, (_TRITON, _GPU))}
 )
-"""Bed -> the environment of an engine on it."""
+"""Bed -> variables of an engine on it, and packages of dev/ on its path."""
 
 
 def bed_environment(name: str | None = None) -> dict[str, str]:
@@ -55,10 +49,25 @@ def bed_environment(name: str | None = None) -> dict[str, str]:
     name = name or os.environ.get(VARIABLE, "v1")
     if name not in BEDS:
         raise ValueError(f"{VARIABLE}={name}: there are {', '.join(BEDS)}")
-    env = dict(BEDS[name])
-    for folder in env.get("PYTHONPATH", "").split(os.pathsep):
-        if folder and not Path(folder).is_dir():
-            raise FileNotFoundError(f"{folder} is missing. Run: script/setup")
-    if "PYTHONPATH" in env and os.environ.get("PYTHONPATH"):
-        env["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
-    return env
+    variables, packages = BEDS[name]
+    path = [str(_laid(_PACKAGES / package)) for package in packages]
+    if not path:
+        return dict(variables)
+    return {
+        **variables,
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+def next_vllm() -> Path:
+    """The command `vllm` of the next release, which script/setup lays over the environment.
+
+    Raises FileNotFoundError where it did not.
+    """
+    return _laid(_NEXT)
+
+
+def _laid(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing. Run: script/setup")
+    return path

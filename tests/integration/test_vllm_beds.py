@@ -1,0 +1,54 @@
+"""vLLM as GPUs run it (runner V2, their KV layout, one process, asynchronous scheduling), and its next release.
+
+The answers of stock vLLM on V1 are the measure for each bed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from integration.stack import ASKS, Stack, count, services
+
+from devkit import vllm_beds
+from devkit.engines import Answer
+from devkit.processes import at_once
+
+ASKED = (0, 1, 2, 4, 7)
+"""Text alone, one image twice, two images, a prompt of several chunks."""
+PAGE = 64
+QUICK = ("v2-gpu", "next-v2-gpu")
+ALL = ("v2", *QUICK, "next-v1", "next-v2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[bed if bed in QUICK else pytest.param(bed, marks=pytest.mark.stress) for bed in ALL],
+)
+def bed(
+    request: pytest.FixtureRequest,
+    models: Mapping[str, Path],
+    stock: dict[tuple[str, int], Answer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stack]:
+    """Two engines of model a on one bed: the first was asked everything, the second nothing."""
+    name = request.param.removeprefix("next-")
+    vllm = vllm_beds.next_vllm() if request.param.startswith("next-") else None
+    with services(tmp_path_factory.mktemp(request.param), {"a": models["a"]}, stock) as stack:
+        at_once(*(lambda app=app: stack.serve(app, "a", bed=name, vllm=vllm) for app in ("first", "second")))
+        for i in ASKED:
+            stack.same_as_stock("a", i, ASKS[i].put(stack.servers["first"]))
+        yield stack
+
+
+def test_vllm_beds_fresh_engine_answers_as_stock_from_the_store(bed: Stack) -> None:
+    second, passes = bed.servers["second"], bed.tower_passes()
+    shareable = 0
+    for i in ASKED:
+        answer = ASKS[i].put(second)
+        bed.same_as_stock("a", i, answer)
+        shareable += (answer.prompt_tokens - 1) // PAGE * PAGE
+    assert bed.tower_passes() == passes
+    taken = count(second, "saved_tokens_total", app="second") + second.metric("vllm:prefix_cache_hits_total")
+    assert taken >= 0.9 * shareable
