@@ -93,11 +93,11 @@ def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
 def test_engine_version_widened_in_one_place_only_is_named(scratch: Path) -> None:
     tests = ("tests/test_versions.py", "-k", "vllm")
     compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
-    edit(compat, '"vllm", (0, 32), (0, 33)', '"vllm", (0, 32), (0, 34)')
+    edit(compat, '"vllm", (0, 32), (0, 34)', '"vllm", (0, 32), (0, 35)')
     status, said = pytest_in(scratch, *tests)
     assert status == 1
     assert "test_versions_extra_installs_the_tested_range[vllm]" in said
-    edit(scratch / "pyproject.toml", "vllm>=0.32,<0.33", "vllm>=0.32,<0.34")
+    edit(scratch / "pyproject.toml", "vllm>=0.32,<0.34", "vllm>=0.32,<0.35")
     edit(scratch / "script" / "setup", "VLLM=0.32.0", "VLLM=0.33.0")
     status, said = pytest_in(scratch, *tests)
     assert "test_readme_names_the_release_that_the_tests_run_on[vllm]" in said

@@ -129,6 +129,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and kv_connector_metadata.preempted:
             self._worker.give_up_saves(kv_connector_metadata.preempted)
 
+    def unregister_kv_caches(self) -> None:
+        """Ends every copy before the engine's memory goes away in sleep. vLLM calls it from 0.33 on."""
+        if self._worker is not None:
+            self._worker.drain()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)

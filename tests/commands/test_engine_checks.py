@@ -30,7 +30,7 @@ def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
         (("0.32.0", None), ("ok", "ok")),
         (("0.32.4+cpu", "0.5.23"), ("ok", "ok")),
         (("0.31.9", None), ("fail", "ok")),
-        (("0.33.0", "0.5.23"), ("fail", "ok")),
+        (("0.34.0", "0.5.23"), ("fail", "ok")),
         ((None, "0.5.23.post1"), ("ok", "ok")),
         ((None, "0.5.22"), ("ok", "fail")),
         ((None, "0.5.24"), ("ok", "fail")),

@@ -1,4 +1,4 @@
-"""vLLM as GPUs run it (runner V2, their KV layout, one process, asynchronous scheduling), and its next release.
+"""vLLM as GPUs run it (runner V2, their KV layout, one process, asynchronous scheduling), and its next one.
 
 The answers of stock vLLM on V1 are the measure for each bed.
 """

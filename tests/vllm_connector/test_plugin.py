@@ -53,7 +53,7 @@ def test_register_repeated_wraps_once(fresh: None) -> None:
     assert ECConnectorFactory._registry["CornplugECConnector"]() is CornplugECConnector
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "1.0.0", "0.99rc1", "dev", "", None])
+@pytest.mark.parametrize("version", ["0.34.0", "0.31.2", "1.0.0", "0.99rc1", "dev", "", None])
 def test_register_in_untested_vllm_logs_one_line(
     fresh: None, version: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,7 +65,7 @@ def test_register_in_untested_vllm_logs_one_line(
         plugin.register()
         logging.getLogger("vllm.cornplug").removeHandler(caplog.handler)
     assert not plugin.registered()
-    assert "outside the tested range >=0.32,<0.33" in plugin.why_not()
+    assert "outside the tested range >=0.32,<0.34" in plugin.why_not()
     assert len({r.message for r in caplog.records}) == 1
 
 

@@ -42,6 +42,9 @@ class DisabledKVWorker:
         for save in saves:
             self._acks.failed_writes |= {page.token: MAX_SEGMENTS for page in save.pages}
 
+    def drain(self) -> None:
+        """Nothing is copied."""
+
     def stepped(self, number: int) -> None:
         """Nothing is loaded: no measurement is needed."""
 
