@@ -873,6 +873,22 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
     assert first.counts["saves", "kv_page", "write_failed"] == 1
 
 
+def test_kv_connector_unregister_before_sleep_ends_copies(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine()
+    slow_views(monkeypatch, first, 0.05)
+    first.add("a", PROMPT)
+    output = first.execute(first.schedule())
+    connector = first.ranks[0].connector
+    mover = connector._worker._mover  # type: ignore[union-attr]
+    assert not mover.wait(timeout_s=0)
+    connector.unregister_kv_caches()
+    assert mover.wait(timeout_s=0)
+    first.update(output)
+    first.settle()
+
+
 def test_kv_pages_pass_through_real_daemon(engine: Make, short_path: Any) -> None:
     config = StoreConfig(socket=short_path / "s.sock", autostart=False, deadline_s=2.0)
     with StoreProcess(config.socket, size="32MiB", log=short_path / "log"):
