@@ -13,12 +13,10 @@ _HOMES = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_ar
 
 def parse_serve(arguments: Sequence[str]) -> Namespace:
     """The arguments of `vllm serve`, parsed and validated by vLLM. Raises as vLLM does."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+    # By name: devkit does not need vLLM, but for this.
+    parser_class = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     home = _home()
-    parsed: Namespace = home.make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(
-        list(arguments)
-    )
+    parsed: Namespace = home.make_arg_parser(parser_class(prog="vllm serve")).parse_args(list(arguments))
     home.validate_parsed_serve_args(parsed)
     return parsed
 
