@@ -153,13 +153,8 @@ class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
         `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    <<<<<<< HEAD
         added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`; `vllm` is the command, by
-        default the one of this environment.
-    =======
-        added. The server's name for the model is `model` for every server, whatever its folder. `bed` is one of
-        `devkit.vllm_beds`; `vllm` is the command, by default the one of this environment.
-    >>>>>>> 1122c69 (Two engines on each bed: answers of stock V1, everything from the store)
+    default the one of this environment.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}

@@ -6,17 +6,14 @@ test_survives_faults leaves one of them dead.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from integration.stack import ASKS, Stack
 
-from cornplug.host import free_port
 from devkit import checkpoints
-from devkit.engines import Answer, EncoderProcess, VllmServer
+from devkit.engines import Answer, VllmServer
 from devkit.processes import at_once
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
@@ -66,27 +63,7 @@ def stack(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
     """Store, encoder service, and engines a and b that share."""
-    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
-    folder = tmp_path_factory.mktemp("stack")
-    store_socket, encoder_socket = sockets / "store.sock", sockets / "encoder.sock"
-    encoder = EncoderProcess(
-        list(models.values()),
-        *("--store-socket", str(store_socket)),
-        socket=encoder_socket,
-        port=free_port(),
-        log=folder / "encoder.log",
-        env={"CORNPLUG_STORE_AUTOSTART": "false"},
-    )
-    stack = Stack(folder, models, stock, store_socket, encoder)
-    try:
-        stack.start_store()
+    with services(tmp_path_factory.mktemp("stack"), models, stock) as stack:
         engines = {"a": stack.vllm("a", "a", *A_ARGS), "b": stack.vllm("b", "b")}
-        at_once(encoder.start, lambda: stack.start(**engines))
+        at_once(stack.encoder.start, lambda: stack.start(**engines))
         yield stack
-    finally:
-        for server in stack.servers.values():
-            server.stop()
-        encoder.stop()
-        if stack.store is not None:
-            stack.store.stop()
-        shutil.rmtree(sockets, ignore_errors=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cornplug.host import free_port
 from cornplug.store.base import StoreStat
 from devkit.engines import (
     Answer,
@@ -80,10 +83,12 @@ class Stack:
         *args: str,
         flags: bool = True,
         env: Mapping[str, str] | None = None,
+        bed: str | None = None,
+        command: Path | None = None,
     ) -> VllmServer:
         """A vLLM that shares, not started, for a model of the stack or a folder.
 
-        `flags` False leaves the connector to `args`.
+        `flags` False leaves the connector to `args`; `bed` and `command` are `VllmServer`'s `bed` and `vllm`.
         """
         return VllmServer(
             self._folder_of(model),
@@ -91,6 +96,8 @@ class Stack:
             *args,
             log=self.folder / f"{name}.log",
             env={"VLLM_SERVER_DEV_MODE": "1", "CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+            bed=bed,
+            vllm=command,
         )
 
     def sglang(
@@ -143,6 +150,34 @@ class Stack:
 
     def tower_passes(self) -> int:
         return self.encoder.tower_passes()
+
+
+@contextmanager
+def services(
+    folder: Path, models: Mapping[str, Path], stock: dict[tuple[str, int], Answer]
+) -> Iterator[Stack]:
+    """A store and an encoder service for these models; both end with the engines of the stack."""
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    store_socket, encoder_socket = sockets / "store.sock", sockets / "encoder.sock"
+    encoder = EncoderProcess(
+        list(models.values()),
+        *("--store-socket", str(store_socket)),
+        socket=encoder_socket,
+        port=free_port(),
+        log=folder / "encoder.log",
+        env={"CORNPLUG_STORE_AUTOSTART": "false"},
+    )
+    stack = Stack(folder, models, stock, store_socket, encoder)
+    try:
+        stack.start_store()
+        yield stack
+    finally:
+        for server in stack.servers.values():
+            server.stop()
+        encoder.stop()
+        if stack.store is not None:
+            stack.store.stop()
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 class Pairs:
