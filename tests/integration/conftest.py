@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from integration.stack import ASKS, Stack
+from integration.stack import ASKS, Stack, services
 
 from devkit import checkpoints
 from devkit.engines import Answer, VllmServer

@@ -36,7 +36,8 @@ def bed(
     name = request.param.removeprefix("next-")
     vllm = vllm_beds.next_vllm() if request.param.startswith("next-") else None
     with services(tmp_path_factory.mktemp(request.param), {"a": models["a"]}, stock) as stack:
-        at_once(*(lambda app=app: stack.serve(app, "a", bed=name, vllm=vllm) for app in ("first", "second")))
+        engines = {app: stack.vllm(app, "a", bed=name, command=vllm) for app in ("first", "second")}
+        at_once(stack.encoder.start, lambda: stack.start(**engines))
         for i in ASKED:
             stack.same_as_stock("a", i, ASKS[i].put(stack.servers["first"]))
         yield stack
