@@ -48,7 +48,7 @@ def host() -> _Host:
 
 
 @pytest.mark.parametrize("how", ["tensor", "numpy", "data"])
-def test_of_a_temporary(host: _Host, how: str) -> None:
+def test_embedding_ref_array_outlives_deleted_ref(host: _Host, how: str) -> None:
     """README's own line: client.encode(...).tensor()."""
     ref = host.ref()
     held = ref.data if how == "data" else getattr(ref, how)()
@@ -58,7 +58,7 @@ def test_of_a_temporary(host: _Host, how: str) -> None:
     assert bytes(memoryview(np.asarray(held)).cast("B")) == ROWS.tobytes()
 
 
-def test_kept_for_longer_than_any_lease(host: _Host) -> None:
+def test_embedding_ref_kept_past_lease_is_unchanged(host: _Host) -> None:
     ref = host.ref()
     early = ref.tensor()
     host.now_s += 3600.0
@@ -67,7 +67,7 @@ def test_kept_for_longer_than_any_lease(host: _Host) -> None:
     assert np.array_equal(ref.numpy(), ROWS)
 
 
-def test_bfloat16_as_well(host: _Host) -> None:
+def test_embedding_ref_bfloat16_tensor_is_exact(host: _Host) -> None:
     narrow = torch.from_numpy(ROWS).to(torch.bfloat16)
     raw = narrow.view(torch.uint16).numpy()
     put_payload(
@@ -81,7 +81,7 @@ def test_bfloat16_as_well(host: _Host) -> None:
     assert np.array_equal(ref.numpy(), narrow.float().numpy())
 
 
-def test_references_pin_nothing(host: _Host) -> None:
+def test_embedding_refs_kept_hold_no_leases(host: _Host) -> None:
     """A list of them must not fill the store for the engines."""
     kept = [host.ref() for _ in range(10)]
     assert host.other.stat(deadline_s=1).leases == 0
@@ -89,7 +89,7 @@ def test_references_pin_nothing(host: _Host) -> None:
     assert all(np.array_equal(ref.numpy(), ROWS) for ref in kept)
 
 
-def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
+def test_from_store_damaged_entry_is_none(host: _Host) -> None:
     lease = host.mine.lease([key("e")], ttl_s=9, deadline_s=1)[0]
     assert lease is not None
     host.mine.raw(lease.location)[5] ^= 1
@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_no_reference(host: _Host) -> None:
     assert host.other.stat(deadline_s=1).leases == 0
 
 
-def test_an_entry_of_another_kind_is_no_reference(host: _Host) -> None:
+def test_from_store_entry_of_other_kind_is_none(host: _Host) -> None:
     put_payload(
         host.other, b"12345678", kind=PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
         app="test", deadline_s=1,
@@ -107,7 +107,7 @@ def test_an_entry_of_another_kind_is_no_reference(host: _Host) -> None:
     assert from_store(host.mine, key("f"), origin="cached", service_time_s=0.0) is None
 
 
-def test_writes_to_one_tensor_do_not_reach_another(host: _Host) -> None:
+def test_embedding_ref_write_to_tensor_leaves_others(host: _Host) -> None:
     """torch knows no read-only tensors."""
     ref = host.ref()
     ref.tensor().zero_()

@@ -33,7 +33,7 @@ def packed(*bodies: bytes) -> bytes:
 @given(
     st.lists(st.binary(max_size=50) | st.just(b"\r\n--b0--\r\n"), max_size=5), st.lists(st.integers(1, 40))
 )
-def test_parts_are_the_same_however_the_bytes_come(bodies: list[bytes], cuts: list[int]) -> None:
+def test_multipart_reader_any_chunks_give_same_parts(bodies: list[bytes], cuts: list[int]) -> None:
     wire = packed(*bodies)
     parts, found, at = MultipartReader(KIND), [], 0
     for cut in [*cuts, len(wire)]:
@@ -54,7 +54,7 @@ def test_parts_are_the_same_however_the_bytes_come(bodies: list[bytes], cuts: li
         b"x" * 70_000,
     ],
 )
-def test_what_is_no_part_is_an_error(wire: bytes) -> None:
+def test_multipart_reader_invalid_bytes_raise(wire: bytes) -> None:
     with pytest.raises(EncoderUnavailable):
         MultipartReader(KIND).feed(wire)
     with pytest.raises(EncoderUnavailable):
@@ -83,7 +83,7 @@ def counted(app: Any) -> tuple[Any, list[str]]:
     return counting, asked
 
 
-def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str) -> None:
+def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> None:
     counting, asked = counted(app)
     items = [png(picture(seed)) for seed in range(40)]
     with Served(counting) as server, EncoderClient(server.url, deadline_s=60) as client:
@@ -97,7 +97,7 @@ def test_items_travel_together_and_are_what_they_are_alone(app: Any, llava: str)
             assert one.handle is not None
 
 
-def test_one_bad_item_is_its_own_error(app: Any, llava: str) -> None:
+def test_encode_many_bad_item_fails_alone(app: Any, llava: str) -> None:
     items = [png(picture(seed)) if seed % 5 else b"no picture" for seed in range(20)]
     with Served(app) as server, EncoderClient(server.url, deadline_s=60) as client:
         found = dict(client.encode_many(items, model=llava))
@@ -124,7 +124,7 @@ FAULTS: dict[str, Behaviour] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_one_service_does_every_item_is_answered(fault: str, app: Any, llava: str) -> None:
+def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any, llava: str) -> None:
     if fault == "too large":
         # Its refusal of single items would be final: alone they are not too many.
         single, many = says(503, BUSY), FAULTS[fault]
@@ -143,7 +143,7 @@ def test_whatever_one_service_does_every_item_is_answered(fault: str, app: Any, 
     assert len(found) == 6
 
 
-def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava: str) -> None:
+def test_encode_many_service_dying_midway_keeps_its_answers(app: Any, llava: str) -> None:
     """What came is not asked for again."""
     items = [png(picture(seed)) for seed in range(4)]
     with Served(app) as good, EncoderClient(good.url, deadline_s=60) as client:
@@ -170,7 +170,7 @@ def test_a_service_that_answers_some_and_dies_has_answered_those(app: Any, llava
     assert sorted(origins) == [0, 1, 2, 3]
 
 
-def test_where_nobody_answers_every_item_says_so_in_time() -> None:
+def test_encode_many_no_service_fails_all_items_in_time() -> None:
     with EncoderClient("http://127.0.0.1:9", deadline_s=5) as client:
         found = dict(client.encode_many([b"a", b"b", b"c"], model="m"))
     reasons = {getattr(r, "reason", None) for r in found.values()}
@@ -178,7 +178,7 @@ def test_where_nobody_answers_every_item_says_so_in_time() -> None:
     assert reasons <= {"encoder_down", "encoder_backoff"}
 
 
-def test_an_asyncio_loop_that_stops_early_leaves_nothing_running(app: Any, llava: str) -> None:
+def test_async_encoder_client_closed_iterator_leaves_no_tasks(app: Any, llava: str) -> None:
     async def use() -> int:
         before = len(asyncio.all_tasks())
         async with AsyncEncoderClient(server.url, deadline_s=60) as client:

@@ -33,12 +33,12 @@ def contents(count: int) -> list[bytes]:
 # -- which service ------------------------------------------------------------------------------
 
 
-def test_a_ranking_is_the_same_whatever_the_order_of_the_urls() -> None:
+def test_ranking_ignores_order_of_urls() -> None:
     for content in contents(50):
         assert ranking(content, services(URLS)) == ranking(content, services(URLS[::-1]))
 
 
-def test_when_a_service_goes_only_its_own_media_move_and_they_spread() -> None:
+def test_ranking_without_a_service_moves_only_its_media() -> None:
     before = {c: ranking(c, services(URLS)) for c in contents(2000)}
     without = services(URLS[1:])
     moved: Counter[str] = Counter()
@@ -52,21 +52,21 @@ def test_when_a_service_goes_only_its_own_media_move_and_they_spread() -> None:
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5), (0.1, 10, 10)])
-def test_shares_are_like_the_weights(weights: tuple[float, ...]) -> None:
+def test_ranking_shares_are_proportional_to_weights(weights: tuple[float, ...]) -> None:
     given = services(dict(zip(URLS, weights, strict=False)))
     firsts = Counter(ranking(c, given)[0] for c in contents(5000))
     for url, weight in given.items():
         assert abs(firsts[url] / 5000 - weight / sum(weights)) < 0.03
 
 
-def test_urls_are_read_in_one_form() -> None:
+def test_services_urls_are_normalised() -> None:
     assert services("http://a:1/") == services(["http://a:1"]) == {"http://a:1": 1.0}
 
 
 @pytest.mark.parametrize(
     "wrong", [[], "", "a:8750", "ftp://a", "http://", {"http://a": 0}, {"http://a": float("nan")}]
 )
-def test_what_is_no_service_is_named(wrong: str | list[str] | Mapping[str, float]) -> None:
+def test_services_invalid_value_names_setting(wrong: str | list[str] | Mapping[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"encoder\.urls"):
         services(wrong)
 
@@ -124,7 +124,7 @@ OUTCOMES = st.sampled_from(["answers", "down", "silent", "busy", "busy 0", "busy
     st.floats(0.001, 20),
     st.integers(0, 1000),
 )
-def test_every_request_ends_inside_its_deadline(
+def test_retry_any_outcomes_end_by_deadline(
     count: int, outcomes: list[str], deadline_s: float, seed: int
 ) -> None:
     script = itertools.cycle(outcomes)
@@ -138,7 +138,7 @@ def test_every_request_ends_inside_its_deadline(
 
 @settings(max_examples=100, deadline=None)
 @given(st.sets(st.sampled_from(URLS), max_size=3), st.permutations(URLS), st.integers(0, 1000))
-def test_one_living_service_is_enough(dead: set[str], order: list[str], seed: int) -> None:
+def test_retry_with_one_live_service_reaches_it(dead: set[str], order: list[str], seed: int) -> None:
     world = World(lambda url, now: "down" if url in dead else "answers", seed=seed)
     circuits = world.circuits(URLS)
     first = next(url for url in order if url not in dead)
@@ -146,7 +146,7 @@ def test_one_living_service_is_enough(dead: set[str], order: list[str], seed: in
         assert world.request(circuits, list(order), 10.0) == first
 
 
-def test_a_dead_service_costs_an_attempt_per_back_off_and_not_per_request() -> None:
+def test_retry_dead_service_gets_one_attempt_per_back_off() -> None:
     world = World(lambda url, now: "down" if url == URLS[0] else "answers", takes_s=0.01)
     circuits = world.circuits(URLS[:2])
     for _ in range(2000):  # 20 seconds of requests that all want the dead one first
@@ -158,7 +158,7 @@ def test_a_dead_service_costs_an_attempt_per_back_off_and_not_per_request() -> N
     assert gaps[-1] > 4 * gaps[0]
 
 
-def test_it_comes_back_within_a_back_off() -> None:
+def test_retry_recovered_service_is_used_within_back_off() -> None:
     world = World(lambda url, now: "down" if url == URLS[0] and now < 1020 else "answers")
     circuits = world.circuits(URLS[:2])
     while world.now < 1020 + CAP_S + 0.1:
@@ -166,14 +166,14 @@ def test_it_comes_back_within_a_back_off() -> None:
     assert world.request(circuits, URLS[:2], 10.0) == URLS[0]
 
 
-def test_a_burst_of_failures_counts_as_one() -> None:
+def test_circuit_breakers_burst_of_failures_counts_once() -> None:
     circuits = CircuitBreakers(URLS[:1], lambda: 0.99)
     for _ in range(100):
         circuits.failed(URLS[0], 10.0, sent=9.9)
     assert circuits.opens_at(URLS[0]) <= 10.0 + BASE_S
 
 
-def test_of_many_that_wait_one_asks_again() -> None:
+def test_circuit_breakers_after_pause_let_one_probe_through() -> None:
     circuits = CircuitBreakers(URLS[:1], lambda: 0.5)
     circuits.failed(URLS[0], 10.0, sent=9.9)
     assert [circuits.take(URLS[0], 10.2) for _ in range(3)] == [True, False, False]
@@ -181,7 +181,7 @@ def test_of_many_that_wait_one_asks_again() -> None:
     assert circuits.take(URLS[0], 10.2)
 
 
-def test_retry_after_is_kept_by_all_requests() -> None:
+def test_retry_after_binds_all_requests() -> None:
     world = World(lambda url, now: "busy 3" if url == URLS[0] and now < 1003 else "answers")
     circuits = world.circuits(URLS[:2])
     while world.now < 1003:
@@ -196,14 +196,14 @@ def test_retry_after_is_kept_by_all_requests() -> None:
     assert hurried.now < 1000.1
 
 
-def test_a_silent_service_leaves_time_for_the_next() -> None:
+def test_retry_silent_service_leaves_time_for_next() -> None:
     world = World(lambda url, now: "silent" if url == URLS[0] else "answers")
     circuits = world.circuits(URLS[:2])
     assert world.request(circuits, URLS[:2], 4.0) == URLS[1]
     assert world.now < 1002.1
 
 
-def test_where_all_are_dead_callers_learn_it_early() -> None:
+def test_retry_all_dead_gives_up_before_deadline() -> None:
     world = World(lambda url, now: "down", takes_s=0.001)
     circuits = world.circuits(URLS[:2])
     assert world.request(circuits, URLS[:2], 60.0) == "given up"
@@ -214,7 +214,7 @@ def test_where_all_are_dead_callers_learn_it_early() -> None:
     assert world.now < began + 2 * CAP_S
 
 
-def test_pauses_are_spread_over_their_whole_width() -> None:
+def test_retry_pauses_have_full_jitter() -> None:
     pauses = []
     for seed in range(300):
         world = World(lambda url, now: "busy 0", seed=seed)

@@ -75,7 +75,7 @@ def two(make_encoder: MakeEncoder, config: Config) -> Iterator[list[Served]]:
 # -- one service ---------------------------------------------------------------------------------
 
 
-def test_a_path_the_bytes_and_a_pil_image_give_the_same(
+def test_encoder_client_path_bytes_and_pil_give_same_key(
     client: EncoderClient, llava: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "photo.png"
@@ -90,7 +90,7 @@ def test_a_path_the_bytes_and_a_pil_image_give_the_same(
     assert client.models()[0]["name"] == llava
 
 
-def test_errors_say_what_is_wrong(client: EncoderClient, llava: str, tmp_path: Path) -> None:
+def test_encoder_client_errors_name_cause(client: EncoderClient, llava: str, tmp_path: Path) -> None:
     with pytest.raises(EncoderRefused) as refused:
         client.encode(b"no picture", model=llava)
     assert refused.value.reason == "unknown_format"
@@ -107,7 +107,7 @@ def test_errors_say_what_is_wrong(client: EncoderClient, llava: str, tmp_path: P
     assert e.value.reason == "encoder_down"
 
 
-def test_the_services_that_are_configured_are_asked(
+def test_encoder_client_default_uses_configured_urls(
     two: list[Served], llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CORNPLUG_ENCODER_URLS", f"{two[0].url} , {two[1].url}")
@@ -116,7 +116,7 @@ def test_the_services_that_are_configured_are_asked(
         assert client.encode(picture(1), model=llava).shape == (16, 64)
 
 
-def test_who_asks_and_in_which_trace_is_passed_on(llava: str) -> None:
+def test_encoder_client_sends_key_app_class_and_trace(llava: str) -> None:
     trace = pytest.importorskip("opentelemetry.trace")
     context = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
     with Misbehaving(says(404, b'{"error": {"reason": "unknown_model", "message": "m"}}')) as server:
@@ -180,9 +180,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_an_error_in_time_alone_and_nothing_beside_a_good_service(
-    fault: str, app: Any, llava: str
-) -> None:
+def test_encoder_client_faulty_service_fails_in_time_or_over(fault: str, app: Any, llava: str) -> None:
     behave, reason = FAULTS[fault]
     with Misbehaving(behave) as bad, Served(app) as good:
         deadline_s = 0.3 if reason == "encoder_timeout" else 2.0
@@ -202,7 +200,7 @@ def test_a_fault_is_an_error_in_time_alone_and_nothing_beside_a_good_service(
         assert len(bad.requests) >= 1
 
 
-def test_retry_after_is_kept(app: Any, llava: str) -> None:
+def test_encoder_client_honours_retry_after(app: Any, llava: str) -> None:
     """The only service is busy twice, for 0.3 s each, by the body's precise number."""
     busy = says(503, OVERLOADED, retry_after="1")
 
@@ -220,9 +218,7 @@ def test_retry_after_is_kept(app: Any, llava: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(429, "over_share"), (504, "too_late"), (503, "draining")])
-def test_what_a_service_cannot_do_in_time_another_does(
-    status: int, reason: str, app: Any, llava: str
-) -> None:
+def test_encoder_client_late_service_fails_over(status: int, reason: str, app: Any, llava: str) -> None:
     refusal = OVERLOADED.replace(b"overloaded", reason.encode()).replace(b"0.3", b"30")
     with Misbehaving(says(status, refusal)) as busy, Served(app) as good:
         with EncoderClient({busy.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
@@ -231,7 +227,7 @@ def test_what_a_service_cannot_do_in_time_another_does(
         assert len(busy.requests) == 1
 
 
-def test_a_wait_beyond_the_deadline_is_not_begun(llava: str) -> None:
+def test_encoder_client_pause_beyond_deadline_fails_at_once(llava: str) -> None:
     busy = says(503, OVERLOADED.replace(b"0.3", b"30"))
     with Misbehaving(busy) as server, EncoderClient(server.url, deadline_s=5) as client:
         began = time.monotonic()
@@ -246,7 +242,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun(llava: str) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-def test_what_is_wrong_with_a_request_is_said_once(status: int, app: Any, llava: str) -> None:
+def test_encoder_client_bad_request_is_not_retried(status: int, app: Any, llava: str) -> None:
     refusal = says(status, b'{"error": {"reason": "no", "message": "never"}}')
     with Misbehaving(refusal) as server, Served(app) as good:
         with (
@@ -257,7 +253,7 @@ def test_what_is_wrong_with_a_request_is_said_once(status: int, app: Any, llava:
         assert len(server.requests) == 1
 
 
-def test_a_service_that_fails_at_one_medium_is_not_left_alone(app: Any, llava: str) -> None:
+def test_encoder_client_failure_of_one_medium_opens_no_circuit(app: Any, llava: str) -> None:
     internal = says(500, b'{"error": {"reason": "internal", "message": "oops"}}')
     with Misbehaving(internal) as bad, Served(app) as good:
         with EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
@@ -269,7 +265,7 @@ def test_a_service_that_fails_at_one_medium_is_not_left_alone(app: Any, llava: s
 # -- several services ----------------------------------------------------------------------------
 
 
-def test_repeats_meet_their_cache(two: list[Served], llava: str) -> None:
+def test_encoder_client_repeats_go_to_cached_service(two: list[Served], llava: str) -> None:
     """Each image's tower runs once, wherever it is kept, and both services are used."""
     urls = [served.url for served in two]
     firsts = Counter(
@@ -284,9 +280,7 @@ def test_repeats_meet_their_cache(two: list[Served], llava: str) -> None:
     assert {ref.origin for ref in again} == {"cached"}
 
 
-def test_one_service_is_killed_in_the_middle_and_every_item_is_answered(
-    two: list[Served], llava: str
-) -> None:
+def test_encoder_client_many_with_killed_service_answers_all(two: list[Served], llava: str) -> None:
     items = [png(picture(seed)) for seed in range(60)]
     with EncoderClient([served.url for served in two], deadline_s=60) as client:
         found: dict[int, Any] = {}
@@ -299,7 +293,7 @@ def test_one_service_is_killed_in_the_middle_and_every_item_is_answered(
 
 
 @pytest.mark.integration
-def test_two_real_processes_of_which_one_is_killed(short_path: Path, llava_pair: tuple[Path, Path]) -> None:
+def test_encoder_client_killed_process_fails_over(short_path: Path, llava_pair: tuple[Path, Path]) -> None:
     model = str(llava_pair[0])
     items = [png(picture(seed)) for seed in range(80)]
     processes = [EncoderProcess([model], "--no-store", socket=short_path / f"{i}.sock") for i in range(2)]
@@ -312,7 +306,7 @@ def test_two_real_processes_of_which_one_is_killed(short_path: Path, llava_pair:
     assert len([r for r in found.values() if isinstance(r, EmbeddingRef)]) == 80
 
 
-def test_many_items_come_as_they_finish_with_their_errors(client: EncoderClient, llava: str) -> None:
+def test_encoder_client_many_items_come_with_their_errors(client: EncoderClient, llava: str) -> None:
     items = [picture(1), b"no picture", {"image": png(picture(2))}, "absent.png"]
     found = dict(client.encode_many(items, model=llava))
     assert sorted(found) == [0, 1, 2, 3]
@@ -323,7 +317,7 @@ def test_many_items_come_as_they_finish_with_their_errors(client: EncoderClient,
     assert dict(client.encode_many([], model=llava)) == {}
 
 
-def test_items_are_taken_as_there_is_room(client: EncoderClient, llava: str) -> None:
+def test_encoder_client_many_takes_items_lazily(client: EncoderClient, llava: str) -> None:
     """A generator is not read ahead, and may use the client itself."""
     taken = 0
 
@@ -341,7 +335,7 @@ def test_items_are_taken_as_there_is_room(client: EncoderClient, llava: str) -> 
     assert taken <= 8
 
 
-def test_asyncio_has_the_same(app: Any, llava: str) -> None:
+def test_async_encoder_client_encode_and_many_equal_sync(app: Any, llava: str) -> None:
     async def use() -> None:
         async with AsyncEncoderClient("http://e", transport=asgi(app)) as client:
             ref = await client.encode(picture(1), model=llava)
@@ -359,7 +353,7 @@ def test_asyncio_has_the_same(app: Any, llava: str) -> None:
 # -- threads and processes -----------------------------------------------------------------------
 
 
-def test_closing_ends_what_other_threads_wait_for(llava: str) -> None:
+def test_encoder_client_close_fails_calls_of_other_threads(llava: str) -> None:
     with Misbehaving(says_nothing) as server:
         client = EncoderClient(server.url, deadline_s=60)
         errors: list[EncoderUnavailable] = []
@@ -381,7 +375,7 @@ def test_closing_ends_what_other_threads_wait_for(llava: str) -> None:
         client.close()
 
 
-def test_a_forked_child_is_told_to_make_its_own_client(client: EncoderClient, llava: str) -> None:
+def test_encoder_client_after_fork_raises_closed(client: EncoderClient, llava: str) -> None:
     def child(out: Any) -> None:
         try:
             client.encode(b"x", model=llava)
@@ -399,7 +393,7 @@ def test_a_forked_child_is_told_to_make_its_own_client(client: EncoderClient, ll
 # -- the store -----------------------------------------------------------------------------------
 
 
-def test_the_stores_bytes_are_read_and_nothing_is_kept_of_it(
+def test_encoder_client_store_read_keeps_no_lease(
     make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
 ) -> None:
     app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
@@ -414,7 +408,7 @@ def test_the_stores_bytes_are_read_and_nothing_is_kept_of_it(
         assert mine.stat(deadline_s=1).leases == 0
 
 
-def test_what_is_read_outlives_a_full_store(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
+def test_encoder_client_refs_outlive_eviction(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     """README's example: the reference is a temporary, and others write until everything has gone."""
     store = MemoryStore(capacity_bytes=1 << 18)
     app = create_app(make_encoder(store.connect(), kept_bytes=0), config.encoder, secret=SECRET)
@@ -428,7 +422,7 @@ def test_what_is_read_outlives_a_full_store(make_encoder: MakeEncoder, config: C
         assert torch.equal(held, want)
 
 
-def test_bytes_travel_where_the_store_has_them_not(
+def test_encoder_client_without_entry_gets_inline_bytes(
     make_encoder: MakeEncoder, config: Config, llava: str, memory_store: MemoryStore
 ) -> None:
     """The client's store is another one, or the entry is damaged."""

@@ -52,7 +52,7 @@ def embedding(service: Service, model: Path) -> dict[str, Any]:
     return row
 
 
-def test_replaced_weights_are_served_under_other_keys(service: Service, model: Path, tmp_path: Path) -> None:
+def test_reload_replaced_weights_change_keys(service: Service, model: Path, tmp_path: Path) -> None:
     before = embedding(service, model)
     assert reload(service).json() == {"models": []}
     other = checkpoints.llava(tmp_path / "other", llm_seed=1, projector_seed=99)
@@ -66,7 +66,7 @@ def test_replaced_weights_are_served_under_other_keys(service: Service, model: P
     assert after["data"] != before["data"]
 
 
-def test_what_cannot_be_loaded_changes_nothing(service: Service, model: Path) -> None:
+def test_reload_unloadable_weights_keep_old_ones(service: Service, model: Path) -> None:
     before = embedding(service, model)
     rows = service.call("GET", "/v1/models").json()
     (model / "config.json").write_text("{")
@@ -89,7 +89,7 @@ def test_what_cannot_be_loaded_changes_nothing(service: Service, model: Path) ->
         (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415),
     ],
 )
-def test_a_wrong_request_is_refused(
+def test_reload_invalid_request_is_refused(
     service: Service, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     answer = reload(service, body, **headers)
@@ -109,7 +109,7 @@ def test_a_wrong_request_is_refused(
         ("10.0.0.1", {"authorization": "Bearer "}, 403),
     ],
 )
-def test_without_a_key_only_this_host_may(
+def test_reload_without_admin_key_is_for_this_host(
     service: Service, peer: str, headers: dict[str, str], status: int
 ) -> None:
     assert reload(service, peer=peer, **headers).status_code == status
@@ -124,7 +124,7 @@ def test_without_a_key_only_this_host_may(
         ("127.0.0.1", "", 403),
     ],
 )
-def test_with_a_key_the_key_decides(
+def test_reload_with_admin_key_needs_that_key(
     make_encoder: MakeEncoder, config: Config, model: Path, peer: str, authorization: str, status: int
 ) -> None:
     service = _service(make_encoder, config, model, admin_key="s3cret")
@@ -133,7 +133,7 @@ def test_with_a_key_the_key_decides(
     assert "s3cret" not in answer.text + repr(service.config)
 
 
-def test_models_say_what_their_embeddings_look_like(
+def test_http_models_list_modalities_and_rows(
     make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path], qwen: Path
 ) -> None:
     llava, _, qwen_row = Service(make_encoder(), config).call("GET", "/v1/models").json()["models"]

@@ -36,7 +36,7 @@ def llava(llava_pair: tuple[Path, Path]) -> str:
     return str(llava_pair[0])
 
 
-def test_multipart_json_and_raw_agree(service: Service, llava: str) -> None:
+def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
     data = png(picture(1))
     form = service.post(data={"model": llava}, files={"image": data})
     assert form.status_code == 200, form.text
@@ -61,7 +61,7 @@ def test_multipart_json_and_raw_agree(service: Service, llava: str) -> None:
     assert raw.headers["x-cornplug-key"] == answer["key"]
 
 
-def test_equals_the_engines_path(service: Service, qwen: Path) -> None:
+def test_encode_by_http_equals_engine_inputs(service: Service, qwen: Path) -> None:
     """What HTTP gives is what the tower gives for the processor's own outputs."""
     loaded = service.encoder.registry.by_name(str(qwen))
     assert loaded is not None
@@ -72,7 +72,7 @@ def test_equals_the_engines_path(service: Service, qwen: Path) -> None:
     np.testing.assert_array_equal(got, want.numpy())
 
 
-def test_a_salt_changes_the_key(service: Service, llava: str) -> None:
+def test_encode_cache_salt_changes_key(service: Service, llava: str) -> None:
     keys = {
         service.post(data={"model": llava, **salt}, files={"image": png(picture(1))}).json()["key"]
         for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
@@ -102,7 +102,9 @@ def image64(data: bytes) -> str:
         ({"model": "nobody", "image": image64(png(picture(1)))}, 404, "unknown_model"),
     ],
 )
-def test_refusals(service: Service, llava: str, body: dict[str, Any], status: int, reason: str) -> None:
+def test_encode_bad_fields_are_refused_and_counted(
+    service: Service, llava: str, body: dict[str, Any], status: int, reason: str
+) -> None:
     if body.get("model") == "M":
         body = {**body, "model": llava}
     answer = service.post(json=body)
@@ -128,13 +130,13 @@ def test_refusals(service: Service, llava: str, body: dict[str, Any], status: in
         ({"data": {"model": "m"}, "files": {"image": b"x" * 300_000}}, 413),
     ],
 )
-def test_broken_bodies(service: Service, options: dict[str, Any], status: int) -> None:
+def test_encode_broken_bodies_are_refused(service: Service, options: dict[str, Any], status: int) -> None:
     answer = service.post(**options)
     assert answer.status_code == status, answer.text
     assert "reason" in answer.json()["error"]
 
 
-def test_a_body_without_a_length_is_counted(service: Service) -> None:
+def test_encode_body_without_length_is_limited(service: Service) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 10_000
@@ -147,9 +149,7 @@ def test_a_body_without_a_length_is_counted(service: Service) -> None:
     assert counted in service.call("GET", "/metrics").text
 
 
-def test_a_key_brings_its_class_and_its_deadline(
-    make_encoder: MakeEncoder, config: Config, llava: str
-) -> None:
+def test_encode_key_selects_class_and_deadline(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     gold = {"share": 0.5, "deadline_s": 1e-9, "api_keys": ["k"], "apps": ["shop"]}
     classes = QosClasses(QosConfig.model_validate({"classes": {"gold": gold}}))
     service = Service(make_encoder(classes=classes), config)
@@ -162,7 +162,7 @@ def test_a_key_brings_its_class_and_its_deadline(
     assert 'cornplug_encoder_answers_total{app="http",origin="computed",qos="default"} 1.0' in metrics
 
 
-def test_overloaded_tells_when_to_come_back(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
+def test_encode_overloaded_has_retry_after(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     encoder = make_encoder(max_waiting=0)
     answer = Service(encoder, config).post(data={"model": llava}, files={"image": png(picture(1))})
     assert answer.status_code == 503
@@ -170,7 +170,7 @@ def test_overloaded_tells_when_to_come_back(make_encoder: MakeEncoder, config: C
     assert answer.json()["error"]["retry_after_s"] > 0
 
 
-def test_too_late_is_504(
+def test_encode_too_late_is_504(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
@@ -182,7 +182,7 @@ def test_too_late_is_504(
     assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "too_late")
 
 
-def test_models_health_metrics_openapi(service: Service, llava: str) -> None:
+def test_app_models_health_metrics_and_openapi_answer(service: Service, llava: str) -> None:
     rows = service.call("GET", "/v1/models").json()["models"]
     assert rows[0]["name"] == llava
     assert rows[0]["tower_fp"] == rows[1]["tower_fp"] != rows[2]["tower_fp"]

@@ -33,7 +33,7 @@ def service(make_encoder: MakeEncoder, config: Config) -> Service:
     return Service(make_encoder(), config)
 
 
-def test_samples_hold_what_was_new_and_add_up() -> None:
+def test_service_history_samples_hold_differences() -> None:
     now = [100.0]
     meters = ServiceMetrics(lambda: 2, queue=lambda: {"default": (3, 99)})
     history = ServiceHistory(meters, kept=3, clock=lambda: now[0])
@@ -73,7 +73,7 @@ def test_samples_hold_what_was_new_and_add_up() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0.01, 1))
-def test_a_quantile_is_the_nearest_rank(values: list[float], part: float) -> None:
+def test_quantile_of_any_values_is_nearest_rank(values: list[float], part: float) -> None:
     ordered = sorted(values)
     found = quantile(ordered, part)
     assert found in [round(value, 6) for value in ordered]
@@ -81,9 +81,7 @@ def test_a_quantile_is_the_nearest_rank(values: list[float], part: float) -> Non
     assert below >= part * len(ordered)
 
 
-def test_status_says_what_is_served_and_what_happened(
-    service: Service, llava_pair: tuple[Path, Path]
-) -> None:
+def test_dashboard_status_lists_models_and_counts(service: Service, llava_pair: tuple[Path, Path]) -> None:
     first = service.call("GET", "/v1/status").json()
     assert (first["state"], first["version"], first["store"]) == ("serving", __version__, False)
     assert first["executors"] == {"alive": 1, "total": 1}
@@ -103,7 +101,7 @@ def test_status_says_what_is_served_and_what_happened(
     assert service.call("GET", "/v1/status").json()["state"] == "draining"
 
 
-def test_the_answer_is_as_openapi_says(service: Service) -> None:
+def test_dashboard_status_matches_openapi_schema(service: Service) -> None:
     spec = service.call("GET", "/openapi.json").json()
     schemas = spec["components"]["schemas"]
     assert set(service.call("GET", "/v1/status").json()) == set(schemas["Overview"]["required"])
@@ -111,7 +109,7 @@ def test_the_answer_is_as_openapi_says(service: Service) -> None:
     assert set(history.sample().__struct_fields__) == set(schemas["SampleRow"]["required"])
 
 
-def test_the_page_takes_nothing_from_elsewhere_and_runs_no_strangers_script(service: Service) -> None:
+def test_dashboard_page_loads_no_foreign_scripts(service: Service) -> None:
     page = service.call("GET", "/")
     assert page.headers["content-security-policy"] == POLICY
     assert "unsafe" not in POLICY
@@ -126,7 +124,7 @@ def test_the_page_takes_nothing_from_elsewhere_and_runs_no_strangers_script(serv
     assert service.call("GET", "/page/nothing.js").status_code == 404
 
 
-def test_every_file_of_the_page_is_shipped() -> None:
+def test_dashboard_page_files_are_in_package() -> None:
     shipped = {file.name for file in (files("cornplug.encoder_service.http") / "static").iterdir()}
     assert shipped >= {"index.html", "status.js", "plots.js", "status.css", "icon.svg"}
 
@@ -197,7 +195,9 @@ def says(browser: Any, selector: str, text: str, seconds: float = 15) -> None:
 
 
 @pytest.mark.integration
-def test_the_page_in_chromium(browser: Any, process: EncoderProcess, llava_pair: tuple[Path, Path]) -> None:
+def test_dashboard_page_in_chromium_shows_figures(
+    browser: Any, process: EncoderProcess, llava_pair: tuple[Path, Path]
+) -> None:
     browser.get(process.url)
     says(browser, "#state", "serving")
     says(browser, "#models", "shared by 2")

@@ -71,7 +71,7 @@ def reason(answer: httpx.Response) -> tuple[int, str]:
 # -- keys ------------------------------------------------------------------------------------
 
 
-def test_with_require_key_nobody_else_is_told_anything(make: Make, llava_pair: Any) -> None:
+def test_http_require_key_refuses_others(make: Make, llava_pair: Any) -> None:
     service = make(require_key=True, admin_key="operators", sglang=True)
     model = llava_pair[0]
     refused = [encode(service, model), encode(service, model, headers={"authorization": "Bearer x"})]
@@ -109,7 +109,9 @@ def test_with_require_key_nobody_else_is_told_anything(make: Make, llava_pair: A
         ({"host": "0.0.0.0", "require_key": True, "admin_key": "k"}, None),
     ],
 )
-def test_no_binding_beyond_this_host_without_keys(settings: dict[str, Any], field: str | None) -> None:
+def test_check_exposure_public_host_without_keys_is_refused(
+    settings: dict[str, Any], field: str | None
+) -> None:
     config = load({f"encoder.{name}": value for name, value in settings.items()}, environ={}).encoder
     if field is None:
         check_exposure(config, QosConfig())
@@ -124,7 +126,7 @@ def test_no_binding_beyond_this_host_without_keys(settings: dict[str, Any], fiel
 # -- tenants ---------------------------------------------------------------------------------
 
 
-def test_a_tenant_is_who_has_its_key(make: Make, llava_pair: Any) -> None:
+def test_encode_tenant_key_sets_salt(make: Make, llava_pair: Any) -> None:
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     service = make(store)
     (loaded, *_) = service.encoder.registry.loaded()
@@ -150,7 +152,9 @@ def test_a_tenant_is_who_has_its_key(make: Make, llava_pair: Any) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, key("gold"), key("unknown"), {"x-cornplug-class": "gold"}])
-def test_nobody_names_a_tenant_in_a_body(make: Make, llava_pair: Any, headers: dict[str, str]) -> None:
+def test_encode_salt_without_tenant_key_is_refused(
+    make: Make, llava_pair: Any, headers: dict[str, str]
+) -> None:
     service = make()
     acme = encode(service, llava_pair[0], headers=key("acme"))
     for salt in ("acme", "acme/x", "anything"):
@@ -160,19 +164,19 @@ def test_nobody_names_a_tenant_in_a_body(make: Make, llava_pair: Any, headers: d
         assert acme.json()["handle"] not in answer.text
 
 
-def test_a_gateway_s_salts_are_trusted_where_that_is_set(make: Make, llava_pair: Any) -> None:
+def test_encode_trust_salts_accepts_any_salt(make: Make, llava_pair: Any) -> None:
     service = make(trust_salts=True)
     keys = [encode(service, llava_pair[0], cache_salt=salt).json()["key"] for salt in ("acme", "beta")]
     assert keys[0] == encode(service, llava_pair[0], headers=key("acme")).json()["key"] != keys[1]
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "ä", "x" * 49, "a b"])
-def test_a_tenant_s_name_cannot_reach_into_another_s(name: str) -> None:
+def test_config_tenant_name_with_slash_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="tenants"):
         load({"qos.classes": {"gold": {"tenants": {name: ["k"]}}}}, environ={})
 
 
-def test_one_key_is_one_tenant_s() -> None:
+def test_config_key_of_two_tenants_is_refused() -> None:
     for classes in (
         {"gold": {"tenants": {"a": ["k"], "b": ["k"]}}},
         {"gold": {"tenants": {"a": ["k"]}, "api_keys": ["k"]}},
@@ -197,7 +201,7 @@ def reload(service: Service, **headers: str) -> httpx.Response:
     return anyio.run(send)
 
 
-def test_a_page_whose_name_was_pointed_here_is_no_operator(make: Make) -> None:
+def test_http_foreign_host_is_refused(make: Make) -> None:
     service = make()
     origin = "https://attacker.example"
     assert reason(reload(service, host="attacker.example", origin=origin)) == (421, "forbidden_host")
@@ -221,14 +225,14 @@ def test_a_page_whose_name_was_pointed_here_is_no_operator(make: Make) -> None:
         {"sec-fetch-site": "same-site"},
     ],
 )
-def test_pages_of_elsewhere_may_post_nothing(make: Make, headers: dict[str, str]) -> None:
+def test_http_foreign_origin_cannot_post(make: Make, headers: dict[str, str]) -> None:
     service = make(sglang=True)
     assert reason(reload(service, **headers)) == (403, "forbidden_origin")
     for path in ("/v1/encode", "/encode", "/scheduler_receive_url"):
         assert reason(service.call("POST", path, json={}, headers=headers)) == (403, "forbidden_origin")
 
 
-def test_this_service_s_own_page_may(make: Make) -> None:
+def test_http_own_origin_can_post(make: Make) -> None:
     assert (
         reload(make(), origin="http://127.0.0.1:8750", **{"sec-fetch-site": "same-origin"}).status_code == 200
     )
@@ -237,14 +241,14 @@ def test_this_service_s_own_page_may(make: Make) -> None:
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"]
 )
-def test_what_a_page_can_send_without_leave_is_not_read(make: Make, kind: str) -> None:
+def test_json_only_other_content_types_are_refused(make: Make, kind: str) -> None:
     service = make(sglang=True)
     for path in ("/v1/reload", "/encode", "/scheduler_receive_url", "/send", "/sglang/x/encode"):
         answer = service.call("POST", path, content=b"{}", headers={"content-type": kind})
         assert reason(answer) == (415, "media_type")
 
 
-def test_no_page_loads_scripts_from_elsewhere(make: Make) -> None:
+def test_app_docs_pages_are_not_served(make: Make) -> None:
     service = make()
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
         assert service.call("GET", path).status_code == 404
@@ -254,7 +258,7 @@ def test_no_page_loads_scripts_from_elsewhere(make: Make) -> None:
 # -- what strangers are told ---------------------------------------------------------------------
 
 
-def test_an_unknown_model_is_told_no_paths(make: Make, llava_pair: Any) -> None:
+def test_encode_unknown_model_answer_names_no_paths(make: Make, llava_pair: Any) -> None:
     service = make()
     answer = encode(service, Path("/etc"))
     assert reason(answer) == (404, "unknown_model")
@@ -262,7 +266,7 @@ def test_an_unknown_model_is_told_no_paths(make: Make, llava_pair: Any) -> None:
     assert "GET /v1/models" in answer.json()["error"]["message"]
 
 
-def test_an_exception_s_text_stays_in_the_log(
+def test_encode_internal_error_hides_exception_text(
     make: Make, llava_pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = make()
@@ -284,9 +288,7 @@ def test_an_exception_s_text_stays_in_the_log(
     assert caplog.text.count("customers.db") >= 3
 
 
-def test_uploads_are_not_written_to_disk(
-    make: Make, llava_pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encode_uploads_stay_in_memory(make: Make, llava_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rolled: list[bool] = []
 
     class Watched(http_bodies._InMemory):
@@ -311,7 +313,7 @@ def saved(kind: str) -> bytes:
     return out.getvalue()
 
 
-def test_only_formats_of_the_list_are_decoded(make: Make, llava_pair: Any) -> None:
+def test_encode_image_formats_outside_list_are_refused(make: Make, llava_pair: Any) -> None:
     service, wide = make(), make(image_formats="tiff, png")
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP"):
         body = {"model": str(llava_pair[0]), "image": base64.b64encode(saved(kind)).decode()}
@@ -326,7 +328,7 @@ def test_only_formats_of_the_list_are_decoded(make: Make, llava_pair: Any) -> No
     assert reason(wide.post(json=jpeg)) == (422, "unknown_format")
 
 
-def test_the_list_is_of_known_formats() -> None:
+def test_config_unknown_image_format_is_refused() -> None:
     for wrong in ("EPS", "JPEG, PDF", ""):
         with pytest.raises(ConfigError, match=r"encoder\.image_formats"):
             load({"encoder.image_formats": wrong}, environ={})
@@ -341,7 +343,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(r.getMessage()) for r in caplog.records if r.name == "cornplug.audit"]
 
 
-def test_reloads_and_refusals_are_in_the_audit(
+def test_audit_log_has_reloads_and_refusals(
     make: Make, llava_pair: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "cornplug.audit")
@@ -363,7 +365,7 @@ def test_reloads_and_refusals_are_in_the_audit(
     assert "wrong" not in caplog.text
 
 
-def test_a_flood_is_counted_and_not_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_audit_log_flood_is_counted_not_written(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     audit = AuditLog(clock=lambda: now[0])
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "client": ("192.0.2.1", 1)}

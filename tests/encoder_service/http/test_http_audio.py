@@ -35,7 +35,7 @@ def service(make_encoder: MakeEncoder, config: Config, hearing: ModelRegistry) -
     return Service(make_encoder(registry=hearing), config.model_copy(update={"encoder": small}))
 
 
-def test_a_sound_by_form_and_json_and_in_any_lossless_container(service: Service, heard: Path) -> None:
+def test_http_audio_by_form_json_and_containers_agree(service: Service, heard: Path) -> None:
     form = service.post(data={"model": str(heard)}, files={"audio": wav(SPOKEN)})
     assert form.status_code == 200, form.text
     flac = base64.b64encode(encoded(SPOKEN, "flac", "flac")).decode()
@@ -65,7 +65,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_sound_is_refused(service: Service, heard: Path, name: str) -> None:
+def test_http_audio_hostile_file_is_refused(service: Service, heard: Path, name: str) -> None:
     data, reason = HOSTILE[name]
     answer = service.post(data={"model": str(heard)}, files={"audio": data})
     assert 400 <= answer.status_code < 500, answer.text
@@ -73,7 +73,7 @@ def test_a_hostile_sound_is_refused(service: Service, heard: Path, name: str) ->
     assert "passwd" not in answer.text
 
 
-def test_a_model_that_hears_does_not_see(service: Service, heard: Path) -> None:
+def test_http_audio_model_refuses_images(service: Service, heard: Path) -> None:
     answer = service.post(data={"model": str(heard)}, files={"image": png(picture(1))})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "modality")
     assert "audio" in answer.json()["error"]["message"]

@@ -47,7 +47,7 @@ def lines(answer: httpx.Response) -> dict[int, dict[str, Any]]:
     return {row.pop("index"): row for row in rows}
 
 
-def test_items_are_answered_as_if_asked_one_by_one(service: Service, llava: str) -> None:
+def test_http_items_equal_single_requests(service: Service, llava: str) -> None:
     images = [png(picture(seed)) for seed in (1, 2, 3, 1)]
     rows = lines(service.post(json={"model": llava, "items": [{"image": image64(i)} for i in images]}))
     for index, image in enumerate(images):
@@ -59,7 +59,7 @@ def test_items_are_answered_as_if_asked_one_by_one(service: Service, llava: str)
     assert "cornplug_encoder_tower_passes_total 3.0" in metrics
 
 
-def test_several_files_of_a_form_are_items(service: Service, llava: str) -> None:
+def test_http_form_files_are_items(service: Service, llava: str) -> None:
     files = [("image", png(picture(seed))) for seed in (1, 2)]
     by_form = lines(service.post(data={"model": llava}, files=files))
     items = [{"image": image64(data)} for _, data in files]
@@ -67,7 +67,7 @@ def test_several_files_of_a_form_are_items(service: Service, llava: str) -> None
     assert [by_form[i]["data"] for i in (0, 1)] == [by_json[i]["data"] for i in (0, 1)]
 
 
-def test_a_bad_item_is_its_own_line(service: Service, llava: str) -> None:
+def test_http_bad_item_fails_alone(service: Service, llava: str) -> None:
     items = [
         {"image": "!!"},
         {"image": image64(png(picture(1)))},
@@ -92,7 +92,7 @@ def test_a_bad_item_is_its_own_line(service: Service, llava: str) -> None:
         ({"model": "M", "items": [{"image": "x"}] * 7}, 413, "too_many_items"),
     ],
 )
-def test_what_is_wrong_with_all_is_the_status(
+def test_http_shared_refusal_is_the_status(
     service: Service, llava: str, body: dict[str, Any], status: int, reason: str
 ) -> None:
     body = {**body, "model": llava if body["model"] == "M" else body["model"]}
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_all_is_the_status(
     assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
 
 
-def test_a_full_service_refuses_all_items_with_a_status(
+def test_http_full_service_refuses_items_with_503(
     make_encoder: MakeEncoder, config: Config, llava: str
 ) -> None:
     service = Service(make_encoder(max_waiting=0), config)
@@ -110,12 +110,12 @@ def test_a_full_service_refuses_all_items_with_a_status(
 
 
 @pytest.mark.parametrize("count", [7, 8, 20])
-def test_a_form_has_a_limit_of_files(service: Service, llava: str, count: int) -> None:
+def test_http_form_with_too_many_files_is_refused(service: Service, llava: str, count: int) -> None:
     answer = service.post(data={"model": llava}, files=[("image", b"x")] * count)
     assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_many_items")
 
 
-def test_parts_carry_raw_bytes(service: Service, llava: str) -> None:
+def test_http_parts_hold_raw_bytes(service: Service, llava: str) -> None:
     images = [png(picture(1)), b"no picture", png(picture(2))]
     answer = service.post(
         json={"model": llava, "items": [{"image": image64(i)} for i in images]},
@@ -133,7 +133,7 @@ def test_parts_carry_raw_bytes(service: Service, llava: str) -> None:
     assert json.loads(parts[1].get_content())["error"]["reason"] == "unknown_format"
 
 
-def test_one_medium_is_a_line_for_who_asks_for_lines(service: Service, llava: str) -> None:
+def test_http_single_medium_as_lines_is_one_line(service: Service, llava: str) -> None:
     accept = {"accept": "application/x-ndjson"}
     rows = lines(service.post(data={"model": llava}, files={"image": png(picture(1))}, headers=accept))
     assert rows[0]["shape"] == [16, 64]
@@ -156,7 +156,7 @@ class Held:
 
 
 @pytest.mark.parametrize("items", [1, 4])
-def test_who_goes_away_cancels_what_nobody_else_waits_for(
+def test_http_disconnect_cancels_unshared_work(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
     """uvicorn tells an application of a lost client by `http.disconnect` only."""
@@ -219,7 +219,7 @@ async def _post_and_leave(service: Service, body: dict[str, Any], leave: asyncio
     await service.app(scope, receive, send)
 
 
-def test_a_closed_gate_refuses_and_is_not_ready(
+def test_http_draining_service_refuses_and_is_not_ready(
     make_encoder: MakeEncoder, config: Config, llava: str
 ) -> None:
     encoder = config.encoder.model_copy(update={"sglang": True})
@@ -237,14 +237,14 @@ def test_a_closed_gate_refuses_and_is_not_ready(
     assert service.call("POST", "/scheduler_receive_url", json={}).status_code == 422
 
 
-def test_not_ready_when_no_tower_can_run(make_encoder: MakeEncoder, config: Config) -> None:
+def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Config) -> None:
     service = Service(make_encoder(), config)
     service.encoder.close()
     answer = service.call("GET", "/ready")
     assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "down")
 
 
-def test_all_bodies_together_have_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
+def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     small = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 200_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(picture(1))
@@ -273,7 +273,7 @@ def test_all_bodies_together_have_a_budget(make_encoder: MakeEncoder, config: Co
     assert anyio.run(scenario) == [503, 422, 422, 200]
 
 
-def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) -> None:
+def test_body_guard_trickling_body_is_refused(make_encoder: MakeEncoder, config: Config) -> None:
     short = config.encoder.model_copy(update={"body_deadline_s": 0.2})
     service = Service(make_encoder(), config.model_copy(update={"encoder": short}))
 
@@ -286,7 +286,7 @@ def test_a_body_that_trickles_ends(make_encoder: MakeEncoder, config: Config) ->
     assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow_body")
 
 
-def test_a_medium_that_takes_for_ever_to_read_is_too_late(
+def test_http_endless_preprocessing_is_too_late(
     service: Service, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = MediaPreparer.prepare

@@ -42,7 +42,7 @@ def rows(answer: dict[str, Any]) -> torch.Tensor:
     return torch.from_numpy(data.reshape(answer["shape"]).copy())
 
 
-def test_a_sound_is_encoded_once_for_two_llms(
+def test_http_audio_is_encoded_once_for_two_llms(
     listening: tuple[Path, Path], make_encoder: MakeEncoder, config: Config
 ) -> None:
     registry = ModelRegistry.open([str(p) for p in listening], dtype="float32", device="cpu")
@@ -59,7 +59,7 @@ def test_a_sound_is_encoded_once_for_two_llms(
     )
 
 
-def test_a_video_by_file_and_by_its_pictures(
+def test_http_video_by_file_and_by_images_agree(
     qwen: Path, qwen_registry: ModelRegistry, make_encoder: MakeEncoder, config: Config
 ) -> None:
     service = Service(make_encoder(registry=qwen_registry), config)
@@ -95,7 +95,7 @@ def test_a_video_by_file_and_by_its_pictures(
         ({}, {"video": b""}, "empty"),
     ],
 )
-def test_what_is_wrong_with_a_video_is_said(
+def test_http_video_errors_name_cause(
     fields: dict[str, str],
     files: dict[str, bytes],
     reason: str,
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_video_is_said(
     assert (answer.status_code, answer.json()["error"]["reason"]) == (422, reason)
 
 
-def test_pictures_of_a_video_that_differ_in_size_are_refused(
+def test_http_video_images_of_other_size_are_refused(
     qwen: Path, qwen_registry: ModelRegistry, make_encoder: MakeEncoder, config: Config
 ) -> None:
     def jpeg(image: Image.Image) -> str:

@@ -51,7 +51,7 @@ def send(port: int, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("items", [1, 5])
-def test_who_hangs_up_is_not_computed_for(
+def test_http_closed_connection_cancels_work(
     make_encoder: MakeEncoder,
     config: Config,
     llava_pair: tuple[Path, Path],
@@ -89,7 +89,7 @@ def test_who_hangs_up_is_not_computed_for(
     assert ran == [1]
 
 
-def test_who_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+def test_http_unread_answer_closes_connection(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     monkeypatch.setattr(server, "UNREAD_S", 1.0)
     ended = threading.Event()
 

@@ -167,7 +167,7 @@ def refusal(fetcher: UrlFetcher, url: str) -> str:
     return e.value.reason
 
 
-def test_a_listed_host_is_fetched_as_it_is_named(site: Site, names: Names) -> None:
+def test_url_fetcher_listed_host_is_fetched_by_name(site: Site, names: Names) -> None:
     for host in ("pictures.test", "a.cdn.test", "a.b.cdn.test", "PICTURES.test", "pictures.test."):
         assert fetch(site.fetcher(), site.url(host=host)) == BODY
     path, headers = site.seen[0]
@@ -203,7 +203,7 @@ def test_a_listed_host_is_fetched_as_it_is_named(site: Site, names: Names) -> No
         "https://xn--/",
     ],
 )
-def test_what_is_not_on_the_list_is_not_even_looked_up(site: Site, names: Names, url: str) -> None:
+def test_url_fetcher_unlisted_url_is_not_resolved(site: Site, names: Names, url: str) -> None:
     assert refusal(site.fetcher(), url) == "remote_url"
     assert not names.asked
     assert not site.seen
@@ -232,24 +232,24 @@ def test_what_is_not_on_the_list_is_not_even_looked_up(site: Site, names: Names,
         ["255.255.255.255"],
     ],
 )
-def test_addresses_that_are_not_public_are_refused(site: Site, names: Names, addresses: list[str]) -> None:
+def test_url_fetcher_private_address_is_refused(site: Site, names: Names, addresses: list[str]) -> None:
     names.answers["pictures.test"] = [addresses]
     assert refusal(site.fetcher(), site.url()) == "remote_url"
     assert not site.seen
 
 
-def test_a_mapped_address_of_a_listed_network_is_that_network(site: Site) -> None:
+def test_url_rules_mapped_address_counts_as_ipv4(site: Site) -> None:
     assert site.fetcher()._rules.allows_address(ipaddress.ip_address("::ffff:127.0.0.1"))
 
 
-def test_a_name_is_asked_once_and_that_address_is_used(site: Site, names: Names) -> None:
+def test_url_fetcher_name_is_resolved_once(site: Site, names: Names) -> None:
     """DNS rebinding: a second answer would lead to another machine."""
     names.answers["pictures.test"] = [["127.0.0.1"], ["10.0.0.1"]]
     assert fetch(site.fetcher(), site.url()) == BODY
     assert names.asked == ["pictures.test"]
 
 
-def test_redirects_are_checked_again(site: Site, names: Names) -> None:
+def test_url_fetcher_redirects_are_checked_again(site: Site, names: Names) -> None:
     def to(location: str) -> str:
         return site.url(f"to?{location}")
 
@@ -272,7 +272,7 @@ def test_redirects_are_checked_again(site: Site, names: Names) -> None:
     assert refusal(site.fetcher(), to(site.url(host="b.cdn.test"))) == "remote_url"
 
 
-def test_three_redirects_and_no_more(site: Site, names: Names) -> None:
+def test_url_fetcher_fourth_redirect_is_refused(site: Site, names: Names) -> None:
     chain = "picture"
     for _ in range(3):
         chain = f"to?/{chain}"
@@ -294,15 +294,13 @@ def test_three_redirects_and_no_more(site: Site, names: Names) -> None:
         ("stall", "remote_timeout"),
     ],
 )
-def test_what_a_server_does_wrong_has_a_reason_and_an_end(
-    site: Site, names: Names, path: str, reason: str
-) -> None:
+def test_url_fetcher_faulty_server_fails_in_time(site: Site, names: Names, path: str, reason: str) -> None:
     began = time.monotonic()
     assert refusal(site.fetcher(fetch_deadline_s=0.5), site.url(path)) == reason
     assert time.monotonic() - began < 1.5
 
 
-def test_a_dead_host_and_an_unknown_name_fail(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_fetcher_dead_host_or_unknown_name_fails(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site()
     site.close()
     assert refusal(site.fetcher(), site.url()) == "remote_failed"
@@ -314,7 +312,7 @@ def test_a_dead_host_and_an_unknown_name_fail(names: Names, monkeypatch: pytest.
     assert refusal(site.fetcher(), site.url()) == "remote_failed"
 
 
-def test_proxies_of_the_environment_are_not_used(
+def test_url_fetcher_ignores_proxies_of_environment(
     site: Site, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -323,7 +321,7 @@ def test_proxies_of_the_environment_are_not_used(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_certificates_are_checked_against_the_name(
+def test_url_fetcher_certificate_must_match_name(
     names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -355,12 +353,12 @@ def test_certificates_are_checked_against_the_name(
         site.close()
 
 
-def test_nothing_is_fetched_unless_configured(names: Names) -> None:
+def test_url_fetcher_without_hosts_fetches_nothing(names: Names) -> None:
     assert refusal(UrlFetcher.of(load({}, environ={}).encoder), "http://pictures.test/") == "remote_url"
     assert not names.asked
 
 
-def test_a_url_gives_what_its_bytes_give(
+def test_url_fetcher_url_and_bytes_give_same_key(
     site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
 ) -> None:
     changes = {
@@ -390,7 +388,7 @@ def test_a_url_gives_what_its_bytes_give(
         ("allow_ports", "0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(field: str, value: str) -> None:
+def test_url_rules_invalid_settings_are_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
         UrlRules.of(load({f"encoder.{field}": value}, environ={}).encoder)
 
@@ -401,7 +399,7 @@ NO_RULES = UrlRules(hosts=(), networks=(), ports=frozenset())
 @given(st.ip_addresses(v=4))
 @example(ipaddress.IPv4Address("10.1.2.3"))
 @example(ipaddress.IPv4Address("8.8.8.8"))
-def test_no_form_of_an_address_is_allowed_where_the_plain_one_is_not(v4: ipaddress.IPv4Address) -> None:
+def test_url_rules_embedded_address_follows_plain_one(v4: ipaddress.IPv4Address) -> None:
     plain = NO_RULES.allows_address(v4)
     for form in (f"::ffff:{v4}", f"64:ff9b::{v4}"):
         assert NO_RULES.allows_address(ipaddress.ip_address(form)) == plain

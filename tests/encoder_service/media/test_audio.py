@@ -48,7 +48,7 @@ def decode(data: bytes) -> sounds.AudioSamples:
         encoded(MONO, "wav", "pcm_f32le"),
     ],
 )
-def test_the_container_does_not_matter(data: bytes) -> None:
+def test_audio_lossless_containers_give_one_digest(data: bytes) -> None:
     sound = decode(data)
     want = MONO[:, 0].astype(np.float32) / 32768
     assert sound.rate == 16_000
@@ -56,7 +56,7 @@ def test_the_container_does_not_matter(data: bytes) -> None:
     assert sound.digest() == samples_digest(16_000, want.tobytes())
 
 
-def test_one_sample_or_the_rate_matters() -> None:
+def test_audio_changed_sample_or_rate_changes_digest() -> None:
     other = MONO.copy()
     other[100] ^= 1
     seen = {decode(d).digest() for d in (wav(MONO), wav(other), wav(MONO, 8000), wav(MONO[:-1]))}
@@ -64,7 +64,7 @@ def test_one_sample_or_the_rate_matters() -> None:
 
 
 @pytest.mark.parametrize("codec", ["mp3", "ogg", "adts", "mp4"])
-def test_lossy_containers_give_the_sound_that_went_in(codec: str) -> None:
+def test_audio_lossy_containers_keep_the_tone(codec: str) -> None:
     names = {"mp3": "libmp3lame", "ogg": "libopus", "adts": "aac", "mp4": "aac"}
     sound = decode(encoded(tone(1.0), codec, names[codec]))
     assert 0.95 < sound.duration_s < 1.2
@@ -72,7 +72,7 @@ def test_lossy_containers_give_the_sound_that_went_in(codec: str) -> None:
     assert abs((loudest.argmax() + 100) / sound.duration_s - 440) < 5
 
 
-def test_channels_become_their_mean() -> None:
+def test_audio_channels_are_averaged() -> None:
     stereo = tone(0.25, channels=2)
     want = (stereo.astype(np.float32) / 32768).T.mean(axis=0)
     assert np.array_equal(decode(wav(stereo)).samples, want)
@@ -80,12 +80,12 @@ def test_channels_become_their_mean() -> None:
 
 
 @pytest.mark.parametrize(("codec", "levels"), [("pcm_u8", 128), ("pcm_s32le", 2**31), ("pcm_f64le", 1)])
-def test_samples_of_any_width_lie_in_one_range(codec: str, levels: int) -> None:
+def test_audio_any_sample_width_is_scaled_to_one(codec: str, levels: int) -> None:
     sound = decode(encoded(MONO, "wav", codec))
     assert np.abs(sound.samples - MONO[:, 0] / 32768).max() <= 1 / min(levels, 128) * (levels == 128)
 
 
-def test_agrees_with_vllm() -> None:
+def test_audio_samples_equal_vllm() -> None:
     """Its loader is the rule, where it scales: run it on floats, which it takes as they are."""
     audio = pytest.importorskip("vllm.multimodal.media.audio")
     data = encoded(tone(0.3, channels=2), "matroska", "libopus")
@@ -95,13 +95,13 @@ def test_agrees_with_vllm() -> None:
     assert np.array_equal(ours.samples, theirs)
 
 
-def test_a_stream_of_unknown_length_is_decoded() -> None:
+def test_audio_stream_of_unknown_length_is_decoded() -> None:
     """What speech synthesis sends: the size is all ones."""
     data = wav_header(2**32 - 1) + MONO.tobytes()
     assert len(decode(data).samples) == len(MONO)
 
 
-def test_a_header_that_miscounts_by_a_few_bytes_is_no_truncation() -> None:
+def test_audio_header_off_by_bytes_is_not_truncated() -> None:
     data = bytearray(wav(MONO))
     data[4:8] = (len(data) + 3).to_bytes(4, "little")
     assert len(decode(bytes(data)).samples) == len(MONO)
@@ -131,19 +131,19 @@ HOUR_BYTES = 3600 * 16_000 * 2
         (wav_header(4096, bits=32, tag=3) + np.full(1024, np.nan, "<f4").tobytes(), "damaged"),
     ],
 )
-def test_bad_sounds_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+def test_audio_bad_files_are_refused_with_reason(data: bytes, reason: str) -> None:
     with pytest.raises(MediaError) as e:
         decode(data)
     assert e.value.reason == reason
 
 
-def test_a_picture_is_no_sound() -> None:
+def test_audio_image_file_is_refused() -> None:
     with pytest.raises(MediaError) as e:
         decode(png(picture(1)))
     assert e.value.reason == "unknown_format"
 
 
-def test_ten_hours_are_refused_before_they_are_decoded() -> None:
+def test_audio_ten_hours_are_refused_before_decoding() -> None:
     """Silence in FLAC: 10 hours in a few kilobytes a minute; the header tells."""
     data = bytearray(encoded(tone(1.0), "flac", "flac"))
     # STREAMINFO: the total of samples is 36 bits, 13 bytes after the block's begin at 8.
@@ -157,7 +157,7 @@ def test_ten_hours_are_refused_before_they_are_decoded() -> None:
     assert time.monotonic() - started < 1
 
 
-def test_a_header_that_lies_costs_no_more_than_the_limit() -> None:
+def test_audio_wrong_header_costs_at_most_the_limit() -> None:
     """A long stream that announces nothing is cut off where the limit is."""
     silence = np.zeros((60 * 16_000, 1), np.int16)
     with pytest.raises(MediaError) as e:
@@ -165,7 +165,7 @@ def test_a_header_that_lies_costs_no_more_than_the_limit() -> None:
     assert e.value.reason == "too_long"
 
 
-def test_nothing_inside_a_file_opens_another(tmp_path: Path) -> None:
+def test_audio_playlist_opens_no_other_file(tmp_path: Path) -> None:
     inner = tmp_path / "inner.wav"
     inner.write_bytes(wav(MONO))
     for text in (
@@ -177,7 +177,7 @@ def test_nothing_inside_a_file_opens_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_damage_gives_a_sound_or_a_media_error(kind: str) -> None:
+def test_audio_damaged_file_decodes_or_is_refused(kind: str) -> None:
     """Never another exception: 60 mutations of each container."""
     rng = random.Random(kind)
     refused = 0
@@ -198,6 +198,6 @@ def test_damage_gives_a_sound_or_a_media_error(kind: str) -> None:
 
 @settings(max_examples=60, deadline=2000)
 @given(st.binary(max_size=400), st.sampled_from([b"", *(w[:64] for w in WHOLE.values())]))
-def test_any_bytes_give_a_sound_or_a_media_error(data: bytes, begin: bytes) -> None:
+def test_audio_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> None:
     with contextlib.suppress(MediaError):
         assert decode(begin + data).duration_s > 0

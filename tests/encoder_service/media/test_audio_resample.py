@@ -20,7 +20,7 @@ def tone(rate: int, seconds: float = 0.5, pitch: float = 440.0) -> AudioSamples:
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 24_000, 44_100, 48_000, 96_000, 384_000])
-def test_a_tone_stays_that_tone(rate: int) -> None:
+def test_resampled_tone_keeps_its_pitch(rate: int) -> None:
     sound = resampled(tone(rate), 16_000)
     want = tone(16_000)
     assert sound.rate == 16_000
@@ -29,17 +29,17 @@ def test_a_tone_stays_that_tone(rate: int) -> None:
     assert np.abs(sound.samples[inner] - want.samples[inner]).max() < 3e-3
 
 
-def test_what_the_new_rate_cannot_carry_is_filtered_out() -> None:
+def test_resampled_high_tone_is_filtered_out() -> None:
     assert np.abs(resampled(tone(48_000, pitch=12_000), 16_000).samples[200:-200]).max() < 1e-2
 
 
-def test_its_own_rate_is_left_alone() -> None:
+def test_resampled_at_own_rate_is_unchanged() -> None:
     sound = tone(16_000)
     assert resampled(sound, 16_000) is sound
 
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 8000])
-def test_the_bits_are_those_of_torchaudio_s_convolution(rate: int) -> None:
+def test_resampled_bits_equal_torchaudio(rate: int) -> None:
     """vLLM runs `Resample` with oneDNN off; torchaudio's steps, on the same filters."""
     sound = tone(rate, 0.7)
     divisor = math.gcd(rate, 16_000)
@@ -52,14 +52,14 @@ def test_the_bits_are_those_of_torchaudio_s_convolution(rate: int) -> None:
     assert np.array_equal(resampled(sound, 16_000).samples, theirs)
 
 
-def test_long_sounds_are_made_in_blocks_of_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resampled_blocks_equal_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = resampled(tone(44_100, 1.0), 16_000).samples
     monkeypatch.setattr(audio_resample, "_BLOCK", 4000)
     assert np.allclose(resampled(tone(44_100, 1.0), 16_000).samples, whole, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rate", [16_001, 47_999, 383_999])
-def test_a_rate_without_a_common_divisor_is_refused_not_computed(rate: int) -> None:
+def test_resampled_rate_without_divisor_is_refused(rate: int) -> None:
     with pytest.raises(MediaError) as e:
         resampled(tone(rate, 0.01), 16_000)
     assert e.value.reason == "sample_rate"

@@ -36,14 +36,14 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
         saved(picture(1), "PPM"),
     ],
 )
-def test_the_container_does_not_matter(data: bytes) -> None:
+def test_image_lossless_containers_give_one_digest(data: bytes) -> None:
     image = picture(1)
     want = pixels_digest("RGB", 70, 60, image.tobytes())
     assert media.digest_image(media.decode(data, MAX, formats=media.FORMATS)) == want
     assert media.digest_image(image) == want
 
 
-def test_one_pixel_or_the_shape_matters() -> None:
+def test_image_changed_pixel_or_shape_changes_digest() -> None:
     image = picture(1)
     other = image.copy()
     r, g, b = other.getpixel((5, 5))
@@ -52,7 +52,7 @@ def test_one_pixel_or_the_shape_matters() -> None:
     assert len({media.digest_image(i) for i in (image, other, tall)}) == 3
 
 
-def test_transparency_is_laid_on_white() -> None:
+def test_image_transparency_becomes_white() -> None:
     clear = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
     clear.putpixel((1, 0), (10, 20, 30, 255))
     assert media.as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
@@ -63,19 +63,19 @@ def test_transparency_is_laid_on_white() -> None:
     assert media.as_received(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_rgb_with_a_transparent_colour_is_left_alone() -> None:
+def test_image_rgb_with_transparent_colour_is_unchanged() -> None:
     image = picture(3)
     image.info["transparency"] = (1, 2, 3)
     assert media.as_received(image).tobytes() == picture(3).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "YCbCr"])
-def test_other_modes_are_converted(mode: str) -> None:
+def test_image_other_modes_become_rgb(mode: str) -> None:
     image = picture(4).convert("L").convert("I").convert(mode) if mode == "I;16" else picture(4).convert(mode)
     assert media.as_received(image).tobytes() == image.convert("RGB").tobytes()
 
 
-def test_exif_orientation_is_applied_once() -> None:
+def test_image_exif_orientation_is_applied_once() -> None:
     turned = picture(5, 70, 60)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -86,7 +86,7 @@ def test_exif_orientation_is_applied_once() -> None:
     assert media.digest_image(image) == media.digest_image(Image.open(io.BytesIO(data)))
 
 
-def test_agrees_with_vllm() -> None:
+def test_image_pixels_equal_vllm() -> None:
     """Its functions are the rule; run them where it is installed."""
     vllm_image = pytest.importorskip("vllm.multimodal.image")
     rng = np.random.default_rng(0)
@@ -133,7 +133,7 @@ def bomb(width: int, height: int) -> bytes:
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_bad_pictures_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+def test_image_bad_files_are_refused_with_reason(data: bytes, reason: str) -> None:
     with pytest.raises(MediaError) as e:
         media.decode(data, MAX)
     assert e.value.reason == reason
@@ -141,7 +141,7 @@ def test_bad_pictures_are_refused_with_a_reason(data: bytes, reason: str) -> Non
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "TGA", "JPEG2000"])
-def test_damage_gives_a_picture_or_a_media_error(kind: str) -> None:
+def test_image_damaged_file_decodes_or_is_refused(kind: str) -> None:
     """Never another exception: 150 mutations of each format."""
     whole = saved(picture(6, 32, 32), kind)
     rng = random.Random(kind)

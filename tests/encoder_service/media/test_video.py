@@ -48,7 +48,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_pixels_and_times_are_those_of_vllm(kind: str) -> None:
+def test_video_pixels_and_times_equal_vllm(kind: str) -> None:
     """Its OpenCV decoder is the rule; run it where it is installed. Equal bits, so equal digests."""
     opencv = pytest.importorskip("vllm.multimodal.video_decoders.opencv")
     video_module = pytest.importorskip("vllm.multimodal.video")
@@ -60,18 +60,18 @@ def test_pixels_and_times_are_those_of_vllm(kind: str) -> None:
     assert np.array_equal(ours.frames, frames)
 
 
-def test_lossless_frames_come_back() -> None:
+def test_video_lossless_frames_are_exact() -> None:
     clip = clips.decode(video(SHOWN, "matroska", "libx264rgb", pix_fmt="rgb24", crf="0"), evenly, LIMITS)
     assert all(np.array_equal(a, SHOWN[i]) for a, i in zip(clip.frames, clip.indices, strict=True))
     assert clip.times_s == [i / 10 for i in clip.indices]
 
 
-def test_a_portrait_stands_upright() -> None:
+def test_video_portrait_is_rotated_upright() -> None:
     upright, lying = decode(FILES["turned"]), decode(MP4)
     assert np.array_equal(upright.frames, np.rot90(lying.frames, -1, axes=(1, 2)))
 
 
-def test_the_container_does_not_matter_but_pixels_times_and_choice_do() -> None:
+def test_video_digest_ignores_container_only() -> None:
     lossless = {"codec": "ffv1", "pix_fmt": "yuv444p"}
     same = [decode(video(SHOWN, kind, **lossless)).digest() for kind in ("matroska", "avi")]
     assert same[0] == same[1]
@@ -81,7 +81,7 @@ def test_the_container_does_not_matter_but_pixels_times_and_choice_do() -> None:
     assert len({same[0], slower, other, fewer}) == 4
 
 
-def test_a_video_as_pictures_is_the_same_video() -> None:
+def test_video_sent_as_images_equals_file() -> None:
     still = [picture(i) for i in range(4)]
     clip = clips.decode_frames([png(p) for p in still], 2.0, LIMITS)
     assert np.array_equal(clip.frames, np.stack([np.asarray(p) for p in still]))
@@ -101,7 +101,7 @@ def test_a_video_as_pictures_is_the_same_video() -> None:
         ([b"no picture"], 1, "unknown_format"),
     ],
 )
-def test_bad_pictures_of_a_video_are_refused(pictures: list[bytes], fps: float, reason: str) -> None:
+def test_video_bad_images_are_refused_with_reason(pictures: list[bytes], fps: float, reason: str) -> None:
     with pytest.raises(MediaError) as e:
         clips.decode_frames(pictures, fps, LIMITS)
     assert e.value.reason == reason
@@ -121,13 +121,13 @@ def test_bad_pictures_of_a_video_are_refused(pictures: list[bytes], fps: float, 
         (b"#EXTM3U\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n", "unknown_format"),
     ],
 )
-def test_bad_videos_are_refused_with_a_reason(data: bytes, reason: str) -> None:
+def test_video_bad_files_are_refused_with_reason(data: bytes, reason: str) -> None:
     with pytest.raises(MediaError) as e:
         decode(data)
     assert e.value.reason == reason
 
 
-def test_too_many_sampled_frames_are_refused_before_they_are_decoded() -> None:
+def test_video_too_many_frames_are_refused_before_decoding() -> None:
     data = video(moving(200, 16, 12), fps=25)
     started = time.monotonic()
     with pytest.raises(MediaError) as e:
@@ -137,7 +137,7 @@ def test_too_many_sampled_frames_are_refused_before_they_are_decoded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "matroska", "webm", "avi"])
-def test_damage_gives_a_clip_or_a_media_error(kind: str) -> None:
+def test_video_damaged_file_decodes_or_is_refused(kind: str) -> None:
     """Never another exception: 40 mutations of each container."""
     rng = random.Random(kind)
     refused = 0
@@ -158,7 +158,7 @@ def test_damage_gives_a_clip_or_a_media_error(kind: str) -> None:
 
 @settings(max_examples=40, deadline=2000)
 @given(st.binary(max_size=400), st.sampled_from([b"", *(f[:200] for f in FILES.values())]))
-def test_any_bytes_give_a_clip_or_a_media_error(data: bytes, begin: bytes) -> None:
+def test_video_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> None:
     with contextlib.suppress(MediaError):
         assert len(decode(begin + data).frames) > 0
 
@@ -170,7 +170,7 @@ def test_any_bytes_give_a_clip_or_a_media_error(data: bytes, begin: bytes) -> No
     fps=st.sampled_from([None, 0.5, 1.0, 2.0, 4.0, 31.0]),
 )
 @settings(max_examples=100, deadline=None)
-def test_frames_are_chosen_as_vllm_chooses_them(
+def test_video_sampled_frames_equal_vllm(
     name: str, theirs: str, total: int, rate: float, fps: float | None
 ) -> None:
     module = pytest.importorskip("vllm.multimodal.video")
@@ -185,7 +185,7 @@ def test_frames_are_chosen_as_vllm_chooses_them(
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(total=st.integers(1, 3000), count=st.integers(1, 5000))
 @settings(max_examples=100, deadline=None)
-def test_any_number_of_frames_lies_inside_the_video(name: str, total: int, count: int) -> None:
+def test_video_any_sampling_stays_inside_the_video(name: str, total: int, count: int) -> None:
     source = VideoHeader(total=total, fps=25.0, width=8, height=8)
     found = list(SAMPLERS[name](source, FrameSampling(num_frames=count)))
     assert found == sorted(found)
@@ -194,7 +194,7 @@ def test_any_number_of_frames_lies_inside_the_video(name: str, total: int, count
 
 
 @pytest.mark.parametrize("wrong", [{"fps": 1, "num_frames": 2}, {"fps": 0}, {"fps": -1}, {"num_frames": 0}])
-def test_a_sampling_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+def test_video_invalid_sampling_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(EncoderRefused) as e:
         FrameSampling(**wrong)
     assert e.value.reason == "bad_input"

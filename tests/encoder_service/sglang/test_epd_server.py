@@ -110,7 +110,7 @@ def sent_grid(header: bytes) -> list[list[int]]:
     return [sizes[i : i + 3] for i in range(0, len(sizes), 3)]
 
 
-def test_two_pictures_arrive_as_one_part(run: Run) -> None:
+def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
     async def scenario(service: Service) -> None:
         pictures = [picture(1), picture(2, 90, 40)]
         answer = await service.encode([url(p) for p in pictures])
@@ -140,7 +140,7 @@ def test_two_pictures_arrive_as_one_part(run: Run) -> None:
 
 
 @pytest.mark.parametrize("registers_first", [True, False])
-def test_schedulers_register_before_or_after(run: Run, registers_first: bool) -> None:
+def test_epd_server_receivers_register_before_or_after(run: Run, registers_first: bool) -> None:
     async def scenario(service: Service) -> None:
         async def register() -> None:
             for port in (service.port, second_port):
@@ -163,7 +163,7 @@ def test_schedulers_register_before_or_after(run: Run, registers_first: bool) ->
     run(scenario)
 
 
-def test_what_the_store_has_costs_no_tower_pass(run: Run) -> None:
+def test_epd_server_stored_image_costs_no_tower_pass(run: Run) -> None:
     async def scenario(service: Service) -> None:
         same = {"url": url(picture(3)), "detail": "low"}
         proof = salt_proof(SECRET, "tenant")
@@ -183,7 +183,7 @@ def test_what_the_store_has_costs_no_tower_pass(run: Run) -> None:
     run(scenario, store=store)
 
 
-def test_refusals_have_a_status_and_send_nothing(run: Run) -> None:
+def test_epd_server_refusal_has_status_and_sends_nothing(run: Run) -> None:
     async def scenario(service: Service) -> None:
         good = url(picture(1))
         for items, status, reason in (
@@ -213,7 +213,7 @@ def test_refusals_have_a_status_and_send_nothing(run: Run) -> None:
     run(scenario, max_body_bytes=200_000, max_pixels=100_000)
 
 
-def test_it_is_off_unless_asked_for(run: Run) -> None:
+def test_epd_server_default_has_no_sglang_routes(run: Run) -> None:
     async def scenario(service: Service) -> None:
         assert (await service.encode([url(picture(1))])).status_code == 404
         for path in ("/scheduler_receive_url", "/send", "/scheduler_receive_meta_data"):
@@ -223,7 +223,7 @@ def test_it_is_off_unless_asked_for(run: Run) -> None:
     run(scenario, sglang=False)
 
 
-def test_nobody_else_is_sent_to(run: Run) -> None:
+def test_epd_server_foreign_receiver_is_refused(run: Run) -> None:
     async def scenario(service: Service) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0", "no-such-host.invalid"):
             answer = await service.encode([url(picture(1))], prefill_host=host)
@@ -235,7 +235,7 @@ def test_nobody_else_is_sent_to(run: Run) -> None:
     run(scenario, address="203.0.113.9")
 
 
-def test_networks_of_the_deployment_are_sent_to(run: Run) -> None:
+def test_epd_server_receiver_in_network_is_accepted(run: Run) -> None:
     async def scenario(service: Service) -> None:
         assert (await service.encode([url(picture(1))])).status_code == 200
         await service.received()
@@ -245,7 +245,7 @@ def test_networks_of_the_deployment_are_sent_to(run: Run) -> None:
         load({"encoder.receivers": "everywhere"}, environ={})
 
 
-def test_no_receiver_in_time(run: Run) -> None:
+def test_epd_server_no_receiver_in_time_is_504(run: Run) -> None:
     async def scenario(service: Service) -> None:
         answer = await service.encode([url(picture(1))], embedding_port=None)
         assert (answer.status_code, answer.json()["reason"]) == (504, "no_receiver")
@@ -256,7 +256,9 @@ def test_no_receiver_in_time(run: Run) -> None:
     run(scenario, language_only_timeout_s=1.0)
 
 
-def test_several_models_are_told_apart_by_url(run: Run, registry: Any, qwen: Path, llava_pair: Any) -> None:
+def test_epd_server_url_names_one_of_several_models(
+    run: Run, registry: Any, qwen: Path, llava_pair: Any
+) -> None:
     async def scenario(service: Service) -> None:
         unnamed = await service.encode([url(picture(1))])
         assert unnamed.status_code == 404
@@ -273,7 +275,7 @@ def test_several_models_are_told_apart_by_url(run: Run, registry: Any, qwen: Pat
     run(scenario, registry=registry)
 
 
-def test_pixels_are_those_that_sglang_sees(run: Run) -> None:
+def test_epd_server_pixels_equal_sglang(run: Run) -> None:
     async def scenario(service: Service) -> None:
         glass = picture(4).convert("RGBA")
         glass.putalpha(90)
@@ -287,7 +289,7 @@ def test_pixels_are_those_that_sglang_sees(run: Run) -> None:
 @pytest.mark.parametrize(
     "proof", [None, "", "00" * 32, salt_proof(SECRET, "other"), salt_proof(b"o" * 32, "t")]
 )
-def test_a_stranger_names_no_tenant(run: Run, proof: str | None) -> None:
+def test_epd_server_salt_without_proof_is_refused(run: Run, proof: str | None) -> None:
     async def scenario(service: Service) -> None:
         item = {"url": url(picture(3)), "cornplug_salt": "t", "cornplug_salt_proof": proof}
         answer = await service.encode([item])
@@ -297,7 +299,7 @@ def test_a_stranger_names_no_tenant(run: Run, proof: str | None) -> None:
     run(scenario, trust_salts=False)
 
 
-def test_rendezvous_forgets_and_insists_on_one_count() -> None:
+def test_receiver_rendezvous_forgets_and_needs_one_count() -> None:
     async def scenario() -> None:
         meeting = ReceiverRendezvous(forget_s=0.05)
         meeting.register("a", "here", 2, "tcp://h:1")
@@ -313,7 +315,7 @@ def test_rendezvous_forgets_and_insists_on_one_count() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stranger_who_knows_a_request_s_id_gets_none_of_its_rows() -> None:
+def test_receiver_rendezvous_other_group_gets_no_rows() -> None:
     async def scenario() -> None:
         meeting, guard = (
             ReceiverRendezvous(forget_s=60),
@@ -339,7 +341,7 @@ def test_a_stranger_who_knows_a_request_s_id_gets_none_of_its_rows() -> None:
     asyncio.run(scenario())
 
 
-def test_a_name_that_nobody_answers_for_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_guard_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
 
     def slow(*_: object, **__: object) -> Any:
@@ -364,7 +366,7 @@ def test_a_name_that_nobody_answers_for_holds_up_nothing_else(monkeypatch: pytes
     asyncio.run(scenario())
 
 
-def test_guard_knows_this_host_by_any_name() -> None:
+def test_receiver_guard_knows_host_by_any_name() -> None:
     async def scenario() -> None:
         guard = ReceiverGuard()
         assert await guard.endpoint("127.0.0.1", 5, asked_by="::ffff:127.0.0.1") == "tcp://127.0.0.1:5"
@@ -378,7 +380,7 @@ def test_guard_knows_this_host_by_any_name() -> None:
     asyncio.run(scenario())
 
 
-def test_sender_that_was_closed_keeps_nothing_open() -> None:
+def test_zmq_sender_closed_keeps_no_sockets() -> None:
     async def scenario() -> None:
         sender = ZmqSender()
         with pytest.raises(EncoderRefused, match="no connection"):

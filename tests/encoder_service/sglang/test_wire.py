@@ -50,7 +50,7 @@ def header() -> bytes:
     return wire.header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, statement=statement())
 
 
-def test_what_sglang_sends_is_read() -> None:
+def test_wire_requests_of_sglang_are_read() -> None:
     part = wire.read_part(json.dumps(ASK).encode())
     assert (part.req_id, part.prefill_host, part.embedding_port) == ("0a1b_local_part_1", "127.0.0.1", 5555)
     assert wire.items_of(part) == [wire.MediaItem(url="data:image/png;base64,AA==")]
@@ -83,31 +83,31 @@ def test_what_sglang_sends_is_read() -> None:
         ({"surprise": 1}, "surprise"),
     ],
 )
-def test_anything_else_is_refused_by_field(change: dict[str, Any], says: str) -> None:
+def test_wire_invalid_field_is_refused_by_name(change: dict[str, Any], says: str) -> None:
     with pytest.raises(EncoderRefused, match=says) as caught:
         wire.read_part(json.dumps({**ASK, **change}).encode())
     assert caught.value.reason == "bad_input"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\x80\x04N.", b'"x"', b"\xff" * 9])
-def test_no_json_is_refused(body: bytes) -> None:
+def test_wire_invalid_json_is_refused(body: bytes) -> None:
     for read in (wire.read_part, wire.read_receiver):
         with pytest.raises(EncoderRefused):
             read(body)
 
 
 @pytest.mark.parametrize("url", ["host", ":5", "h:", "h:0", "h:65536", "h:five", "h:٣", "h:-1"])
-def test_receivers_have_a_host_and_a_port(url: str) -> None:
+def test_wire_receiver_without_port_is_refused(url: str) -> None:
     with pytest.raises(EncoderRefused):
         wire.read_receiver(json.dumps({"req_id": "r", "receive_count": 1, "receive_url": url}).encode())
 
 
-def test_header_is_golden() -> None:
+def test_wire_header_equals_golden() -> None:
     """The bytes that `tests/sglang_hooks/mm/test_epd.py` has SGLang itself read."""
     assert header().hex() == GOLDEN.read_text().strip()
 
 
-def test_header_names_three_globals_and_calls_nothing_else() -> None:
+def test_wire_header_names_three_globals_only() -> None:
     names, calls = [], []
     for opcode, argument, _ in pickletools.genops(header()):
         if opcode.name == "GLOBAL":
@@ -122,7 +122,7 @@ def test_header_names_three_globals_and_calls_nothing_else() -> None:
     assert calls == ["NEWOBJ", "REDUCE", "BUILD"]
 
 
-def test_a_request_cannot_write_opcodes() -> None:
+def test_wire_hostile_request_id_stays_text() -> None:
     """Text is length-prefixed: what looks like opcodes in it stays text."""
     hostile = {**ASK, "req_id": "cos\nsystem\n(X\x01\x00\x00\x00aR."}
     part = wire.read_part(json.dumps(hostile).encode())
@@ -134,7 +134,7 @@ def test_a_request_cannot_write_opcodes() -> None:
         wire.header(part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], statement=statement())
 
 
-def test_statements_hold_for_these_bytes_only() -> None:
+def test_signed_claim_other_bytes_are_refused() -> None:
     said = statement()
     read = SignedClaim.read(dict(said.fields()))
     assert read == said
@@ -165,7 +165,7 @@ def test_statements_hold_for_these_bytes_only() -> None:
         {"cornplug_identity": b"00" * 32, "cornplug_media": "00" * 32, "cornplug_proof": "00" * 32},
     ],
 )
-def test_no_statement_is_told_from_a_broken_one(fields: dict[str, object]) -> None:
+def test_signed_claim_absent_is_none_broken_raises(fields: dict[str, object]) -> None:
     assert SignedClaim.read({"req_id": "r"}) is None
     with pytest.raises(CodecError):
         SignedClaim.read(fields)

@@ -64,7 +64,7 @@ def one(encoder: EncoderCore, name: str, **labels: str) -> float:
     return scraped(encoder)[f"cornplug_encoder_{name}", frozenset(labels.items())]
 
 
-def test_every_name_has_its_labels_and_says_what_it_is(
+def test_service_metrics_names_have_labels_and_help(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder()
@@ -79,7 +79,7 @@ def test_every_name_has_its_labels_and_says_what_it_is(
         assert seen == {frozenset(labels)}, name
 
 
-def test_a_pass_is_counted_in_media_tokens_and_seconds(
+def test_service_metrics_batch_counts_media_tokens_seconds(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder(MemoryStore(capacity_bytes=1 << 20).connect())
@@ -100,7 +100,7 @@ def test_a_pass_is_counted_in_media_tokens_and_seconds(
     }
 
 
-def test_the_queue_is_what_no_batch_has_taken(
+def test_service_metrics_queue_counts_unbatched_requests(
     make_encoder: MakeEncoder,
     request_for: Requests,
     llava_pair: tuple[Path, Path],
@@ -120,7 +120,7 @@ def test_the_queue_is_what_no_batch_has_taken(
     assert two_pictures * 1.5 == one(encoder, "tower_tokens_total")
 
 
-def test_models_are_told_apart_by_fingerprint(make_encoder: MakeEncoder) -> None:
+def test_service_metrics_models_have_fingerprints(make_encoder: MakeEncoder) -> None:
     encoder = make_encoder()
     rows = [dict(labels) for (name, labels) in scraped(encoder) if name.endswith("model_info")]
     assert {(r["model"], r["tower_fp"]) for r in rows} == {
@@ -130,7 +130,7 @@ def test_models_are_told_apart_by_fingerprint(make_encoder: MakeEncoder) -> None
 
 @settings(deadline=None)
 @given(st.lists(st.text(), max_size=300))
-def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
+def test_service_metrics_client_labels_are_bounded(names: list[str]) -> None:
     bounded = BoundedLabels(8, known=("mine",))
     labels = [bounded.label(name) for name in names]
     assert len(set(labels)) <= 9
@@ -139,7 +139,7 @@ def test_clients_cannot_make_series_without_end(names: list[str]) -> None:
     assert [bounded.label(name) for name in names][:8] == labels[:8]
 
 
-def test_the_sixty_fifth_app_is_other() -> None:
+def test_service_metrics_sixty_fifth_app_is_other() -> None:
     meters = ServiceMetrics(lambda: 0)
     for number in range(APPS_MAX + 5):
         meters.answered(f"app-{number}", "default", "computed", 0.1)

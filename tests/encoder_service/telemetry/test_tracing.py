@@ -79,7 +79,7 @@ def linked(span: ReadableSpan) -> set[int]:
     return {link.context.span_id for link in span.links}
 
 
-def test_one_trace_from_an_engine_to_the_tower(
+def test_tracing_engine_request_spans_reach_tower(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], collector: Collector
 ) -> None:
     encoder = make_encoder(tracing=collector.tracing)
@@ -107,7 +107,7 @@ def test_one_trace_from_an_engine_to_the_tower(
     }
 
 
-def test_a_batch_is_linked_to_all_its_requests_and_they_to_it(
+def test_tracing_batch_and_requests_are_linked(
     make_encoder: MakeEncoder,
     request_for: Requests,
     llava_pair: tuple[Path, Path],
@@ -134,7 +134,7 @@ def test_a_batch_is_linked_to_all_its_requests_and_they_to_it(
     assert {trace_id(s) for s in requests.values() if span_id(s) in linked(batch)} != {trace_id(batch)}
 
 
-def test_who_is_refused_or_goes_ends_its_span(
+def test_tracing_refused_or_gone_request_ends_span(
     make_encoder: MakeEncoder,
     request_for: Requests,
     llava_pair: tuple[Path, Path],
@@ -156,7 +156,7 @@ def test_who_is_refused_or_goes_ends_its_span(
     ok(held)
 
 
-def test_http_requests_join_by_their_headers(
+def test_tracing_http_requests_join_by_headers(
     make_encoder: MakeEncoder, llava_pair: tuple[Path, Path], config: Config, collector: Collector
 ) -> None:
     encoder = make_encoder(tracing=collector.tracing)
@@ -182,9 +182,7 @@ def test_http_requests_join_by_their_headers(
     assert [parent_id(s) for s in collector.named("cornplug.preprocess")] == [span_id(joined), span_id(alone)]
 
 
-def test_an_older_peer_understands_a_traced_request_and_the_other_way_round(
-    request_for: Requests, llava_pair: tuple[Path, Path]
-) -> None:
+def test_encode_request_trace_suits_older_peers(request_for: Requests, llava_pair: tuple[Path, Path]) -> None:
     class OldEncode(msgspec.Struct, frozen=True, tag="encode"):
         id: int
         identity: bytes
@@ -208,7 +206,7 @@ def test_an_older_peer_understands_a_traced_request_and_the_other_way_round(
         ({"traceparent": "a" * 513}, None),
     ],
 )
-def test_only_what_names_a_trace_is_carried(
+def test_trace_of_keeps_trace_headers_only(
     headers: dict[str, str] | None, kept: dict[str, str] | None
 ) -> None:
     assert trace_of(headers) == kept
@@ -223,11 +221,11 @@ def test_only_what_names_a_trace_is_carried(
         {"OTEL_SERVICE_NAME": "mine"},
     ],
 )
-def test_off_unless_the_standard_variables_say_where_to_send(environ: dict[str, str]) -> None:
+def test_open_tracing_without_endpoint_is_off(environ: dict[str, str]) -> None:
     assert open_tracing(environ) is OFF
 
 
-def test_without_an_sdk_it_says_so_once_and_stays_off(
+def test_open_tracing_without_sdk_warns_once_and_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
@@ -236,7 +234,7 @@ def test_without_an_sdk_it_says_so_once_and_stays_off(
     assert re.findall("pip install opentelemetry-sdk", caplog.text) == ["pip install opentelemetry-sdk"]
 
 
-def test_a_collector_that_is_down_does_not_hold_up_the_end(
+def test_tracing_close_with_dead_collector_is_quick(
     monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
     monkeypatch.setattr(tracing_module, "_FLUSH_S", 0.2)
@@ -273,7 +271,7 @@ def spans_of_a_request(tracing: RequestTracing) -> Callable[[], None]:
     return run
 
 
-def test_off_costs_microseconds() -> None:
+def test_tracing_off_costs_microseconds() -> None:
     run = spans_of_a_request(OFF)
     run()
     began = time.perf_counter()

@@ -46,14 +46,14 @@ def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
     return e.value.reason
 
 
-def test_what_was_signed_is_read_and_believed() -> None:
+def test_embedding_handle_signed_text_is_read_and_valid() -> None:
     assert EmbeddingHandle.read(TEXT) == EmbeddingHandle.checked(TEXT, SECRET, now=1999.0) == HANDLE
     assert len(TEXT) < 1000
     assert TEXT.isascii()
     assert not set(TEXT) & set(' ",;=/+\r\n')
 
 
-def test_another_secret_and_another_day_are_not_believed() -> None:
+def test_embedding_handle_other_secret_or_expired_is_refused() -> None:
     assert reason(TEXT, b"t" * 32) == "handle_signature"
     assert reason(TEXT, now=2000.0) == "handle_expired"
     assert reason(replace_claims(TEXT, {"expires": 9e9})) == "handle_signature"
@@ -77,12 +77,12 @@ def replace_claims(text: str, changes: dict[str, Any]) -> str:
         {"dtype": "bfloat16"},
     ],
 )
-def test_no_claim_can_be_changed(changes: dict[str, Any]) -> None:
+def test_embedding_handle_changed_claim_is_refused(changes: dict[str, Any]) -> None:
     assert reason(replace_claims(TEXT, changes)) == "handle_signature"
 
 
 @given(st.integers(0, len(TEXT) - 1), st.characters(codec="ascii"))
-def test_no_character_can_be_changed(at: int, other: str) -> None:
+def test_embedding_handle_changed_character_is_refused(at: int, other: str) -> None:
     changed = TEXT[:at] + other + TEXT[at + 1 :]
     try:
         found = EmbeddingHandle.checked(changed, SECRET, now=1000.0)
@@ -93,11 +93,11 @@ def test_no_character_can_be_changed(at: int, other: str) -> None:
 
 
 @given(st.text(max_size=200).map(lambda text: PREFIX + text) | st.text(max_size=50))
-def test_anything_else_is_no_handle(text: str) -> None:
+def test_embedding_handle_other_text_is_malformed(text: str) -> None:
     assert reason(text) in ("handle_malformed", "handle_signature")
 
 
-def test_digests_of_a_wrong_length_are_no_handle() -> None:
+def test_embedding_handle_short_digest_is_malformed() -> None:
     assert reason(msgspec.structs.replace(HANDLE, key=b"short").signed(SECRET)) == "handle_malformed"
 
 
@@ -111,7 +111,7 @@ def client(make_encoder: MakeEncoder, config: Config) -> Any:
         yield client
 
 
-def test_the_service_says_what_it_computed(
+def test_embedding_handle_of_service_names_model_and_media(
     client: EncoderClient, llava_pair: tuple[Path, Path], qwen: Path
 ) -> None:
     for model in (llava_pair[0], qwen):
@@ -131,7 +131,7 @@ def test_the_service_says_what_it_computed(
             assert said.grid == ()
 
 
-def test_a_reference_into_the_store_has_one_too(
+def test_embedding_handle_comes_with_stored_embedding(
     make_encoder: MakeEncoder, config: Config, qwen: Path, memory_store: MemoryStore
 ) -> None:
     app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
@@ -160,7 +160,7 @@ def ref_of(handle: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingR
     )
 
 
-def test_a_part_by_handle_is_small() -> None:
+def test_vllm_part_by_handle_holds_text_and_grid() -> None:
     part = ref_of(HANDLE).to_vllm_content_part()
     assert part == {
         "type": "image_embeds",
@@ -174,7 +174,7 @@ def test_a_part_by_handle_is_small() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
+def test_vllm_part_by_value_holds_exact_rows(dtype: str) -> None:
     ref = ref_of(msgspec.structs.replace(HANDLE, family="llava", grid=(), dtype=dtype), dtype)
     data = ref.to_vllm_content_part(by_value=True)["image_embeds"]
     assert isinstance(data, str)
@@ -184,7 +184,7 @@ def test_a_part_by_value_carries_the_very_numbers(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("family", "modality"), [("qwen3_vl", "image"), ("gemma3", "image"), ("qwen2_vl", "video")]
 )
-def test_what_vllm_does_not_take_is_refused_by_name(family: str, modality: Any) -> None:
+def test_vllm_part_unsupported_family_is_refused(family: str, modality: Any) -> None:
     ref = ref_of(msgspec.structs.replace(HANDLE, family=family, modality=modality))
     with pytest.raises(EncoderRefused, match=family) as e:
         ref.to_vllm_content_part()
@@ -192,7 +192,7 @@ def test_what_vllm_does_not_take_is_refused_by_name(family: str, modality: Any) 
     assert modality in str(e.value)
 
 
-def test_without_a_handle_there_is_no_part() -> None:
+def test_vllm_part_without_handle_is_refused() -> None:
     with pytest.raises(EncoderRefused) as e:
         replace(ref_of(HANDLE), handle=None).to_vllm_content_part(by_value=True)
     assert e.value.reason == "no_handle"

@@ -42,7 +42,7 @@ def refused(path: Path, request: EncodeRequest) -> str:
 
 
 @needs_root
-def test_a_listener_of_another_user_is_not_believed_even_with_the_secret(
+def test_socket_encoder_listener_of_other_user_is_untrusted(
     short_path: Path, request_for: Requests, qwen: Path
 ) -> None:
     with listener(short_path / "e.sock", uid=NOBODY, secret=SECRET) as heard:
@@ -50,7 +50,7 @@ def test_a_listener_of_another_user_is_not_believed_even_with_the_secret(
         assert heard() == b""
 
 
-def test_a_listener_without_the_secret_is_not_believed_and_gets_no_pixels(
+def test_socket_encoder_listener_without_secret_gets_no_pixels(
     short_path: Path, request_for: Requests, qwen: Path
 ) -> None:
     with listener(short_path / "e.sock", secret=OTHER) as heard:
@@ -66,7 +66,7 @@ def test_a_listener_without_the_secret_is_not_believed_and_gets_no_pixels(
         assert b"pixel_values" in heard()
 
 
-def test_while_nobody_is_trusted_requests_fail_at_once_and_a_real_service_is_found(
+def test_socket_encoder_untrusted_fails_at_once_until_service_comes(
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
     short_path: Path,
@@ -104,7 +104,7 @@ def converse(path: Path, *messages: bytes) -> bytes:
         return bytes(got)
 
 
-def test_an_engine_without_the_secret_is_told_nothing(
+def test_encoder_engine_without_secret_learns_nothing(
     make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
 ) -> None:
     path = serve(make_encoder())
@@ -118,7 +118,7 @@ def test_an_engine_without_the_secret_is_told_nothing(
 
 
 @needs_root
-def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
+def test_encoder_engine_of_other_user_learns_nothing(
     make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
 ) -> None:
     path = serve(make_encoder())
@@ -131,7 +131,7 @@ def test_an_engine_of_another_user_is_told_nothing_even_with_the_secret(
         os.seteuid(0)
 
 
-def test_a_silent_connection_is_closed(
+def test_encoder_silent_connection_is_closed(
     make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unix_server, "HANDSHAKE_TIMEOUT_S", 0.2)
@@ -140,7 +140,7 @@ def test_a_silent_connection_is_closed(
     assert converse(path, b"x" * (handshake.MAX_BYTES + 1)) == b""
 
 
-def test_nothing_of_a_handshake_is_of_use_in_another() -> None:
+def test_handshake_replayed_messages_are_refused() -> None:
     first, service = EngineHandshake(SECRET), ServiceHandshake(SECRET)
     challenge = service.challenge(first.hello())
     proof = first.proof(challenge)
@@ -166,7 +166,7 @@ def test_nothing_of_a_handshake_is_of_use_in_another() -> None:
 
 
 @pytest.mark.parametrize("short", [b"", b"n" * 31, b"n" * 33])
-def test_nonces_have_one_length(short: bytes) -> None:
+def test_handshake_short_nonce_is_refused(short: bytes) -> None:
     """Else two handshakes could be cut at different places and give one proof."""
     with pytest.raises(UntrustedPeer):
         ServiceHandshake(SECRET).challenge(
@@ -175,7 +175,7 @@ def test_nonces_have_one_length(short: bytes) -> None:
 
 
 @needs_root
-def test_a_folder_of_another_user_or_open_to_others_is_refused(short_path: Path) -> None:
+def test_encoder_socket_folder_open_to_others_is_refused(short_path: Path) -> None:
     theirs, open_, link = short_path / "t", short_path / "o", short_path / "l"
     theirs.mkdir(mode=0o700)
     os.chown(theirs, NOBODY, NOBODY)
