@@ -98,7 +98,7 @@ def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> 
 
 
 def test_encode_many_bad_item_fails_alone(app: Any, llava: str) -> None:
-    items = [png(picture(seed)) if seed % 5 else b"no picture" for seed in range(20)]
+    items = [png(picture(seed)) if seed % 5 else b"no image" for seed in range(20)]
     with Served(app) as server, EncoderClient(server.url, deadline_s=60) as client:
         found = dict(client.encode_many(items, model=llava))
         assert {i for i, r in found.items() if isinstance(r, EncoderRefused)} == {0, 5, 10, 15}

@@ -92,7 +92,7 @@ def test_encoder_client_path_bytes_and_pil_give_same_key(
 
 def test_encoder_client_errors_name_cause(client: EncoderClient, llava: str, tmp_path: Path) -> None:
     with pytest.raises(EncoderRefused) as refused:
-        client.encode(b"no picture", model=llava)
+        client.encode(b"no image", model=llava)
     assert refused.value.reason == "unknown_format"
     with pytest.raises(EncoderRefused, match="nobody"):
         client.encode(picture(1), model="nobody")
@@ -307,7 +307,7 @@ def test_encoder_client_killed_process_fails_over(short_path: Path, llava_pair: 
 
 
 def test_encoder_client_many_items_come_with_their_errors(client: EncoderClient, llava: str) -> None:
-    items = [picture(1), b"no picture", {"image": png(picture(2))}, "absent.png"]
+    items = [picture(1), b"no image", {"image": png(picture(2))}, "absent.png"]
     found = dict(client.encode_many(items, model=llava))
     assert sorted(found) == [0, 1, 2, 3]
     assert isinstance(found[0], EmbeddingRef)

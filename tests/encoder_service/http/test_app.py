@@ -14,7 +14,7 @@ import pytest
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.qos import QosClasses
 
@@ -46,7 +46,7 @@ def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
     assert answer["origin"] == "computed"
     loaded = service.encoder.registry.by_name(llava)
     assert loaded is not None
-    key = identity.embedding_key(SECRET, loaded.served.identity, media.digest_image(picture(1)), None)
+    key = identity.embedding_key(SECRET, loaded.served.identity, digest_image(picture(1)), None)
     assert answer["key"] == key.hex()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     for image in (url, url.partition(",")[2]):
@@ -95,7 +95,7 @@ def image64(data: bytes) -> str:
         ({"model": "M", "image": "https://example.org/cat.png"}, 422, "remote_url"),
         ({"model": "M", "image": "file:///etc/passwd"}, 422, "remote_url"),
         ({"model": "M", "image": ""}, 422, "empty"),
-        ({"model": "M", "image": image64(b"no picture")}, 422, "unknown_format"),
+        ({"model": "M", "image": image64(b"no image")}, 422, "unknown_format"),
         ({"model": "M", "image": image64(png(picture(1))[:80])}, 422, "damaged"),
         ({"model": "M", "image": image64(bomb(60_000, 60_000))}, 413, "too_many_pixels"),
         ({"model": "M", "image": image64(png(picture(1))), "deadline_s": -1}, 422, "bad_input"),

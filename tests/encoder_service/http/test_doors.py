@@ -19,8 +19,8 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig, load
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
-from cornplug.encoder_service.http import requests as http_bodies
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.http import requests
+from cornplug.encoder_service.media import image
 from cornplug.errors import ConfigError
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
@@ -130,7 +130,7 @@ def test_encode_tenant_key_sets_salt(make: Make, llava_pair: Any) -> None:
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     service = make(store)
     (loaded, *_) = service.encoder.registry.loaded()
-    digest = media.digest_image(picture(1))
+    digest = image.digest_image(picture(1))
 
     def made(salt: str | None) -> str:
         return identity.embedding_key(SECRET, loaded.served.identity, digest, salt).hex()
@@ -291,13 +291,13 @@ def test_encode_internal_error_hides_exception_text(
 def test_encode_uploads_stay_in_memory(make: Make, llava_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rolled: list[bool] = []
 
-    class Watched(http_bodies._InMemory):
+    class Watched(requests._InMemory):
         async def parse(self) -> Any:
             form = await super().parse()
             rolled.extend(value.file._rolled for _, value in form.multi_items() if hasattr(value, "file"))
             return form
 
-    monkeypatch.setattr(http_bodies, "_InMemory", Watched)
+    monkeypatch.setattr(requests, "_InMemory", Watched)
     big = png(picture(1)) + bytes(3 << 20)
     service = make()
     assert service.post(data={"model": str(llava_pair[0])}, files={"image": big}).status_code == 200
@@ -332,8 +332,8 @@ def test_config_unknown_image_format_is_refused() -> None:
     for wrong in ("EPS", "JPEG, PDF", ""):
         with pytest.raises(ConfigError, match=r"encoder\.image_formats"):
             load({"encoder.image_formats": wrong}, environ={})
-    every = ", ".join(media.FORMATS)
-    assert load({"encoder.image_formats": every}, environ={}).encoder.formats() == media.FORMATS
+    every = ", ".join(image.FORMATS)
+    assert load({"encoder.image_formats": every}, environ={}).encoder.formats() == image.FORMATS
 
 
 # -- audit ---------------------------------------------------------------------------------------

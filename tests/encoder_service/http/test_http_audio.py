@@ -1,4 +1,4 @@
-"""Sounds over HTTP: as good as images, and as hostile."""
+"""Audio over HTTP, valid and hostile."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_http_form_with_too_many_files_is_refused(service: Service, llava: str, 
 
 
 def test_http_parts_hold_raw_bytes(service: Service, llava: str) -> None:
-    images = [png(picture(1)), b"no picture", png(picture(2))]
+    images = [png(picture(1)), b"no image", png(picture(2))]
     answer = service.post(
         json={"model": llava, "items": [{"image": image64(i)} for i in images]},
         headers={"accept": "multipart/mixed"},

@@ -1,4 +1,4 @@
-"""Sounds and videos through the whole service: decoded, prepared, encoded, answered."""
+"""Audio and videos through the whole service: decoded, prepared, encoded, answered."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_http_video_by_file_and_by_images_agree(
         return base64.b64encode(out.getvalue()).decode()
 
     url = "data:video/jpeg;base64," + ",".join(jpeg(shown[i]) for i in (0, 5, 10, 15, 20, 25))
-    by_pictures = service.post(json={"model": str(qwen), "video": url, "fps": 2})
-    assert by_pictures.status_code == 200, by_pictures.text
-    assert by_pictures.json()["key"] == answers[2]["key"]
+    by_images = service.post(json={"model": str(qwen), "video": url, "fps": 2})
+    assert by_images.status_code == 200, by_images.text
+    assert by_images.json()["key"] == answers[2]["key"]
 
 
 @pytest.mark.parametrize(

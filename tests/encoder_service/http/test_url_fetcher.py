@@ -37,9 +37,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.seen.append((self.path, dict(self.headers)))  # type: ignore[attr-defined]
         path, _, rest = self.path.partition("?")
-        getattr(self, path.strip("/") or "picture")(rest)
+        getattr(self, path.strip("/") or "image")(rest)
 
-    def picture(self, _: str) -> None:
+    def image(self, _: str) -> None:
         self._reply(200, BODY)
 
     def to(self, location: str) -> None:
@@ -104,7 +104,7 @@ class Site:
 
     def fetcher(self, **changes: Any) -> UrlFetcher:
         settings = {
-            "allow_hosts": "pictures.test, *.cdn.test",
+            "allow_hosts": "images.test, *.cdn.test",
             "allow_networks": "127.0.0.1/32",
             "allow_ports": f"80, 443, {self.port}",
             "fetch_deadline_s": 1.0,
@@ -113,7 +113,7 @@ class Site:
         }
         return UrlFetcher.of(load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder)
 
-    def url(self, path: str = "picture", host: str = "pictures.test", scheme: str = "http") -> str:
+    def url(self, path: str = "image", host: str = "images.test", scheme: str = "http") -> str:
         return f"{scheme}://{host}:{self.port}/{path}"
 
 
@@ -168,11 +168,11 @@ def refusal(fetcher: UrlFetcher, url: str) -> str:
 
 
 def test_url_fetcher_listed_host_is_fetched_by_name(site: Site, names: Names) -> None:
-    for host in ("pictures.test", "a.cdn.test", "a.b.cdn.test", "PICTURES.test", "pictures.test."):
+    for host in ("images.test", "a.cdn.test", "a.b.cdn.test", "IMAGES.test", "images.test."):
         assert fetch(site.fetcher(), site.url(host=host)) == BODY
     path, headers = site.seen[0]
-    assert path == "/picture"
-    assert headers["host"] == f"pictures.test:{site.port}"
+    assert path == "/image"
+    assert headers["host"] == f"images.test:{site.port}"
     assert headers["accept-encoding"] == "identity"
     assert not headers.keys() & {"cookie", "authorization"}
 
@@ -183,23 +183,23 @@ def test_url_fetcher_listed_host_is_fetched_by_name(site: Site, names: Names) ->
         "http://elsewhere.test/x",
         "http://cdn.test/x",
         "http://xcdn.test/x",
-        "http://pictures.test.evil.test/x",
-        "http://evil.test/pictures.test",
-        "http://evil.test#@pictures.test/",
-        "http://evil.test\\@pictures.test/",
-        "http://pictures.test@evil.test/",
-        "http://user:word@pictures.test/",
-        "http://pictures.test:22/",
+        "http://images.test.evil.test/x",
+        "http://evil.test/images.test",
+        "http://evil.test#@images.test/",
+        "http://evil.test\\@images.test/",
+        "http://images.test@evil.test/",
+        "http://user:word@images.test/",
+        "http://images.test:22/",
         "http://127.0.0.1/",
         "http://[::1]/",
         "http://0x7f000001/",
         "http://2130706433/",
         "http:///x",
         "http://",
-        "http://pictures.test\r\nx: y/",
-        "http://pictures.test:port/",
+        "http://images.test\r\nx: y/",
+        "http://images.test:port/",
         "http://ｐictures.tеst/",
-        "http://pictures.test/" + "a" * 5000,
+        "http://images.test/" + "a" * 5000,
         "https://xn--/",
     ],
 )
@@ -233,7 +233,7 @@ def test_url_fetcher_unlisted_url_is_not_resolved(site: Site, names: Names, url:
     ],
 )
 def test_url_fetcher_private_address_is_refused(site: Site, names: Names, addresses: list[str]) -> None:
-    names.answers["pictures.test"] = [addresses]
+    names.answers["images.test"] = [addresses]
     assert refusal(site.fetcher(), site.url()) == "remote_url"
     assert not site.seen
 
@@ -244,26 +244,26 @@ def test_url_rules_mapped_address_counts_as_ipv4(site: Site) -> None:
 
 def test_url_fetcher_name_is_resolved_once(site: Site, names: Names) -> None:
     """DNS rebinding: a second answer would lead to another machine."""
-    names.answers["pictures.test"] = [["127.0.0.1"], ["10.0.0.1"]]
+    names.answers["images.test"] = [["127.0.0.1"], ["10.0.0.1"]]
     assert fetch(site.fetcher(), site.url()) == BODY
-    assert names.asked == ["pictures.test"]
+    assert names.asked == ["images.test"]
 
 
 def test_url_fetcher_redirects_are_checked_again(site: Site, names: Names) -> None:
     def to(location: str) -> str:
         return site.url(f"to?{location}")
 
-    assert fetch(site.fetcher(), to("/picture")) == BODY
+    assert fetch(site.fetcher(), to("/image")) == BODY
     assert fetch(site.fetcher(), to(site.url(host="a.cdn.test"))) == BODY
     for location in (
         "http://elsewhere.test/",
-        f"http://127.0.0.1:{site.port}/picture",
+        f"http://127.0.0.1:{site.port}/image",
         "file:///etc/passwd",
-        "ftp://pictures.test/x",
-        "gopher://pictures.test/",
-        "http://u:p@pictures.test/",
+        "ftp://images.test/x",
+        "gopher://images.test/",
+        "http://u:p@images.test/",
         "//elsewhere.test/",
-        "http://pictures.test:22/",
+        "http://images.test:22/",
         "data:image/png;base64,AAAA",
     ):
         assert refusal(site.fetcher(), to(location)) == "remote_url"
@@ -273,7 +273,7 @@ def test_url_fetcher_redirects_are_checked_again(site: Site, names: Names) -> No
 
 
 def test_url_fetcher_fourth_redirect_is_refused(site: Site, names: Names) -> None:
-    chain = "picture"
+    chain = "image"
     for _ in range(3):
         chain = f"to?/{chain}"
     assert fetch(site.fetcher(), site.url(chain)) == BODY
@@ -335,8 +335,8 @@ def test_url_fetcher_certificate_must_match_name(
         "ec_paramgen_curve:prime256v1",
         "-nodes",
     ]
-    command += ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=pictures.test"]
-    command += ["-addext", "subjectAltName=DNS:pictures.test"]
+    command += ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=images.test"]
+    command += ["-addext", "subjectAltName=DNS:images.test"]
     subprocess.run(command, check=True, capture_output=True)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
@@ -354,7 +354,7 @@ def test_url_fetcher_certificate_must_match_name(
 
 
 def test_url_fetcher_without_hosts_fetches_nothing(names: Names) -> None:
-    assert refusal(UrlFetcher.of(load({}, environ={}).encoder), "http://pictures.test/") == "remote_url"
+    assert refusal(UrlFetcher.of(load({}, environ={}).encoder), "http://images.test/") == "remote_url"
     assert not names.asked
 
 
@@ -362,7 +362,7 @@ def test_url_fetcher_url_and_bytes_give_same_key(
     site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
 ) -> None:
     changes = {
-        "allow_hosts": "pictures.test",
+        "allow_hosts": "images.test",
         "allow_networks": "127.0.0.1",
         "allow_ports": str(site.port),
     }

@@ -1,4 +1,4 @@
-"""Sounds good, odd and hostile."""
+"""Decoding of valid, unusual and hostile audio files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.media import audio as sounds
+from cornplug.encoder_service.media import audio
 from cornplug.errors import MediaError
 from cornplug.identity import samples_digest
 
@@ -33,8 +33,8 @@ WHOLE = {
 }
 
 
-def decode(data: bytes) -> sounds.AudioSamples:
-    return sounds.decode(data, max_s=MAX_S)
+def decode(data: bytes) -> audio.AudioSamples:
+    return audio.decode(data, max_s=MAX_S)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def decode(data: bytes) -> sounds.AudioSamples:
     ],
 )
 def test_audio_lossless_containers_give_one_digest(data: bytes) -> None:
-    sound = decode(data)
+    decoded = decode(data)
     want = MONO[:, 0].astype(np.float32) / 32768
-    assert sound.rate == 16_000
-    assert np.array_equal(sound.samples, want)
-    assert sound.digest() == samples_digest(16_000, want.tobytes())
+    assert decoded.rate == 16_000
+    assert np.array_equal(decoded.samples, want)
+    assert decoded.digest() == samples_digest(16_000, want.tobytes())
 
 
 def test_audio_changed_sample_or_rate_changes_digest() -> None:
@@ -66,10 +66,10 @@ def test_audio_changed_sample_or_rate_changes_digest() -> None:
 @pytest.mark.parametrize("codec", ["mp3", "ogg", "adts", "mp4"])
 def test_audio_lossy_containers_keep_the_tone(codec: str) -> None:
     names = {"mp3": "libmp3lame", "ogg": "libopus", "adts": "aac", "mp4": "aac"}
-    sound = decode(encoded(tone(1.0), codec, names[codec]))
-    assert 0.95 < sound.duration_s < 1.2
-    loudest = np.abs(np.fft.rfft(sound.samples))[100:]
-    assert abs((loudest.argmax() + 100) / sound.duration_s - 440) < 5
+    decoded = decode(encoded(tone(1.0), codec, names[codec]))
+    assert 0.95 < decoded.duration_s < 1.2
+    loudest = np.abs(np.fft.rfft(decoded.samples))[100:]
+    assert abs((loudest.argmax() + 100) / decoded.duration_s - 440) < 5
 
 
 def test_audio_channels_are_averaged() -> None:
@@ -81,15 +81,15 @@ def test_audio_channels_are_averaged() -> None:
 
 @pytest.mark.parametrize(("codec", "levels"), [("pcm_u8", 128), ("pcm_s32le", 2**31), ("pcm_f64le", 1)])
 def test_audio_any_sample_width_is_scaled_to_one(codec: str, levels: int) -> None:
-    sound = decode(encoded(MONO, "wav", codec))
-    assert np.abs(sound.samples - MONO[:, 0] / 32768).max() <= 1 / min(levels, 128) * (levels == 128)
+    decoded = decode(encoded(MONO, "wav", codec))
+    assert np.abs(decoded.samples - MONO[:, 0] / 32768).max() <= 1 / min(levels, 128) * (levels == 128)
 
 
 def test_audio_samples_equal_vllm() -> None:
     """Its loader is the rule, where it scales: run it on floats, which it takes as they are."""
-    audio = pytest.importorskip("vllm.multimodal.media.audio")
+    vllm_audio = pytest.importorskip("vllm.multimodal.media.audio")
     data = encoded(tone(0.3, channels=2), "matroska", "libopus")
-    theirs, rate = audio.load_audio(io.BytesIO(data), sr=None, backend="pyav")
+    theirs, rate = vllm_audio.load_audio(io.BytesIO(data), sr=None, backend="pyav")
     ours = decode(data)
     assert rate == ours.rate
     assert np.array_equal(ours.samples, theirs)
@@ -188,11 +188,11 @@ def test_audio_damaged_file_decodes_or_is_refused(kind: str) -> None:
         for _ in range(rng.randrange(1, 8)):
             data[rng.randrange(min(len(data), 200 if i % 2 else len(data)))] = rng.randrange(256)
         try:
-            sound = decode(bytes(data))
+            decoded = decode(bytes(data))
         except MediaError:
             refused += 1
         else:
-            assert 0 < sound.duration_s <= MAX_S
+            assert 0 < decoded.duration_s <= MAX_S
     assert refused > 0
 
 

@@ -1,4 +1,4 @@
-"""A sound at another rate: the same sound, and the engine's own bits."""
+"""Audio at another rate: the same tone, and the same bits as the engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def tone(rate: int, seconds: float = 0.5, pitch: float = 440.0) -> AudioSamples:
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 24_000, 44_100, 48_000, 96_000, 384_000])
 def test_resampled_tone_keeps_its_pitch(rate: int) -> None:
-    sound = resampled(tone(rate), 16_000)
+    audio = resampled(tone(rate), 16_000)
     want = tone(16_000)
-    assert sound.rate == 16_000
-    assert len(sound.samples) == math.ceil(16_000 * int(rate * 0.5) / rate)
+    assert audio.rate == 16_000
+    assert len(audio.samples) == math.ceil(16_000 * int(rate * 0.5) / rate)
     inner = slice(200, 7800)  # a filter has no past at the very edges
-    assert np.abs(sound.samples[inner] - want.samples[inner]).max() < 3e-3
+    assert np.abs(audio.samples[inner] - want.samples[inner]).max() < 3e-3
 
 
 def test_resampled_high_tone_is_filtered_out() -> None:
@@ -34,22 +34,22 @@ def test_resampled_high_tone_is_filtered_out() -> None:
 
 
 def test_resampled_at_own_rate_is_unchanged() -> None:
-    sound = tone(16_000)
-    assert resampled(sound, 16_000) is sound
+    audio = tone(16_000)
+    assert resampled(audio, 16_000) is audio
 
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 8000])
 def test_resampled_bits_equal_torchaudio(rate: int) -> None:
     """vLLM runs `Resample` with oneDNN off; torchaudio's steps, on the same filters."""
-    sound = tone(rate, 0.7)
+    audio = tone(rate, 0.7)
     divisor = math.gcd(rate, 16_000)
     old, new = rate // divisor, 16_000 // divisor
     kernel, reach = audio_resample._kernel(old, new)
-    padded = torch.nn.functional.pad(torch.from_numpy(sound.samples)[None], (reach, reach + old))
+    padded = torch.nn.functional.pad(torch.from_numpy(audio.samples)[None], (reach, reach + old))
     with torch.backends.mkldnn.flags(enabled=False):
         rows = torch.nn.functional.conv1d(padded[:, None], kernel[:, None], stride=old)
-    theirs = rows.transpose(1, 2).reshape(-1)[: math.ceil(new * len(sound.samples) / old)].numpy()
-    assert np.array_equal(resampled(sound, 16_000).samples, theirs)
+    theirs = rows.transpose(1, 2).reshape(-1)[: math.ceil(new * len(audio.samples) / old)].numpy()
+    assert np.array_equal(resampled(audio, 16_000).samples, theirs)
 
 
 def test_resampled_blocks_equal_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

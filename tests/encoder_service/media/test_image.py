@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import FORMATS, as_received, decode, digest_image
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
@@ -39,8 +39,8 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 def test_image_lossless_containers_give_one_digest(data: bytes) -> None:
     image = picture(1)
     want = pixels_digest("RGB", 70, 60, image.tobytes())
-    assert media.digest_image(media.decode(data, MAX, formats=media.FORMATS)) == want
-    assert media.digest_image(image) == want
+    assert digest_image(decode(data, MAX, formats=FORMATS)) == want
+    assert digest_image(image) == want
 
 
 def test_image_changed_pixel_or_shape_changes_digest() -> None:
@@ -49,30 +49,30 @@ def test_image_changed_pixel_or_shape_changes_digest() -> None:
     r, g, b = other.getpixel((5, 5))
     other.putpixel((5, 5), (r ^ 1, g, b))
     tall = Image.frombytes("RGB", (60, 70), image.tobytes())
-    assert len({media.digest_image(i) for i in (image, other, tall)}) == 3
+    assert len({digest_image(i) for i in (image, other, tall)}) == 3
 
 
 def test_image_transparency_becomes_white() -> None:
     clear = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
     clear.putpixel((1, 0), (10, 20, 30, 255))
-    assert media.as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
+    assert as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
     grey = Image.new("LA", (1, 1), (7, 0))
-    assert media.as_received(grey).getpixel((0, 0)) == (255, 255, 255)
+    assert as_received(grey).getpixel((0, 0)) == (255, 255, 255)
     palette = picture(2).convert("P")
     palette.info["transparency"] = palette.getpixel((0, 0))
-    assert media.as_received(palette).getpixel((0, 0)) == (255, 255, 255)
+    assert as_received(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_image_rgb_with_transparent_colour_is_unchanged() -> None:
     image = picture(3)
     image.info["transparency"] = (1, 2, 3)
-    assert media.as_received(image).tobytes() == picture(3).tobytes()
+    assert as_received(image).tobytes() == picture(3).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "YCbCr"])
 def test_image_other_modes_become_rgb(mode: str) -> None:
     image = picture(4).convert("L").convert("I").convert(mode) if mode == "I;16" else picture(4).convert(mode)
-    assert media.as_received(image).tobytes() == image.convert("RGB").tobytes()
+    assert as_received(image).tobytes() == image.convert("RGB").tobytes()
 
 
 def test_image_exif_orientation_is_applied_once() -> None:
@@ -80,10 +80,10 @@ def test_image_exif_orientation_is_applied_once() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = saved(turned, "PNG", exif=exif.tobytes())
-    image = media.decode(data, MAX)
+    image = decode(data, MAX)
     assert image.size == (60, 70)
-    assert media.as_received(image).tobytes() == turned.transpose(Image.Transpose.ROTATE_270).tobytes()
-    assert media.digest_image(image) == media.digest_image(Image.open(io.BytesIO(data)))
+    assert as_received(image).tobytes() == turned.transpose(Image.Transpose.ROTATE_270).tobytes()
+    assert digest_image(image) == digest_image(Image.open(io.BytesIO(data)))
 
 
 def test_image_pixels_equal_vllm() -> None:
@@ -101,7 +101,7 @@ def test_image_pixels_equal_vllm() -> None:
     images[2].info["transparency"] = 3
     for image in images:
         theirs = vllm_image.convert_image_mode(vllm_image.normalize_image(image), "RGB")
-        assert media.as_received(image).tobytes() == theirs.tobytes()
+        assert as_received(image).tobytes() == theirs.tobytes()
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
@@ -135,7 +135,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_image_bad_files_are_refused_with_reason(data: bytes, reason: str) -> None:
     with pytest.raises(MediaError) as e:
-        media.decode(data, MAX)
+        decode(data, MAX)
     assert e.value.reason == reason
 
 
@@ -153,7 +153,7 @@ def test_image_damaged_file_decodes_or_is_refused(kind: str) -> None:
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(min(len(data), 200 if i % 2 else len(data)))] = rng.randrange(256)
         try:
-            media.decode(bytes(data), MAX)
+            decode(bytes(data), MAX)
         except MediaError:
             refused += 1
     assert refused > 0

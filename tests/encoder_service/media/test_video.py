@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.media import video as clips
-from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits, decode_frames
+from cornplug.encoder_service.media.video import decode as decode_video
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
@@ -30,8 +30,8 @@ def evenly(source: VideoHeader) -> Sequence[int]:
     return np.linspace(0, source.total - 1, min(8, source.total), dtype=int).tolist()
 
 
-def decode(data: bytes) -> clips.VideoFrames:
-    return clips.decode(data, evenly, LIMITS)
+def decode(data: bytes) -> VideoFrames:
+    return decode_video(data, evenly, LIMITS)
 
 
 FILES = {
@@ -61,9 +61,9 @@ def test_video_pixels_and_times_equal_vllm(kind: str) -> None:
 
 
 def test_video_lossless_frames_are_exact() -> None:
-    clip = clips.decode(video(SHOWN, "matroska", "libx264rgb", pix_fmt="rgb24", crf="0"), evenly, LIMITS)
-    assert all(np.array_equal(a, SHOWN[i]) for a, i in zip(clip.frames, clip.indices, strict=True))
-    assert clip.times_s == [i / 10 for i in clip.indices]
+    decoded = decode_video(video(SHOWN, "matroska", "libx264rgb", pix_fmt="rgb24", crf="0"), evenly, LIMITS)
+    assert all(np.array_equal(a, SHOWN[i]) for a, i in zip(decoded.frames, decoded.indices, strict=True))
+    assert decoded.times_s == [i / 10 for i in decoded.indices]
 
 
 def test_video_portrait_is_rotated_upright() -> None:
@@ -77,20 +77,20 @@ def test_video_digest_ignores_container_only() -> None:
     assert same[0] == same[1]
     slower = decode(video(SHOWN, "matroska", fps=5, **lossless)).digest()
     other = decode(video(moving(31)[::-1], "matroska", **lossless)).digest()
-    fewer = clips.decode(video(SHOWN, "matroska", **lossless), lambda s: [0, 5], LIMITS).digest()
+    fewer = decode_video(video(SHOWN, "matroska", **lossless), lambda s: [0, 5], LIMITS).digest()
     assert len({same[0], slower, other, fewer}) == 4
 
 
 def test_video_sent_as_images_equals_file() -> None:
     still = [picture(i) for i in range(4)]
-    clip = clips.decode_frames([png(p) for p in still], 2.0, LIMITS)
-    assert np.array_equal(clip.frames, np.stack([np.asarray(p) for p in still]))
-    assert clip.times_s == [0, 0.5, 1, 1.5]
-    assert clip.digest() != clips.decode_frames([png(p) for p in still], 1.0, LIMITS).digest()
+    decoded = decode_frames([png(p) for p in still], 2.0, LIMITS)
+    assert np.array_equal(decoded.frames, np.stack([np.asarray(p) for p in still]))
+    assert decoded.times_s == [0, 0.5, 1, 1.5]
+    assert decoded.digest() != decode_frames([png(p) for p in still], 1.0, LIMITS).digest()
 
 
 @pytest.mark.parametrize(
-    ("pictures", "fps", "reason"),
+    ("images", "fps", "reason"),
     [
         ([], 1, "empty"),
         ([png(picture(1)), png(picture(2, 40, 30))], 1, "frame_size"),
@@ -98,12 +98,12 @@ def test_video_sent_as_images_equals_file() -> None:
         ([png(picture(1))], float("nan"), "frame_rate"),
         ([png(picture(1, 9, 9))] * 41, 1, "too_many_frames"),
         ([png(picture(1, 99, 99))] * 5, 1, "too_many_pixels"),
-        ([b"no picture"], 1, "unknown_format"),
+        ([b"no image"], 1, "unknown_format"),
     ],
 )
-def test_video_bad_images_are_refused_with_reason(pictures: list[bytes], fps: float, reason: str) -> None:
+def test_video_bad_images_are_refused_with_reason(images: list[bytes], fps: float, reason: str) -> None:
     with pytest.raises(MediaError) as e:
-        clips.decode_frames(pictures, fps, LIMITS)
+        decode_frames(images, fps, LIMITS)
     assert e.value.reason == reason
 
 
@@ -131,7 +131,7 @@ def test_video_too_many_frames_are_refused_before_decoding() -> None:
     data = video(moving(200, 16, 12), fps=25)
     started = time.monotonic()
     with pytest.raises(MediaError) as e:
-        clips.decode(data, lambda source: range(source.total), LIMITS)
+        decode_video(data, lambda source: range(source.total), LIMITS)
     assert e.value.reason == "too_many_frames"
     assert time.monotonic() - started < 1
 
@@ -148,11 +148,11 @@ def test_video_damaged_file_decodes_or_is_refused(kind: str) -> None:
         for _ in range(rng.randrange(1, 8)):
             data[rng.randrange(min(len(data), 300 if i % 2 else len(data)))] = rng.randrange(256)
         try:
-            clip = decode(bytes(data))
+            decoded = decode(bytes(data))
         except MediaError:
             refused += 1
         else:
-            assert 1 <= len(clip.frames) <= LIMITS.max_frames
+            assert 1 <= len(decoded.frames) <= LIMITS.max_frames
     assert refused > 0
 
 

@@ -24,7 +24,7 @@ from cornplug import identity
 from cornplug.config import Config, load
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import digest_image, digest_rgb
 from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
 from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
@@ -112,13 +112,13 @@ def sent_grid(header: bytes) -> list[list[int]]:
 
 def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        pictures = [picture(1), picture(2, 90, 40)]
-        answer = await service.encode([url(p) for p in pictures])
+        images = [picture(1), picture(2, 90, 40)]
+        answer = await service.encode([url(p) for p in images])
         assert (answer.status_code, answer.json()) == (200, None), answer.text
         frames = await service.received()
         (loaded,) = service.encoder.registry.loaded()
         alone = []
-        for one in pictures:
+        for one in images:
             body = {"model": loaded.served.name, "image": url(one)}
             made = (await service.client.post("/v1/encode", json=body)).json()
             alone.append(np.frombuffer(base64.b64decode(made["data"]), dtype=np.float32))
@@ -127,7 +127,7 @@ def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
         said = SignedClaim.sign(
             SECRET,
             identity=loaded.served.identity,
-            media=[media.digest_image(p) for p in pictures],
+            media=[digest_image(p) for p in images],
             dtype="float32",
             shape=(rows(frames).size // width, width),
             grid=sent_grid(frames[0]),
@@ -174,7 +174,7 @@ def test_epd_server_stored_image_costs_no_tower_pass(run: Run) -> None:
         assert sent[0][1] == sent[1][1]
         assert b"cornplug_encoder_tower_passes_total 2.0" in service.encoder.meters.text()
         (loaded,) = service.encoder.registry.loaded()
-        digest = media.digest_image(picture(3))
+        digest = digest_image(picture(3))
         for salt in (None, "tenant"):
             key = identity.embedding_key(SECRET, loaded.served.identity, digest, salt)
             assert store.contains([key], deadline_s=1) == b"\x01"
@@ -281,7 +281,7 @@ def test_epd_server_pixels_equal_sglang(run: Run) -> None:
         glass.putalpha(90)
         assert (await service.encode([url(glass)])).status_code == 200
         frames = await service.received()
-        assert media.digest_rgb(glass.convert("RGB")).hex().encode() in frames[0]
+        assert digest_rgb(glass.convert("RGB")).hex().encode() in frames[0]
 
     run(scenario)
 

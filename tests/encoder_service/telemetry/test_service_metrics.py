@@ -111,13 +111,13 @@ def test_service_metrics_queue_counts_unbatched_requests(
     held = hold(encoder, gate, request_for(llava_pair[0], 1))
     waiting = [encoder.submit(request_for(llava_pair[0], seed)) for seed in (2, 2, 3)]
     eventually(lambda: one(encoder, "queue_requests", qos="default") == 3)
-    two_pictures = one(encoder, "queue_tokens", qos="default")
+    two_images = one(encoder, "queue_tokens", qos="default")
     assert one(encoder, "waiting") == 4
     gate.open.set()
     for future in (held, *waiting):
         ok(future)
     assert one(encoder, "queue_requests", qos="default") == 0
-    assert two_pictures * 1.5 == one(encoder, "tower_tokens_total")
+    assert two_images * 1.5 == one(encoder, "tower_tokens_total")
 
 
 def test_service_metrics_models_have_fingerprints(make_encoder: MakeEncoder) -> None:

@@ -16,11 +16,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import INVALID_SPAN, SpanKind, StatusCode
 
 from cornplug.config import Config
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.telemetry import tracing as tracing_module
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing, open_tracing
 from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
@@ -237,14 +236,14 @@ def test_open_tracing_without_sdk_warns_once_and_is_off(
 def test_tracing_close_with_dead_collector_is_quick(
     monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
-    monkeypatch.setattr(tracing_module, "_FLUSH_S", 0.2)
+    monkeypatch.setattr("cornplug.encoder_service.telemetry.tracing._FLUSH_S", 0.2)
     where = f"http://127.0.0.1:{unused_port}"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", where)
     tracing = open_tracing(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": where, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
     )
     assert tracing is not OFF
-    with tracing.child(tracing_module.trace.INVALID_SPAN, "a") as span:
+    with tracing.child(INVALID_SPAN, "a") as span:
         assert span.is_recording()
     began = time.monotonic()
     tracing.close()
@@ -260,7 +259,7 @@ def unused_port() -> int:
 
 def spans_of_a_request(tracing: RequestTracing) -> Callable[[], None]:
     def run() -> None:
-        span = tracing.request(None, tracing_module.SpanKind.INTERNAL, "cornplug.encode")
+        span = tracing.request(None, SpanKind.INTERNAL, "cornplug.encode")
         span.set_attributes({"cornplug.app": "a"})
         for name in ("prepare", "tower", "publish"):
             with tracing.child(span, name):

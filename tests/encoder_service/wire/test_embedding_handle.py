@@ -20,7 +20,7 @@ from cornplug import identity
 from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.embedding_handle import PREFIX, EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
@@ -120,7 +120,7 @@ def test_embedding_handle_of_service_names_model_and_media(
         said = EmbeddingHandle.checked(ref.handle, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))
         assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
-        assert said.media == media.digest_image(picture(1))
+        assert said.media == digest_image(picture(1))
         assert said.key == ref.key
         assert said.key == identity.embedding_key(SECRET, said.identity, said.media, "tenant")
         assert said.dtype == ref.dtype
