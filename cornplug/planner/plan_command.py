@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan",
         description="Plan what to run where, from component graphs, SLOs and prices.",
-        epilog="Exit status: 0: a plan was made; 1: no plan exists, and the message says why; 2: wrong input.",
+        epilog="Exit status: 0: a plan was made; 1: no plan exists, with the reason; 2: wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-plan")
