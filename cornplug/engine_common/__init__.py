@@ -1,1 +1,1 @@
-"""What an engine's process needs of cornplug whatever the engine: settings, identity, connections."""
+"""Code that both plugins share: settings, identities, policies and the connection to the store."""

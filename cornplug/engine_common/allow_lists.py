@@ -1,8 +1,8 @@
 """Where each field of an engine's config class stands: in the key, harmless, or a reason not to share.
 
-An engine gains settings with every release, and one that nobody has looked at may change values. So
-the tables say what is known, and what stands in none of them counts as "refuse" once somebody sets
-it. The tables are data of the engines' rooms; a test there asks `misplaced` for every class.
+An engine gains settings with every release, and a new one may change values. So a field that stands in
+none of the tables counts as "refuse" once it is set. The tables are data of the engines' rooms; a test
+there asks `misplaced` for every class.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class FieldTables:
     in_key: Mapping[str, str]
     """field -> `AS_OVERRIDE`, or in words how else its effect comes into the key."""
     harmless: Mapping[str, str]
-    """field -> why no value of it changes what is shared."""
+    """field -> why no value of it changes shared entries."""
     refused: Mapping[str, str]
     """field -> why nothing is shared where it is not at its default."""
     same_as_default: Mapping[str, frozenset[Any]] = field(default_factory=dict)
-    """field -> values that mean what the default means, or that change nothing beside it."""
+    """field -> values equivalent to the default."""
     not_in_all: frozenset[str] = frozenset()
     """Fields that only some of the supported releases have."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """What the settings of one engine come to."""
+    """The overrides and refusals that follow from the settings of one engine."""
 
     overrides: Mapping[str, Any]
     """"Class.field" -> value, JSON only: part of every key. {} where all is as by default."""
     refusals: Mapping[str, str]
-    """"Class.field" -> why nobody can share what it changes. {} where sharing is right."""
+    """"Class.field" -> why the entries that it changes cannot be shared. {} where sharing is right."""
 
     def __or__(self, other: SettingsVerdict) -> SettingsVerdict:
         return SettingsVerdict({**self.overrides, **other.overrides}, {**self.refusals, **other.refusals})
@@ -94,8 +94,8 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
-    """Fields in none of the tables, in several, and names that the class no longer has: name -> what
-    is wrong. For tests."""
+    """name -> defect, of fields in none of the tables or in several, and of names that the class no longer
+    has. For tests."""
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}
@@ -123,7 +123,7 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON carries it. Raises TypeError for what has no such form, rather than guess one."""
+    """A value as JSON carries it. Raises TypeError for a value without such a form."""
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | str):

@@ -1,4 +1,4 @@
-"""Embeddings that an engine had to compute, offered to the others by a thread of its own."""
+"""Embeddings that an engine had to compute, published on a thread for other engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingPublisher:
-    """Nobody waits for it. `report(outcome, bytes)` is called once for each offer, from any thread."""
+    """Publishes in the background. Calls `report(outcome, bytes)` once for each offer, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
@@ -37,7 +37,7 @@ class EmbeddingPublisher:
         """Bytes of each embedding that waits."""
 
     def offer(self, key: bytes, embedding: torch.Tensor) -> None:
-        """Publish an embedding, shape (rows, hidden), on whatever device it lies. Returns at once."""
+        """Publish an embedding, shape (rows, hidden), of any device. Returns at once."""
         import torch
 
         if not self._has_room(embedding.nbytes):
@@ -58,7 +58,7 @@ class EmbeddingPublisher:
             return True
 
     def close(self) -> None:
-        """Finish what is being published."""
+        """Finish the publication under way; drop the queue."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:

@@ -8,7 +8,7 @@ from cornplug.errors import EncoderError
 
 _STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 _NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs"})
-"""A service that is not there costs nobody a wait; an image's fault says nothing of the next one."""
+"""Failures without a wait (no service), or of one image alone."""
 
 
 class BackOff:

@@ -1,9 +1,9 @@
-"""What all processes of one engine must know at once: when it began, whether its weights still hold, and
-what an embedding costs it.
+"""State that all processes of one engine share: its start time, whether its weights still hold, and its
+measured cost of an embedding.
 
-A page of anonymous memory, made by the process that resolves the engine's configuration and opened by
-its children through /proc: whoever learns that weights were replaced tells every API server and engine
-core in the same instant, and nothing is left behind when the engine dies.
+It lies in a page of anonymous memory. The process that resolves the engine's configuration makes the page,
+its children open it through /proc. So a process that learns of replaced weights tells every API server and
+engine core in the same instant, and nothing is left behind when the engine dies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EngineState:
         return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
 
     def replaced(self) -> bool:
-        """Whether its weights may no longer be the checkpoint's. True where nobody can say."""
+        """Whether the weights may not be the checkpoint's. True if this process cannot see the state."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
@@ -48,8 +48,8 @@ class EngineState:
             self._page[_FLAG] = int(value)
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
-        """Say what an embedding costs here: seconds that the tower takes for a row, and whether it is
-        quicker to take one from the store. From the process that runs the tower to those that ask a service.
+        """Publish the measured cost of an embedding: seconds that the tower takes for a row, and whether a
+        fetch from the store is quicker. From the process that runs the tower to those that ask a service.
         """
         if self._page is not None:
             _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)

@@ -1,4 +1,4 @@
-"""The root of page keys: the one place where both engines' rooms put together what KV is computed from."""
+"""The root of page keys, for both engines: a digest of all that determines KV, but the tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def page_root(
 
     Args:
         identity: (language model fingerprint, KV spec), as `EngineModel.kv_identity` gives it.
-        page: geometry of the pages, of the whole model whatever a rank holds of it.
+        page: geometry of the whole model's pages, not of a rank's part.
         adapter: `Adapters.digest` of the LoRA that the request runs under; None for none.
         salt: the tenant's; None is the deployment's shared domain, "" is a salt.
     """

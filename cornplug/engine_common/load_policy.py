@@ -1,6 +1,6 @@
-"""Whether a load pays: what this engine measured of itself, against what it measured of loading.
+"""Whether a load pays, by this engine's own measurements of loading and of computing.
 
-Nothing here is configured or assumed. What has not been measured lately is tried, which measures it.
+Nothing here is configured or assumed. A load without a recent measurement is tried, which measures it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final, Literal
 When = Literal["pays", "always"]
 
 _FADE: Final = 0.9
-"""What each sample leaves of the weight of those before it: some ten samples count."""
+"""Factor by which each sample reduces the weight of earlier ones: some ten samples count."""
 _FRESH_S: Final = 60.0
-"""How long a measurement of what is not done any more stands: loads that do not pay are tried again."""
+"""Age at which a measurement of loads expires: loads that do not pay are tried again."""
 _TALK_S: Final = 60.0
 
 
@@ -46,9 +46,9 @@ class FadedRate:
 
 
 class StepSlope:
-    """What one more token adds to an engine's step: the slope of seconds over tokens in its steps.
+    """The time that one more token adds to an engine's step: the slope of seconds over tokens in its steps.
 
-    A step has a part that does not depend on its tokens (weights are read whatever comes), so the
+    A step has a part that does not depend on its tokens (weights are read in any case), so the
     plain ratio would make short prompts look dear. Where all steps were alike, or noise hides the
     slope, the ratio has to do.
     """
@@ -91,7 +91,7 @@ class LoadRule:
         self._prefill.note(tokens, seconds)
 
     def moved(self, size_bytes: int, seconds: float) -> None:
-        """What the movers did: payload bytes, and seconds that they spent on them."""
+        """Add a move: payload bytes, and seconds that the movers spent on them."""
         self._moving.note(size_bytes, seconds)
 
     def noticed(self, seconds: float) -> None:
@@ -99,7 +99,7 @@ class LoadRule:
         self._noticing.note(1, max(0.0, seconds))
 
     def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int) -> bool:
-        """Whether to load `tokens` that are `size_bytes`, behind what others have queued."""
+        """Whether to load `tokens` of `size_bytes`, behind `queued_bytes` of other loads."""
         load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
         return self._when == "always" or load_s is None or compute_s is None or load_s < compute_s
 
@@ -167,6 +167,6 @@ class FetchRule:
 
 
 def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
-    """How long to wait for a service: three times what encoding here takes, within bounds; the longest
-    where nobody knows (None)."""
+    """Seconds to wait for a service: three times the engine's own encode time, within bounds; the upper bound
+    if that was not measured (None)."""
     return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))

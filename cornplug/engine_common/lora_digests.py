@@ -17,14 +17,17 @@ _noted: Final[dict[str, _Signature]] = {}
 
 
 def note(path: str) -> None:
-    """Remember which files lie there, before an engine loads them: what changes afterwards is refused,
-    for nobody can say which of the two it runs. Raises CheckpointError as `LoraDigests.digest`."""
+    """Remember the state of an adapter's files before an engine loads them.
+
+    A later change is refused: the engine may run either version. Raises CheckpointError as
+    `LoraDigests.digest`.
+    """
     if path not in _noted:
         _noted[path] = _signature(path)
 
 
 class LaterAdapters:
-    """Digests of LoRA adapters for a thread that must not read files: a thread of its own does."""
+    """Digests of LoRA adapters for a thread that must not read files: another thread reads them."""
 
     def __init__(self) -> None:
         self._adapters = LoraDigests()

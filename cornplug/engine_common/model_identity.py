@@ -1,7 +1,7 @@
-"""Which model an engine runs, as identities: from its checkpoint's files, and what the engine made of them.
+"""The identities of an engine's model, from its checkpoint's files and the engine's settings.
 
 Both engines' rooms fill an `EngineModel` from their own configs, so that one checkpoint has
-one identity whatever engine computes with it.
+one identity in both engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cornplug.identity import overridden
 
 @dataclass(frozen=True, slots=True)
 class TowerIdentity:
-    """What an engine's embeddings are computed from."""
+    """The identity of the tower and projector that an engine's embeddings are computed with."""
 
     identity: bytes
     """32 bytes; part of every embedding key."""
@@ -28,7 +28,7 @@ class TowerIdentity:
     """The identity that an encoder service would list for this model; None where only engines
     with the same settings can share, which the service lacks."""
     picture_inputs: tuple[str, ...] = ()
-    """What the service takes of an image: the processor's outputs by name."""
+    """The outputs of the image processor that the service takes, by name."""
 
 
 def declares_quantization(hf_config: Any) -> bool:
@@ -43,7 +43,7 @@ def declares_quantization(hf_config: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """A checkpoint, and what this engine's command line changes about it."""
+    """A checkpoint, and the changes that this engine's command line makes to it."""
 
     checkpoint: Checkpoint
     dtype: str
@@ -59,14 +59,14 @@ class EngineModel:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Other settings that change values and that the checkpoint does not know; {} for none."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """`engine_config.changes`: what this engine runs that the checkpoint's files do not say."""
+    """`engine_config.changes`: settings that this engine runs and the checkpoint's files do not hold."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
-    """What counts besides `max_model_len` where that counts."""
+    """Settings that belong to the key of models whose KV depends on `max_model_len`."""
     began_ns: int | None = None
-    """When the engine began, by the clock of files: what changed later may not be what it loaded.
-    None where nobody has noted it."""
+    """Start time of the engine, by the clock of files. Of a file that changed later, the engine may have
+    loaded an older version. None if unknown."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """`model_type` -> how often this engine's releases have changed what comes out; 0 where absent."""
+    """`model_type` -> how often this engine's releases have changed the results; 0 if absent."""
 
     def __post_init__(self) -> None:
         try:
@@ -76,7 +76,7 @@ class EngineModel:
 
     def tower_identity(self) -> TowerIdentity:
         """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
-        "unproven_family" for one that nobody has compared in this engine, and as `Checkpoint.identity`.
+        "unproven_family" for one that was not compared in this engine, and as `Checkpoint.identity`.
         """
         name = str(self.checkpoint.config.get("model_type"))
         if name not in FAMILIES or name not in self.proven:

@@ -1,7 +1,7 @@
-"""What an engine made of a checkpoint's config.json, and what in it follows from the command line.
+"""Differences between the config that an engine runs and a checkpoint's config.json.
 
-Equal files give equal keys, whatever engine reads them. So the config that an engine runs (patched,
-overridden) is compared with what transformers reads from the same files, and every difference counts.
+Equal files give equal keys in either engine. So the config that an engine runs (patched, overridden) is
+compared with the one that transformers reads from the same files, and every difference counts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.
 
 
 def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine changed in a config: "path.of.field" -> its value there, None where it took it away.
+    """The changes of an engine to a config: "path.of.field" -> the engine's value, None for a removed field.
 
-    Both are what transformers' `to_dict` gives. Fields without effect are left out. Raises
+    Both arguments are transformers' `to_dict`. Fields without effect are left out. Raises
     CheckpointError("overrides") for a value that has no canonical form.
     """
     ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
@@ -77,7 +77,7 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
     """Whether KV may depend on the longest sequence that the engine allows.
 
     `configs` are the text part as `Checkpoint.kv_spec` has it, and the whole config as the engine
-    runs it: a rotary embedding that follows the length counts at whatever depth it stands.
+    runs it: a rotary embedding that follows the length counts at any depth.
     """
     if str(configs[0].get("model_type")) not in _MODELS_OF_ANY_LENGTH:
         return True
@@ -95,7 +95,7 @@ def remote_code(folder: Path) -> str | None:
     """Digest of the code that a checkpoint brings along, None where its JSON files name none.
 
     For engines that run it (`trust_remote_code`). Raises CheckpointError("remote_code") where it is
-    another repository's: nobody can say which state of that one runs.
+    another repository's, of which any version may run.
     """
     named = {name: found for name in _JSON_WITH_CODE if (found := _code_of(folder / name))}
     if not named:

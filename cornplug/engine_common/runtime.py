@@ -1,4 +1,4 @@
-"""What one process of an engine holds once: settings and the store's connection."""
+"""Settings and the store's connection of one process of an engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineRuntime:
 
     @property
     def background_timeout_s(self) -> float:
-        """For calls from threads that hold up nobody."""
+        """For calls from background threads."""
         return self.config.store.background_timeout_s
 
 

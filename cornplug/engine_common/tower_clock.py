@@ -20,7 +20,7 @@ class TowerClock:
         self._open: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """A step begins: what comes next on this thread is the tower, if it runs at all."""
+        """Begin a step: the next work of this thread is the tower, if it runs at all."""
         self._began, self._ended, self._rows = self._now(), None, 0
 
     def ran(self, rows: int) -> None:

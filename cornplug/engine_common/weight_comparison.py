@@ -43,8 +43,8 @@ def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: log
 def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
     """(the first norm whose values are not those of its file, how many were compared).
 
-    Of those that can be compared: a name of ours that ends the name of just one parameter, of the same
-    shape. Raises CheckpointError.
+    A tensor of the files is compared if its name ends the name of just one parameter, of the same shape.
+    Raises CheckpointError.
     """
     by_end: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():

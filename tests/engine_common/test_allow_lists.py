@@ -58,7 +58,7 @@ def verdict(**changes: Any) -> SettingsVerdict:
     return judge(TABLES, settings, defaults_of(Settings))
 
 
-def test_defaults_say_nothing() -> None:
+def test_judge_defaults_give_empty_verdict() -> None:
     assert verdict() == SettingsVerdict({}, {})
     assert verdict(model="another", port=1, loader="hf", kind="plain") == SettingsVerdict({}, {})
 
@@ -71,18 +71,18 @@ def test_defaults_say_nothing() -> None:
         ({"kind": Kind.OTHER}, {"Settings.kind": "other"}),
     ],
 )
-def test_what_changes_values_is_in_the_key(changes: dict[str, Any], overrides: dict[str, Any]) -> None:
+def test_judge_effective_setting_is_override(changes: dict[str, Any], overrides: dict[str, Any]) -> None:
     assert verdict(**changes) == SettingsVerdict(overrides, {})
 
 
-def test_refusals_name_the_field_and_the_reason() -> None:
+def test_overrides_or_raise_refusal_names_field_and_reason() -> None:
     found = verdict(loader="pt")
     with pytest.raises(CheckpointError, match=r"Settings\.loader: reads other files") as caught:
         found.overrides_or_raise()
     assert caught.value.reason == "settings"
 
 
-def test_a_field_that_nobody_has_looked_at_is_refused_when_set() -> None:
+def test_judge_unknown_field_is_refused_once_set() -> None:
     """As of an engine that has gained one since the tables were written."""
     assert verdict(invented=False).refusals == {}
     assert "does not know" in verdict(invented=True).refusals["Settings.invented"]
@@ -91,24 +91,24 @@ def test_a_field_that_nobody_has_looked_at_is_refused_when_set() -> None:
 
 
 @pytest.mark.parametrize("value", [len, {1: 2}, float("nan"), object(), b"bytes"])
-def test_what_has_no_canonical_form_is_refused_rather_than_guessed(value: Any) -> None:
+def test_judge_value_without_canonical_form_is_refused(value: Any) -> None:
     found = verdict(options={"x": value})
     assert found.overrides == {}
     assert "cannot be identified" in found.refusals["Settings.options"]
 
 
-def test_true_is_not_one() -> None:
+def test_judge_true_for_default_one_is_override() -> None:
     assert verdict(scale=True).overrides == {"Settings.scale": True}
 
 
-def test_misplaced_names_what_a_release_has_added_dropped_or_what_stands_twice() -> None:
+def test_misplaced_added_dropped_and_duplicate_fields_are_named() -> None:
     fields = [one.name for one in dataclasses.fields(Settings)]
     assert misplaced(TABLES, fields) == {"invented": "in none of the tables"}
     twice = dataclasses.replace(TABLES, refused={**TABLES.refused, "port": "", "invented": "", "gone": ""})
     assert misplaced(twice, fields) == {"port": "in several tables", "gone": "no field of Settings"}
 
 
-def test_defaults_of_pydantic_dataclasses() -> None:
+def test_defaults_of_pydantic_dataclass_skips_required_fields() -> None:
     @pydantic_dataclass
     class Theirs:
         needed: int
@@ -119,11 +119,11 @@ def test_defaults_of_pydantic_dataclasses() -> None:
     assert defaults_of(Theirs) == {"bounded": 3, "made": {}}
 
 
-def test_verdicts_add_up() -> None:
+def test_settings_verdict_union_keeps_both_sides() -> None:
     both = verdict(scale=2.0) | verdict(loader="pt")
     assert set(both.overrides) == {"Settings.scale"}
     assert set(both.refusals) == {"Settings.loader"}
 
 
-def test_plain_orders_sets() -> None:
+def test_plain_set_is_sorted() -> None:
     assert plain({"b", "a"}) == ["a", "b"]

@@ -13,7 +13,7 @@ from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.testing import FaultyStore
 
 
-def test_waiting_embeddings_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING_BYTES", 10_000)
     go, outcomes = threading.Event(), list[str]()

@@ -42,7 +42,7 @@ def measured(
         (20, 25_000, 12, 100, False),
     ],
 )
-def test_a_load_is_compared_with_computing(
+def test_load_rule_pays_when_load_is_quicker_than_prefill(
     gb_s: float, tokens_s: float, pages: int, queued: int, pays: bool
 ) -> None:
     rule = measured(LoadRule("pays"), gb_s=gb_s, notice_s=0.02, tokens_s=tokens_s)
@@ -52,7 +52,7 @@ def test_a_load_is_compared_with_computing(
     assert always.pays(tokens=64 * pages, size_bytes=pages * PAGE, queued_bytes=queued * PAGE)
 
 
-def test_what_is_not_measured_is_tried_and_tried_again() -> None:
+def test_load_rule_without_fresh_measurement_tries_load() -> None:
     clock = Clock()
     rule = LoadRule("pays", clock)
     assert rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0), "nothing is known"
@@ -64,7 +64,7 @@ def test_what_is_not_measured_is_tried_and_tried_again() -> None:
     assert rule.pays(tokens=64, size_bytes=PAGE, queued_bytes=0), "that may have been a bad moment"
 
 
-def test_the_step_that_there_is_anyway_is_no_reason_to_load() -> None:
+def test_step_slope_leaves_out_constant_part_of_step() -> None:
     """100 tokens in a step of 12 ms do not cost 12 ms: without them there would be the step all the same."""
     times = StepSlope()
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_the_step_that_there_is_anyway_is_no_reason_to_load() -> None:
     assert found == pytest.approx(0.001, rel=0.1)
 
 
-def test_where_all_steps_were_alike_their_mean_has_to_do() -> None:
+def test_step_slope_of_equal_steps_is_their_mean() -> None:
     times = StepSlope()
     assert times.seconds(100) is None
     times.note(0, 1.0)
@@ -85,7 +85,7 @@ def test_where_all_steps_were_alike_their_mean_has_to_do() -> None:
     assert times.seconds(1024) == pytest.approx(0.05)
 
 
-def test_a_slope_that_noise_made_is_not_believed() -> None:
+def test_step_slope_made_by_noise_is_their_mean() -> None:
     falling, steep = StepSlope(), StepSlope()
     falling.note(10, 1.0)
     falling.note(1000, 0.1)
@@ -99,7 +99,7 @@ def test_a_slope_that_noise_made_is_not_believed() -> None:
     assert found <= 100 * mean * 1.1
 
 
-def test_a_pace_follows_what_changes() -> None:
+def test_faded_rate_follows_latest_samples() -> None:
     pace = FadedRate()
     assert pace.seconds(1) is None
     for _ in range(50):
@@ -113,7 +113,7 @@ def test_a_pace_follows_what_changes() -> None:
     assert pace.seconds(100) == pytest.approx(2.0, rel=0.01)
 
 
-def test_the_measured_numbers_are_said_once_a_minute() -> None:
+def test_load_rule_news_comes_once_a_minute() -> None:
     clock = Clock()
     rule = LoadRule("pays", clock)
     assert rule.news(131072) == ""
@@ -129,7 +129,7 @@ def test_the_measured_numbers_are_said_once_a_minute() -> None:
     assert "does not pay" in slow.news(131072)
 
 
-def test_an_embedding_is_taken_only_where_that_is_quicker() -> None:
+def test_fetch_rule_pays_when_fetch_is_quicker_than_encode() -> None:
     rule = FetchRule("pays")
     assert rule.pays(rows=1000, size_bytes=88 << 20), "nothing is known"
     rule.encoded(1000, 0.05)
@@ -149,9 +149,7 @@ def test_an_embedding_is_taken_only_where_that_is_quicker() -> None:
 @pytest.mark.parametrize(
     ("own_s", "waits_s"), [(None, 10.0), (0.05, 0.5), (0.4, 1.2), (2.0, 6.0), (9.0, 10.0)]
 )
-def test_a_service_is_waited_for_as_long_as_encoding_would_justify(
-    own_s: float | None, waits_s: float
-) -> None:
+def test_fetch_rule_deadline_follows_own_encode_time(own_s: float | None, waits_s: float) -> None:
     rule = FetchRule("pays")
     if own_s is not None:
         rule.encoded(500, own_s)

@@ -19,7 +19,7 @@ def refused(adapters: LoraDigests, path: str) -> str:
     return caught.value.reason
 
 
-def test_an_adapter_is_its_bytes(tmp_path: Path) -> None:
+def test_lora_digests_equal_bytes_have_equal_digest(tmp_path: Path) -> None:
     one, same, other = (adapter(tmp_path / name) for name in "abc")
     (tmp_path / "c" / "adapter_model.safetensors").write_bytes(b"other")
     adapters = LoraDigests()
@@ -27,21 +27,21 @@ def test_an_adapter_is_its_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model-00002-of-00002.safetensors", "extra.safetensors"])
-def test_several_files_of_weights_are_refused(tmp_path: Path, name: str) -> None:
+def test_lora_digests_several_weight_files_are_refused(tmp_path: Path, name: str) -> None:
     """SGLang would load them all, vLLM one: the same folder is two adapters."""
     path = adapter(tmp_path / "a")
     (tmp_path / "a" / name).write_bytes(b"more")
     assert refused(LoraDigests(), path) == "lora_files"
 
 
-def test_a_second_file_that_comes_later_is_refused_too(tmp_path: Path) -> None:
+def test_lora_digests_second_weight_file_added_later_is_refused(tmp_path: Path) -> None:
     adapters, path = LoraDigests(), adapter(tmp_path / "a")
     adapters.digest(path)
     (tmp_path / "a" / "more.safetensors").write_bytes(b"more")
     assert refused(adapters, path) == "lora_files"
 
 
-def test_what_changed_after_the_engine_heard_of_it_is_refused(tmp_path: Path) -> None:
+def test_lora_digests_file_changed_after_note_is_refused(tmp_path: Path) -> None:
     """Also where the digest was first asked for after the change."""
     adapters, path = LoraDigests(), adapter(tmp_path / "a")
     note(path)
@@ -49,7 +49,7 @@ def test_what_changed_after_the_engine_heard_of_it_is_refused(tmp_path: Path) ->
     assert refused(adapters, path) == "lora_changed"
 
 
-def test_a_change_with_the_old_times_is_a_change(tmp_path: Path) -> None:
+def test_lora_digests_change_with_restored_mtime_is_refused(tmp_path: Path) -> None:
     adapters, path = LoraDigests(), adapter(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     adapters.digest(path)
@@ -60,7 +60,7 @@ def test_a_change_with_the_old_times_is_a_change(tmp_path: Path) -> None:
     assert refused(adapters, path) == "lora_changed"
 
 
-def test_without_files_it_cannot_be_named(tmp_path: Path) -> None:
+def test_lora_digests_missing_files_are_refused(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a")
     adapters = LoraDigests()
     adapters.digest(path)

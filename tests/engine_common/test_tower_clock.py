@@ -12,7 +12,7 @@ import torch
 from cornplug.engine_common.tower_clock import TowerClock
 
 
-def test_the_tower_is_timed_as_its_device_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_clock_measures_time_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU Python has gone on long before the tower has ended."""
     reached: list[int] = []
     made: list[Any] = []
@@ -42,7 +42,7 @@ def test_the_tower_is_timed_as_its_device_sees_it(monkeypatch: pytest.MonkeyPatc
     assert clock.measured() == []
 
 
-def test_a_step_without_the_tower_says_nothing() -> None:
+def test_tower_clock_step_without_tower_is_not_measured() -> None:
     clock = TowerClock(torch.device("cpu"))
     clock.begin()
     assert clock.measured() == []
