@@ -52,7 +52,7 @@ class SocketTaken(ConfigError):
     """Another process serves at the path of this setting."""
 
     def __init__(self, setting: str, path: Path) -> None:
-        super().__init__(setting, f"another process serves {path}", "Stop it, or name another path")
+        super().__init__(setting, f"another process serves {path}", "Stop it, or name another path.")
 
 
 class CheckpointError(CornplugError):
