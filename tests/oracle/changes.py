@@ -17,7 +17,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
-from .deployments import LENGTH, Deployment, Tensors, random_picture
+from .deployments import LENGTH, Deployment, Tensors, random_image
 
 Rule = Literal["computed", "apart", "same"]
 
@@ -233,18 +233,18 @@ def max_model_len(of: Deployment, rng: random.Random) -> tuple[Deployment, Deplo
     return of, of.but(max_model_len=length), f"--max-model-len {length}, not {of.max_model_len}"
 
 
-def picture(of: Deployment, rng: random.Random) -> tuple[Deployment, Deployment, str]:
-    made = of.picture.copy()
+def image(of: Deployment, rng: random.Random) -> tuple[Deployment, Deployment, str]:
+    made = of.image.copy()
     at = rng.randrange(made.width), rng.randrange(made.height)
     red, *others = made.getpixel(at)  # type: ignore[misc]
     made.putpixel(at, (red ^ 1 << rng.randrange(8), *others))
     uuid = "the-same" if rng.random() < 0.5 else None
-    return of.but(uuid=uuid), of.but(picture=made, uuid=uuid), f"one level of the pixel at {at}"
+    return of.but(uuid=uuid), of.but(image=made, uuid=uuid), f"one level of the pixel at {at}"
 
 
-def picture_size(of: Deployment, rng: random.Random) -> tuple[Deployment, Deployment, str]:
-    made = random_picture(0, *rng.choice([(61, 67), (66, 61), (67, 62), (40, 100)]))
-    return of, of.but(picture=made), f"a picture of {made.size}"
+def image_size(of: Deployment, rng: random.Random) -> tuple[Deployment, Deployment, str]:
+    made = random_image(0, *rng.choice([(61, 67), (66, 61), (67, 62), (40, 100)]))
+    return of, of.but(image=made), f"an image of {made.size}"
 
 
 def token(of: Deployment, rng: random.Random) -> tuple[Deployment, Deployment, str]:
@@ -377,8 +377,9 @@ KINDS: Final[dict[str, tuple[Rule, int, Make]]] = {
     "dtype": ("computed", 10, dtype),
     "longest sequence": ("computed", 30, max_model_len),
     "adapter": ("computed", 90, adapter),
-    "pixel": ("computed", 60, picture),
-    "size of picture": ("computed", 10, picture_size),
+    "pixel": ("computed", 60, image),
+    # The kind seeds its draws: another name would draw other cases.
+    "size of picture": ("computed", 10, image_size),
     "token": ("computed", 40, token),
     "salt": ("apart", 40, salt),
     "tensor names": ("same", 10, tensor_names),

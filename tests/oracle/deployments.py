@@ -55,7 +55,7 @@ class Deployment:
     uuid: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """This request's own processor arguments."""
-    picture: Image.Image = field(default_factory=lambda: random_picture(0))
+    image: Image.Image = field(default_factory=lambda: random_image(0))
     tokens: tuple[int, ...] = tuple(3 + (7 * i) % 80 for i in range(LENGTH))
     """Text of the prompt, the image's tokens apart."""
 
@@ -64,7 +64,7 @@ class Deployment:
         return replace(self, **changes)
 
 
-def random_picture(seed: int, width: int = 67, height: int = 61) -> Image.Image:
+def random_image(seed: int, width: int = 67, height: int = 61) -> Image.Image:
     """Noise: whatever a processor does otherwise shows in it."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels, "RGB")

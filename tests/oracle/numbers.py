@@ -87,9 +87,9 @@ class Transformers:
     def _numbers(self, deployment: Deployment, folder: Path) -> Numbers:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         asked = {**deployment.processor_kwargs, **deployment.options}
-        pixels = dict(processor(images=deployment.picture, return_tensors="pt", **asked))
+        pixels = dict(processor(images=deployment.image, return_tensors="pt", **asked))
         if pixels["pixel_values"].numel() > _MOST_PIXELS:
-            raise Unusable("a picture larger than this is meant for")
+            raise Unusable("an image larger than this is meant for")
         model = self._model(deployment)
         dtype = getattr(torch, deployment.dtype)
         pixels["pixel_values"] = pixels["pixel_values"].to(dtype)
@@ -100,7 +100,7 @@ class Transformers:
         _set_rope(model, deployment.max_model_len)
         image = getattr(model.config, "image_token_id", None)
         if not isinstance(image, int) or len(rows) > LENGTH:
-            raise Unusable("no token for pictures, or a picture of too many tokens")
+            raise Unusable("no token for images, or an image of too many tokens")
         tokens = [*deployment.tokens[:TEXT_BEFORE], *[image] * len(rows), *deployment.tokens[TEXT_BEFORE:]]
         model.model.get_image_features = lambda *_args, **_kwargs: features
         try:

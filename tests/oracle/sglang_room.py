@@ -57,7 +57,7 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
         options = {"sglang": {"request": deployment.options, "picture": {}}}
     runtime, activation.runtime = activation.runtime, lambda: SimpleNamespace(secret=secret)  # type: ignore[assignment]
     try:
-        found = mm_identifiers._key(tower, digest_image(deployment.picture), options, deployment.salt)
+        found = mm_identifiers._key(tower, digest_image(deployment.image), options, deployment.salt)
     finally:
         activation.runtime = runtime
     assert found is not None

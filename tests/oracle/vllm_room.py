@@ -66,7 +66,7 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
     vars(identifiers).update(made)
     assert identifiers._tower.wait(10)
     options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
-    name = identifiers.media_name(deployment.picture, deployment.uuid, options)
+    name = identifiers.media_name(deployment.image, deployment.uuid, options)
     assert name is not None
     found = key_of(identifiers.identifier(name, deployment.salt))
     assert found is not None

@@ -28,7 +28,7 @@ def runtime(store: Store, **encoder: Any) -> Any:
     )
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (7, 5), mode: str = "RGB") -> Image.Image:
+def sample_image(seed: int = 0, size: tuple[int, int] = (7, 5), mode: str = "RGB") -> Image.Image:
     """Noise."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
     array = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)

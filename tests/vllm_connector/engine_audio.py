@@ -1,8 +1,8 @@
-"""vLLM's own audio models, as a program: processed sounds -> its embeddings of them.
+"""vLLM's own audio models, as a program: processed audio -> its embeddings of them.
 
     python engine_audio.py OUT.safetensors IN.safetensors NAME=CHECKPOINT ...
 
-IN holds `NAME/i/FIELD`, the inputs of sound i as our readers make them; OUT gets `NAME/i/=`. Ultravox's
+IN holds `NAME/i/FIELD`, the inputs of audio item i as our readers make them; OUT gets `NAME/i/=`. Ultravox's
 processor is remote code, which nobody here runs: so its model is given our inputs.
 """
 
@@ -29,7 +29,7 @@ def engine_config(path: str) -> VllmConfig:
 
 
 def arguments(fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As vLLM batches one sound."""
+    """As vLLM batches one audio item."""
     if "audio_lens" not in fields:
         return fields
     lens = fields["audio_lens"]
@@ -41,7 +41,7 @@ def arguments(fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def main(out: str, given: str, *cases: str) -> None:
-    sounds, found = load_file(given), {}
+    inputs, found = load_file(given), {}
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
     with tempfile.NamedTemporaryFile() as rendezvous:
         for number, case in enumerate(cases):
@@ -52,9 +52,9 @@ def main(out: str, given: str, *cases: str) -> None:
                     init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
                     initialize_model_parallel(1, 1)
                 model = get_model(vllm_config=config)
-                for i in sorted({key.split("/")[1] for key in sounds if key.startswith(f"{name}/")}):
+                for i in sorted({key.split("/")[1] for key in inputs if key.startswith(f"{name}/")}):
                     prefix = f"{name}/{i}/"
-                    fields = {k.removeprefix(prefix): t for k, t in sounds.items() if k.startswith(prefix)}
+                    fields = {k.removeprefix(prefix): t for k, t in inputs.items() if k.startswith(prefix)}
                     with torch.inference_mode():
                         (embedding,) = model.embed_multimodal(**arguments(fields))
                     found[f"{prefix}="] = embedding.contiguous()

@@ -37,7 +37,7 @@ TEXT = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCa
 SIZES = ((70, 60), (200, 90), (330, 340))
 
 
-def pictures() -> list[Image.Image]:
+def images() -> list[Image.Image]:
     made = []
     for seed, size in enumerate(SIZES):
         small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
@@ -68,7 +68,7 @@ def engine_config(path: str) -> VllmConfig:
 def processed(config: VllmConfig) -> list[Any]:
     """vLLM's item of each image, all of one prompt."""
     processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
-    items = processor.info.parse_mm_data({"image": pictures()})
+    items = processor.info.parse_mm_data({"image": images()})
     text = processor.dummy_inputs.get_dummy_text({"image": len(SIZES)})
     prompt = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
     made = processor.apply(ProcessorInputs(prompt, items), TimingContext(enabled=False))

@@ -23,7 +23,7 @@ SECONDS = (0.53, 3.0, 31.27)
 """The last one is more than one chunk of Ultravox, whose own frames do not fill a stack."""
 
 
-def sound(seconds: float) -> np.ndarray:
+def waveform(seconds: float) -> np.ndarray:
     t = np.arange(int(16_000 * seconds)) / 16_000
     return (np.sin(2 * np.pi * 440 * t) * np.cos(3 * t)).astype(np.float32)
 
@@ -43,7 +43,7 @@ def test_towers_audio_embeddings_equal_vllm(tmp_path: Path) -> None:
         projector = architecture.load_projector(checkpoint, torch.float32, cpu)
         listener = towers.listener(checkpoint)
         for i, seconds in enumerate(SECONDS):
-            fields = listener.listen(sound(seconds))
+            fields = listener.listen(waveform(seconds))
             made |= {f"{name}/{i}/{field}": tensor.contiguous() for field, tensor in fields.items()}
             item = tower.prepare({field: to_wire(tensor) for field, tensor in fields.items()})
             ours[f"{name}/{i}/="] = projector.project(tower.encode([item]), [item])[0]

@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen2_5_vl": checkpoints.qwen2_5_vl,
     "qwen3_vl": checkpoints.qwen3_vl,
 }
-PICTURES = 3
+IMAGES = 3
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_towers_image_embeddings_equal_vllm(
 ) -> None:
     """To 1e-5 of the largest value: vLLM's activations and attention on the CPU are kernels of its own."""
     tower, projector = halves(folders[name])
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         fields = sent(engine[name], number)
         theirs = fields.pop("=")
         item = tower.prepare({field: to_wire(tensor) for field, tensor in fields.items()})

@@ -76,7 +76,7 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., EncoderBypass]]:
         here.close()
 
 
-def picture(seed: int, source: str | None = "store", rows: int = 4) -> Any:
+def sample_image(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     one = item(seed, rows=rows)
     placeholder_tokens.assign_key(one, bytes([seed]) * 32)
     if source is not None:
@@ -116,9 +116,9 @@ def same(found: Sequence[torch.Tensor], *wanted: torch.Tensor) -> bool:
 
 def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., EncoderBypass]) -> None:
     first, second = engine(), engine()
-    assert same(first([picture(1, None), picture(2, None, 3)]), value(1), value(2, 3))
+    assert same(first([sample_image(1, None), sample_image(2, None, 3)]), value(1), value(2, 3))
     assert ("saves", "embedding", "stored", 2) in published(first)
-    assert same(second([picture(2, "service_computed", 3), picture(1)]), value(2, 3), value(1))
+    assert same(second([sample_image(2, "service_computed", 3), sample_image(1)]), value(2, 3), value(1))
     assert published(second) == [
         ("bytes", "embedding", "load", 7 * WIDTH * 4),
         ("hits", "embedding", "service_computed", 1),
@@ -136,7 +136,7 @@ def test_encoder_bypass_encodes_only_missing_items_in_order(
     put(store.connect(), 2, value(2))
     unnamed = item(9)
     encoding = engine(model=model)
-    found = encoding([picture(1, None), picture(2), unnamed, picture(3, None)])
+    found = encoding([sample_image(1, None), sample_image(2), unnamed, sample_image(3, None)])
     assert same(found, value(1), value(2), value(9), value(3))
     assert ("saves", "embedding", "stored", 2) in published(encoding)
     assert model.ran == [[1, 9, 3]]
@@ -150,9 +150,9 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
     told = engine_state.current()
     encoding = engine()
     put(store.connect(), 1, value(1))
-    encoding([picture(1)])
+    encoding([sample_image(1)])
     assert told.encode_row_s() is None, "the tower has not run"
-    encoding([picture(2, None)])
+    encoding([sample_image(2, None)])
     assert 0 < (told.encode_row_s() or 0) < 0.1
     slow = get_payload
 
@@ -162,13 +162,13 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
 
     monkeypatch.setattr(encoder_bypass, "get_payload", get)
     for _ in range(8):
-        encoding([picture(1)])
-    encoding([picture(3, None)])
+        encoding([sample_image(1)])
+    encoding([sample_image(3, None)])
     assert not told.fetch_pays()
 
 
 def test_encoder_bypass_other_ranks_note_no_costs(engine: Callable[..., EncoderBypass]) -> None:
-    engine(first=False)([picture(2, None)])
+    engine(first=False)([sample_image(2, None)])
     assert engine_state.current().encode_row_s() is None
 
 
@@ -193,7 +193,7 @@ def test_encoder_bypass_unfit_entry_is_miss_and_computed(
     if tensor is not None:
         put(store.connect(), 5, tensor)
     encoding = engine()
-    assert same(encoding([picture(5)]), value(5))
+    assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", reason, 1) in published(encoding)
 
 
@@ -206,7 +206,7 @@ def test_encoder_bypass_entry_shorter_than_header_is_miss(
         shape=(4, WIDTH), app="other", deadline_s=1,
     )  # fmt: skip
     encoding = engine()
-    assert same(encoding([picture(5)]), value(5))
+    assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)
 
 
@@ -217,7 +217,7 @@ def test_encoder_bypass_corrupt_entry_is_miss(
     faulty = FaultyStore(store.connect())
     faulty.corrupt_reads = True
     encoding = engine(faulty)
-    assert same(encoding([picture(5)]), value(5))
+    assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "corrupt", 1) in published(encoding)
 
 
@@ -225,7 +225,7 @@ def test_encoder_bypass_store_down_is_miss(engine: Callable[..., EncoderBypass],
     faulty = FaultyStore(store.connect())
     faulty.unavailable = True
     encoding = engine(faulty)
-    assert same(encoding([picture(5)]), value(5))
+    assert same(encoding([sample_image(5)]), value(5))
     counted = published(encoding)
     assert ("misses", "embedding", "store_down", 1) in counted
     assert ("saves", "embedding", "store_down", 1) in counted
@@ -233,7 +233,7 @@ def test_encoder_bypass_store_down_is_miss(engine: Callable[..., EncoderBypass],
 
 def test_encoder_bypass_earlier_miss_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
-    encoding([picture(5, None)])
+    encoding([sample_image(5, None)])
     assert not [row for row in published(encoding) if row[0] == "misses"]
 
 
@@ -246,7 +246,7 @@ def test_encoder_bypass_indivisible_output_is_not_published(
 
     model = Pruning()
     put(store.connect(), 2, value(2))
-    found = engine(model=model)([picture(1, None), picture(2)])
+    found = engine(model=model)([sample_image(1, None), sample_image(2)])
     assert torch.equal(found, torch.cat([value(1), value(2)])[:-1])
     assert model.ran == [[1], [1, 2]]
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
@@ -257,7 +257,7 @@ def test_encoder_bypass_replaced_weights_end_sharing(
 ) -> None:
     put(store.connect(), 2, value(77))
     monkeypatch.setattr(weights_guard, "replaced", lambda: True)
-    assert same(engine()([picture(1, None), picture(2)]), value(1), value(2))
+    assert same(engine()([sample_image(1, None), sample_image(2)]), value(1), value(2))
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
 
@@ -269,10 +269,10 @@ def test_encoder_bypass_deepstack_needs_rows_of_all_levels(
     model.deepstack_visual_indexes = [1, 3]
     wide = torch.cat([value(2), value(3), value(4)], dim=1)
     put(store.connect(), 2, wide)
-    assert same(engine(model=model)([picture(2)]), wide)
+    assert same(engine(model=model)([sample_image(2)]), wide)
     assert model.ran == []
     put(store.connect(), 5, value(5))
-    assert same(engine(model=model)([picture(5)]), value(5))
+    assert same(engine(model=model)([sample_image(5)]), value(5))
     assert model.ran == [[5]]
 
 
@@ -302,7 +302,9 @@ def test_encoder_bypass_ranks_take_common_embeddings(
     ranks(monkeypatch, other)
     model = Model()
     encoding = engine(model=model, first=False)
-    assert same(encoding([picture(1), picture(2), picture(3, None)]), value(1), value(2), value(3))
+    assert same(
+        encoding([sample_image(1), sample_image(2), sample_image(3, None)]), value(1), value(2), value(3)
+    )
     assert masks == [[1, 1, 0]]
     assert model.ran == [[1, 3]]
     # Neither counts nor publishes: the first rank does.
@@ -314,7 +316,7 @@ def test_encoder_bypass_rank_without_store_still_votes(monkeypatch: pytest.Monke
     ranks(monkeypatch, lambda mask: masks.append(mask.tolist()))
     model = Model()
     encoding = EncoderBypass(model.get_image_feature, None, CPU)
-    assert same(encoding([picture(1)]), value(1))
+    assert same(encoding([sample_image(1)]), value(1))
     assert encoding([item(2)]) is not None  # No names: nobody waits for anybody.
     assert masks == [[0]]
 
@@ -329,7 +331,7 @@ def test_encoder_bypass_in_chunked_prefill_asks_store_once(
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "config", lambda: runtime(store.connect()).config)
     monkeypatch.setattr(encoder_bypass, "_embeddings", lambda: here)
-    one, two, again = picture(1), picture(2, None), picture(1)
+    one, two, again = sample_image(1), sample_image(2, None), sample_image(1)
     two.offsets, again.offsets = [(6, 9)], [(2, 5)]
 
     def prefill(prefix: list[int], extend: list[int]) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_epd_part_without_claim_leaves_all_unkeyed(tally: Tally) -> None:
     checks = epd._checks(SimpleNamespace(recv_embedding_data=whole))
     assert epd.keys_of(item, {index: check.result() for index, check in checks.items()}, None) is None
     assert misses(tally) == ["no_statement"]
-    assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one picture"
+    assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one image"
 
 
 def test_epd_embedding_of_other_model_ends_request() -> None:
@@ -207,7 +207,7 @@ class Manager:
 
     async def _tokenize_one_request(self, obj: Any) -> str:
         if self.fails:
-            raise ValueError("a picture that nobody can read")
+            raise ValueError("an unreadable image")
         assert obj.need_wait_for_mm_inputs is False
         return "tokenized"
 
@@ -260,13 +260,13 @@ def test_epd_fallback_after_outage_skips_dispatch() -> None:
 
     obj = SimpleNamespace(need_wait_for_mm_inputs=True)
     assert epd_fallback._dispatch(original, None, obj) == "dispatched"
-    refused = EncoderDispatchErrorReq(rid="r", error_msg="no picture", error_code=422)
+    refused = EncoderDispatchErrorReq(rid="r", error_msg="no image", error_code=422)
 
     async def refusing(receiver: Any) -> Any:
         return refused
 
     asyncio.run(epd_fallback._encode(refusing, None))
-    assert epd_fallback._dispatch(original, None, obj) == "dispatched", "a picture's fault is no outage"
+    assert epd_fallback._dispatch(original, None, obj) == "dispatched", "a bad image is no outage"
     asyncio.run(epd_fallback._encode(failing, None))
     assert epd_fallback._dispatch(original, None, obj) is None
     assert obj.need_wait_for_mm_inputs is False

@@ -28,7 +28,7 @@ from cornplug.sglang_hooks.mm import media_digests, mm_identifiers
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of
 from cornplug.store.memory import MemoryStore
 
-from ..media_rig import SECRET, TOWER, item, picture, runtime
+from ..media_rig import SECRET, TOWER, item, runtime, sample_image
 
 TOWERS = TowerIdentity(TOWER, TOWER)
 PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNamespace(do_convert_rgb=True)))
@@ -49,26 +49,26 @@ def request(**fields: Any) -> GenerateReqInput:
 
 
 def test_media_digests_of_image_equal_vllm_and_encoder() -> None:
-    assert media_digests.image_digest(picture(1)) == digest_image(picture(1))
-    assert media_digests.image_digest(picture(1, mode="L")) == digest_image(picture(1, mode="L"))
-    assert media_digests.image_digest(picture(1)) != media_digests.image_digest(picture(2))
+    assert media_digests.image_digest(sample_image(1)) == digest_image(sample_image(1))
+    assert media_digests.image_digest(sample_image(1, mode="L")) == digest_image(sample_image(1, mode="L"))
+    assert media_digests.image_digest(sample_image(1)) != media_digests.image_digest(sample_image(2))
 
 
 def test_media_digests_of_transparent_image_differ_from_vllm() -> None:
-    clear = picture(1, mode="RGBA")
+    clear = sample_image(1, mode="RGBA")
     assert media_digests.image_digest(clear) == media_digests.image_digest(clear.convert("RGB"))
     assert media_digests.image_digest(clear) != digest_image(clear)
 
 
 def test_media_digests_ignore_exif_orientation() -> None:
-    turned = picture(1)
+    turned = sample_image(1)
     turned.getexif()[0x0112] = 6
-    assert media_digests.image_digest(turned) == digest_image(picture(1))
+    assert media_digests.image_digest(turned) == digest_image(sample_image(1))
     assert media_digests.image_digest(turned) != digest_image(turned)
 
 
 def test_media_digests_of_other_objects_are_none() -> None:
-    assert media_digests.image_digest(picture(1, mode="L"), converts=False) is None
+    assert media_digests.image_digest(sample_image(1, mode="L"), converts=False) is None
     assert media_digests.image_digest(torch.zeros(3, 4, 4)) is None
     assert media_digests.image_digest("a") is None
 
@@ -77,7 +77,7 @@ def test_media_digests_of_gpu_pixels_differ() -> None:
     pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
     assert media_digests.image_digest(pixels) not in (
         None,
-        media_digests.image_digest(picture(0, (4, 4))),
+        media_digests.image_digest(sample_image(0, (4, 4))),
     )
 
 
@@ -102,9 +102,9 @@ def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, 
     seen: list[threading.Thread] = []
     digest = media_digests.image_digest
 
-    def digested(picture: object, *, converts: bool = True) -> bytes | None:
+    def digested(image: object, *, converts: bool = True) -> bytes | None:
         seen.append(threading.current_thread())
-        return digest(picture, converts=converts)
+        return digest(image, converts=converts)
 
     monkeypatch.setattr(media_digests, "image_digest", digested)
 
@@ -113,13 +113,13 @@ def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, 
 
     async def loop() -> None:
         if way == "artifacts":
-            await media_digests._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=picture(1))])
+            await media_digests._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=sample_image(1))])
             return
         items = media_digests._finalize_mm_items(
-            lambda this, items, images: items, PROCESSOR, [item()], images=[picture(1)]
+            lambda this, items, images: items, PROCESSOR, [item()], images=[sample_image(1)]
         )
         await media_digests.settle(items)
-        assert media_digests.digest_of(items[0]) == digest_image(picture(1))
+        assert media_digests.digest_of(items[0]) == digest_image(sample_image(1))
 
     asyncio.run(loop())
     assert len(seen) == 1
@@ -128,19 +128,19 @@ def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, 
 
 def test_media_digests_pair_items_with_images() -> None:
     video = item(modality=Modality.VIDEO)
-    found = finalize([item(), video, item()], [picture(1), picture(2)])
-    assert found == [digest_image(picture(1)), None, digest_image(picture(2))]
+    found = finalize([item(), video, item()], [sample_image(1), sample_image(2)])
+    assert found == [digest_image(sample_image(1)), None, digest_image(sample_image(2))]
 
 
 @pytest.mark.parametrize(
-    "images", [[picture(1), picture(2)], [{"format": "processor_output", "feature": None}]]
+    "images", [[sample_image(1), sample_image(2)], [{"format": "processor_output", "feature": None}]]
 )
 def test_media_digests_of_unpaired_items_are_none(images: list[Any]) -> None:
     assert finalize([item()], images) == [None]
 
 
 def test_media_digests_of_cached_artifacts_are_kept() -> None:
-    entries = [SimpleNamespace(media=picture(i), artifact_key=f"k{i}") for i in (1, 2)]
+    entries = [SimpleNamespace(media=sample_image(i), artifact_key=f"k{i}") for i in (1, 2)]
 
     async def build(this: Any, entries: Any) -> Any:
         return [SimpleNamespace(artifact_key=entry.artifact_key) for entry in entries]
@@ -150,7 +150,7 @@ def test_media_digests_of_cached_artifacts_are_kept() -> None:
     unknown = SimpleNamespace(artifact_key="k9")
     output = SimpleNamespace(mm_items=[item() for _ in range(4)])
     media_digests._compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
-    one, two = digest_image(picture(1)), digest_image(picture(2))
+    one, two = digest_image(sample_image(1)), digest_image(sample_image(2))
     assert [media_digests.digest_of(i) for i in output.mm_items] == [two, one, two, None]
 
 
@@ -190,7 +190,7 @@ def named(items: list[Any], obj: Any, **fields: Any) -> MultimodalProcessorOutpu
 
 def with_digest(seed: int = 1, **fields: Any) -> Any:
     one = item(seed, **fields)
-    media_digests.set_digest(one, digest_image(picture(seed)))
+    media_digests.set_digest(one, digest_image(sample_image(seed)))
     return one
 
 
@@ -206,12 +206,12 @@ def test_mm_identifiers_key_fills_placeholder_tokens() -> None:
     made = named(
         [first, second, video], request(image_data=["a", "b"]), input_ids=before, padded_input_ids=before[:]
     )
-    key = embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
+    key = embedding_key(SECRET, TOWER, digest_image(sample_image(1)), None)
     assert key_of(first) == key
     assert made.padded_input_ids is not None
     assert made.padded_input_ids[2:6] == list(placeholder_tokens(medium_lineage(key, 4)))
     assert made.padded_input_ids[7:11] == list(placeholder_tokens(second.identity))
-    assert key_of(second) == embedding_key(SECRET, TOWER, digest_image(picture(2)), None)
+    assert key_of(second) == embedding_key(SECRET, TOWER, digest_image(sample_image(2)), None)
     assert made.padded_input_ids[12:] == before[12:]
     assert video.identity is None
 
@@ -227,7 +227,7 @@ def test_mm_identifiers_key_fills_placeholder_tokens() -> None:
 def test_mm_identifiers_key_contains_salt_and_extra_key(fields: dict[str, str], salt: str) -> None:
     one = with_digest()
     named([one], request(**fields))
-    assert key_of(one) == embedding_key(SECRET, TOWER, digest_image(picture(1)), salt)
+    assert key_of(one) == embedding_key(SECRET, TOWER, digest_image(sample_image(1)), salt)
 
 
 def test_mm_identifiers_client_hashes_give_no_key() -> None:
@@ -237,7 +237,7 @@ def test_mm_identifiers_client_hashes_give_no_key() -> None:
     theirs.set("identity", b"forged".ljust(32))
     theirs.set("cornplug_key", b"forged".ljust(32))
     named([ours, theirs], request(image_data=["a", "b"], mm_hashes=["c11e47", "c11e47"]))
-    assert key_of(ours) == embedding_key(SECRET, TOWER, digest_image(picture(1)), None)
+    assert key_of(ours) == embedding_key(SECRET, TOWER, digest_image(sample_image(1)), None)
     assert theirs.identity is None
 
 
@@ -343,7 +343,7 @@ def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(activation, "config", lambda: settings({}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(nnodes=nnodes))
     one = item()
-    media_digests.set_digest(one, digest_image(picture(1)))
+    media_digests.set_digest(one, digest_image(sample_image(1)))
     one.precomputed_embeddings = None
     tokenized = SimpleNamespace(mm_inputs=MultimodalProcessorOutput(mm_items=[one], input_ids=[1]))
 

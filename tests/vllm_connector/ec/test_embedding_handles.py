@@ -36,7 +36,7 @@ from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
-from .test_mm_identifiers import SECRET, config, llava, picture  # noqa: F401
+from .test_mm_identifiers import SECRET, config, llava, sample_image  # noqa: F401
 
 MEDIA = b"m" * 32
 GRID = (1, 4, 6)
@@ -369,7 +369,7 @@ def test_vllm_npy_embedding_loads_as_tensor() -> None:
 
 def test_mm_identifiers_image_beside_handles_gets_key(make: Make) -> None:
     make()
-    [name] = names([picture(1)])
+    [name] = names([sample_image(1)])
     assert key_of(name) is not None
 
 

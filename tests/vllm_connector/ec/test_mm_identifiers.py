@@ -39,7 +39,7 @@ from devkit import checkpoints
 SECRET = bytes(range(32))
 
 
-def picture(seed: int, mode: str = "RGB") -> Image.Image:
+def sample_image(seed: int, mode: str = "RGB") -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
@@ -116,10 +116,10 @@ def final(active: MmIdentifiers, mm_hash: str, salt: str | None = None, identifi
 
 
 def test_mm_identifiers_image_key_comes_from_pixels(active: MmIdentifiers, llava: Path) -> None:
-    [name] = names({"image": picture(1)})["image"]
-    assert name == "cp1-" + digest_image(picture(1)).hex()
+    [name] = names({"image": sample_image(1)})["image"]
+    assert name == "cp1-" + digest_image(sample_image(1)).hex()
     identity = Checkpoint.open(llava).identity("float32", processor_kwargs={"size": 56}).identity
-    assert key_of(final(active, name)) == embedding_key(SECRET, identity, digest_image(picture(1)), None)
+    assert key_of(final(active, name)) == embedding_key(SECRET, identity, digest_image(sample_image(1)), None)
 
 
 def test_mm_identifiers_image_format_and_exif_are_ignored(active: MmIdentifiers) -> None:
@@ -128,41 +128,41 @@ def test_mm_identifiers_image_format_and_exif_are_ignored(active: MmIdentifiers)
     found = set()
     for form, extra in (("PNG", {}), ("WEBP", {"lossless": True}), ("PNG", {"exif": exif}), ("BMP", {})):
         out = io.BytesIO()
-        picture(1).save(out, form, **extra)
+        sample_image(1).save(out, form, **extra)
         image = Image.open(io.BytesIO(out.getvalue()))
         found |= set(names({"image": MediaWithBytes(image, out.getvalue())})["image"])
-        found |= set(names({"image": [image, picture(1)]})["image"])
+        found |= set(names({"image": [image, sample_image(1)]})["image"])
     assert len(found) == 1
     out = io.BytesIO()
-    picture(2).save(out, "PNG", exif=exif)
+    sample_image(2).save(out, "PNG", exif=exif)
     assert not found & set(names({"image": Image.open(out)})["image"])
 
 
 @pytest.mark.parametrize("uuid", ["cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"])
 def test_mm_identifiers_uuid_in_key_form_becomes_foreign(active: MmIdentifiers, uuid: str) -> None:
     assert names({"image": [None]}, {"image": [uuid]}) == {"image": [f"foreign-{uuid}"]}
-    sound = (np.zeros(16000, dtype=np.float32), 16000)
-    assert names({"audio": [sound]}, {"audio": [uuid]}) == {"audio": [f"foreign-{uuid}"]}
+    audio = (np.zeros(16000, dtype=np.float32), 16000)
+    assert names({"audio": [audio]}, {"audio": [uuid]}) == {"audio": [f"foreign-{uuid}"]}
     video = np.zeros((2, 8, 8, 3), dtype=np.uint8)
     assert names({"video": [video]}, {"video": [uuid]}) == {"video": [f"foreign-{uuid}"]}
     assert key_of(final(active, f"foreign-{uuid}")) is None
     # With content the uuid counts for nothing.
-    assert names({"image": [picture(1)]}, {"image": [uuid]}) == names({"image": picture(1)})
+    assert names({"image": [sample_image(1)]}, {"image": [uuid]}) == names({"image": sample_image(1)})
 
 
 def test_mm_identifiers_uuid_alone_names_its_last_content(active: MmIdentifiers) -> None:
     assert names({"image": [None]}, {"image": ["cat"]}) == {"image": ["cat"]}
-    with_content = names({"image": [picture(1), picture(2)]}, {"image": ["cat", "dog"]})["image"]
+    with_content = names({"image": [sample_image(1), sample_image(2)]}, {"image": ["cat", "dog"]})["image"]
     assert names({"image": [None, None]}, {"image": ["dog", "cat"]})["image"] == with_content[::-1]
     assert names({"image": [None]}, {"image": ["bird"]}) == {"image": ["bird"]}
-    names({"image": [picture(3)]}, {"image": ["cat"]})
-    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(3)})
+    names({"image": [sample_image(3)]}, {"image": ["cat"]})
+    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": sample_image(3)})
 
 
 def test_mm_identifiers_uuid_takes_args_of_its_request(active: MmIdentifiers) -> None:
-    names({"image": [picture(1)]}, {"image": ["cat"]}, size=28)
-    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": picture(1)})
-    assert names({"image": [None]}, {"image": ["cat"]}, size=28) == names({"image": picture(1)}, size=28)
+    names({"image": [sample_image(1)]}, {"image": ["cat"]}, size=28)
+    assert names({"image": [None]}, {"image": ["cat"]}) == names({"image": sample_image(1)})
+    assert names({"image": [None]}, {"image": ["cat"]}, size=28) == names({"image": sample_image(1)}, size=28)
 
 
 def test_mm_identifiers_uuid_table_drops_oldest(
@@ -170,27 +170,27 @@ def test_mm_identifiers_uuid_table_drops_oldest(
 ) -> None:
     monkeypatch.setattr(mm_identifiers, "_UUIDS", 2)
     for i, uuid in enumerate("abca"):
-        names({"image": [picture(i)]}, {"image": [uuid]})
+        names({"image": [sample_image(i)]}, {"image": [uuid]})
     assert names({"image": [None] * 2}, {"image": ["b", "z"]})["image"] == ["b", "z"]
     assert len(active._uuids) == 2
-    assert names({"image": [None]}, {"image": ["a"]}) == names({"image": picture(3)})
+    assert names({"image": [None]}, {"image": ["a"]}) == names({"image": sample_image(3)})
 
 
 def test_mm_identifiers_processor_args_change_name(active: MmIdentifiers) -> None:
-    plain = names({"image": picture(1)})
-    assert names({"image": picture(1)}, size=28) != plain
-    assert names({"image": picture(1)}, size=28) == names({"image": picture(1)}, size=28)
+    plain = names({"image": sample_image(1)})
+    assert names({"image": sample_image(1)}, size=28) != plain
+    assert names({"image": sample_image(1)}, size=28) == names({"image": sample_image(1)}, size=28)
     # The deployment's own are in the model's identity already.
-    assert names({"image": picture(1)}, size=56) == plain
+    assert names({"image": sample_image(1)}, size=56) == plain
 
 
 def test_mm_identifiers_noncanonical_args_get_no_key(active: MmIdentifiers) -> None:
-    [name] = names({"image": picture(1)}, size=2.5, weird=float("nan"))["image"]
+    [name] = names({"image": sample_image(1)}, size=2.5, weird=float("nan"))["image"]
     assert key_of(name) is None
 
 
 def test_mm_identifiers_array_is_named_by_its_pixels(active: MmIdentifiers) -> None:
-    array = np.asarray(picture(1))
+    array = np.asarray(sample_image(1))
     [name] = names({"image": array})["image"]
     assert key_of(name) is not None
     assert mm_identifiers._media_digest(torch.from_numpy(array.copy())) == bytes.fromhex(name[4:])
@@ -202,7 +202,7 @@ def test_mm_identifiers_array_is_named_by_its_pixels(active: MmIdentifiers) -> N
 
 
 def test_mm_identifiers_audio_keeps_name_of_vllm(active: MmIdentifiers) -> None:
-    data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": picture(1)}
+    data = {"audio": [(np.zeros(16000, dtype=np.float32), 16000)], "image": sample_image(1)}
     items = MultiModalDataParser(target_sr=16000).parse_mm_data(data)
     theirs = ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
     found = names(data)
@@ -212,7 +212,7 @@ def test_mm_identifiers_audio_keeps_name_of_vllm(active: MmIdentifiers) -> None:
 
 
 def test_mm_identifiers_of_other_salts_differ(active: MmIdentifiers) -> None:
-    [name] = names({"image": picture(1)})["image"]
+    [name] = names({"image": sample_image(1)})["image"]
     found = [final(active, name, salt) for salt in (None, "", "x", "y")]
     assert len(set(found)) == 4
     assert all(key_of(one) is not None for one in found)
@@ -220,7 +220,7 @@ def test_mm_identifiers_of_other_salts_differ(active: MmIdentifiers) -> None:
 
 
 def test_mm_identifiers_tower_lora_gets_no_key(active: MmIdentifiers) -> None:
-    [name] = names({"image": picture(1)})["image"]
+    [name] = names({"image": sample_image(1)})["image"]
     assert final(active, name, identifier=f"7:{name}") == f"7:{name}"
     assert key_of(f"7:{name}") is None
 
@@ -233,8 +233,8 @@ def test_process_inputs_without_media_is_unchanged(active: MmIdentifiers) -> Non
 
 def test_mm_identifiers_inactive_keeps_names_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mm_identifiers, "_active", None)
-    items = MultiModalDataParser().parse_mm_data({"image": picture(1)})
-    assert names({"image": picture(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
+    items = MultiModalDataParser().parse_mm_data({"image": sample_image(1)})
+    assert names({"image": sample_image(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
     feature = SimpleNamespace(mm_hash="cp1-" + "0" * 64, identifier="cp1-" + "0" * 64)
     request = SimpleNamespace(mm_features=[feature], cache_salt=None)
     assert mm_identifiers._process_inputs(lambda this, r: r, None, request) is request
@@ -247,22 +247,22 @@ def test_mm_identifiers_unidentified_model_gets_local_names(
     (tmp_path / "m").mkdir()
     one = named(config(tmp_path / "m"), tmp_path)
     monkeypatch.setattr(mm_identifiers, "_active", one)
-    [name] = names({"image": picture(1)})["image"]
+    [name] = names({"image": sample_image(1)})["image"]
     found = [final(one, name, salt) for salt in (None, "", "x")]
     assert len(set(found)) == 3
     assert all(n.startswith("local-") and key_of(n) is None for n in found)
-    [other] = names({"image": picture(2)})["image"]
+    [other] = names({"image": sample_image(2)})["image"]
     assert final(one, other) != found[0]
 
 
 def test_mm_identifiers_unvalidated_family_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sounds = checkpoints.qwen2_audio(tmp_path / "m")
+    folder = checkpoints.qwen2_audio(tmp_path / "m")
     with mock.patch.object(compat.logger, "warning") as warning:
-        one = named(config(sounds), tmp_path)
+        one = named(config(folder), tmp_path)
         monkeypatch.setattr(mm_identifiers, "_active", one)
-        [name] = names({"image": picture(1)})["image"]
+        [name] = names({"image": sample_image(1)})["image"]
         assert final(one, name).startswith("local-")
     warning.assert_called_once()
     assert "nobody has compared what vllm makes of 'qwen2_audio'" in str(warning.call_args)
@@ -285,7 +285,7 @@ def test_identifier_while_weights_are_read_waits_once(
     for _ in range(8):
         assert one.identifier(name, None).startswith("local-")
         assert one._known_identity() is None
-    assert time.monotonic() - began < 2 * 0.3, "one wait for all pictures of all requests"
+    assert time.monotonic() - began < 2 * 0.3, "one wait for all images of all requests"
     go.set()
     assert one._tower.wait(5)
     assert key_of(one.identifier(name, None)) is not None
@@ -389,6 +389,6 @@ def test_kv_identity_follows_language_model(llava: Path, tmp_path: Path) -> None
 
 def test_vllm_items_get_unwraps_media_with_bytes() -> None:
     """`_get_mm_hashes` relies on these classes' `get`."""
-    wrapped = MediaWithBytes(picture(1), b"anything")
+    wrapped = MediaWithBytes(sample_image(1), b"anything")
     items = MultiModalDataItems({"image": ImageProcessorItems([wrapped])})
     assert isinstance(items["image"].get(0), Image.Image)

@@ -83,12 +83,12 @@ class Stage:
     def now(self) -> float:
         return time.monotonic() + self.skew
 
-    def request(self, name: str, *pictures: int, salt: str | None = None) -> Any:
+    def request(self, name: str, *images: int, salt: str | None = None) -> Any:
         return SimpleNamespace(
             request_id=name,
             cache_salt=salt,
             trace_headers=self.trace_headers,
-            mm_features=[feature(identifier(p), 10 * i) for i, p in enumerate(pictures)],
+            mm_features=[feature(identifier(p), 10 * i) for i, p in enumerate(images)],
         )
 
     def asked(self, count: int) -> None:
@@ -138,12 +138,12 @@ class Stage:
         return self.counts
 
 
-def identifier(picture: int) -> str:
-    return f"cp1-{picture:064x}"
+def identifier(image: int) -> str:
+    return f"cp1-{image:064x}"
 
 
-def key(picture: int) -> bytes:
-    return picture.to_bytes(32, "big")
+def key(image: int) -> bytes:
+    return image.to_bytes(32, "big")
 
 
 def feature(name: str, offset: int, length: int = ROWS) -> MultiModalFeatureSpec:
@@ -154,10 +154,10 @@ def embedding() -> Any:
     return (torch.arange(ROWS * HIDDEN, dtype=torch.float32) / 7).numpy()
 
 
-def put(store: Any, picture: int, **changes: Any) -> None:
+def put(store: Any, image: int, **changes: Any) -> None:
     fields = {
         "kind": PayloadKind.EMBEDDING,
-        "key": key(picture),
+        "key": key(image),
         "dtype": "float32",
         "shape": (ROWS, HIDDEN),
         **changes,
@@ -365,7 +365,7 @@ def test_ec_scheduler_store_down_after_reply_is_miss(
     ("error", "spares"),
     [
         (EncoderUnavailable("none", reason="encoder_down"), False),
-        (EncoderRefused("a broken picture", reason="bad_input"), False),
+        (EncoderRefused("a broken image", reason="bad_input"), False),
         (EncoderRefused("full", reason="overloaded"), True),
         (EncoderRefused("who?", reason="unknown_model"), True),
     ],
@@ -543,9 +543,9 @@ def test_ec_scheduler_image_freed_and_loaded_in_one_step_is_held(stage: Callable
 
 def test_ec_scheduler_reset_of_encoder_cache_is_noticed(stage: Callable[..., Stage]) -> None:
     here = stage()
-    for picture in (1, 2):
-        put(here.store, picture)
-        request = here.request(f"r{picture}", picture)
+    for image in (1, 2):
+        put(here.store, image)
+        request = here.request(f"r{image}", image)
         here.half.available(request, 0)
         here.take_in(request)
     # vLLM tells no connector of `reset_encoder_cache`; then it asks for what we think it holds.
@@ -746,8 +746,8 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = FaultyStore(store.connect())
-    for picture in (1, 2):
-        put(store.connect(), picture)
+    for image in (1, 2):
+        put(store.connect(), image)
     stage = Stage(connection, monkeypatch, load_when="pays")
     assert stage.half.available(stage.request("a", 1), 0)
     assert stage.half._items[identifier(1)].arrived is not None, "nothing was measured: it is tried"
