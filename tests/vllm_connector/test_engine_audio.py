@@ -28,7 +28,7 @@ def waveform(seconds: float) -> np.ndarray:
     return (np.sin(2 * np.pi * 440 * t) * np.cos(3 * t)).astype(np.float32)
 
 
-def test_towers_audio_embeddings_equal_vllm(tmp_path: Path) -> None:
+def test_tower_audio_embeddings_equal_vllm(tmp_path: Path) -> None:
     """To 1e-5 of the largest value: vLLM's activations and attention on the CPU are kernels of its own."""
     models = {
         "qwen2_audio": checkpoints.qwen2_audio(tmp_path / "q"),

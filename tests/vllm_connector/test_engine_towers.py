@@ -81,7 +81,7 @@ def sent(engine: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_towers_image_embeddings_equal_vllm(
+def test_tower_image_embeddings_equal_vllm(
     name: str, folders: dict[str, Path], engine: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     """To 1e-5 of the largest value: vLLM's activations and attention on the CPU are kernels of its own."""

@@ -75,7 +75,9 @@ def test_probes_are_equal_at_every_call() -> None:
 
 
 @pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
-def test_peculiarity_of_transformers_processor_is_none(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+def test_preprocessing_difference_of_transformers_processor_is_none(
+    tmp_path: Path, preprocessor: dict[str, Any]
+) -> None:
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
     assert preprocessing_difference(processor, known) is None
@@ -86,7 +88,9 @@ def test_peculiarity_of_transformers_processor_is_none(tmp_path: Path, preproces
 
 
 @pytest.mark.parametrize("preprocessor", [QWEN, CLIP])
-def test_peculiarity_of_pillow_backend_is_reported(tmp_path: Path, preprocessor: dict[str, Any]) -> None:
+def test_preprocessing_difference_of_pillow_backend_is_reported(
+    tmp_path: Path, preprocessor: dict[str, Any]
+) -> None:
     """`--image-processor-backend`: they resize differently, by up to 2 of 255 levels."""
     known = model(tmp_path, preprocessor)
     processor = Processor(tmp_path)
@@ -96,7 +100,7 @@ def test_peculiarity_of_pillow_backend_is_reported(tmp_path: Path, preprocessor:
     assert preprocessing_difference(processor, known) is not None
 
 
-def test_peculiarity_of_known_settings_is_none(tmp_path: Path) -> None:
+def test_preprocessing_difference_of_known_settings_is_none(tmp_path: Path) -> None:
     known = model(tmp_path, QWEN, max_pixels=112 * 112)
     same = Processor(tmp_path, max_pixels=112 * 112)
     assert preprocessing_difference(same, known) is None
@@ -107,7 +111,7 @@ def test_peculiarity_of_known_settings_is_none(tmp_path: Path) -> None:
     assert other != preprocessing_difference(Processor(tmp_path), known)
 
 
-def test_peculiarity_of_class_defaults_is_none(tmp_path: Path) -> None:
+def test_preprocessing_difference_of_class_defaults_is_none(tmp_path: Path) -> None:
     """Gemma 3's asks for no pan and scan, whatever the file says, in SGLang as in transformers."""
     known = model(tmp_path, GEMMA)
     asked = known.checkpoint.family.processor_defaults["image"]
@@ -117,7 +121,7 @@ def test_peculiarity_of_class_defaults_is_none(tmp_path: Path) -> None:
     assert preprocessing_difference(Processor(tmp_path, **crops), model(tmp_path, GEMMA, **crops)) is None
 
 
-def test_peculiarity_of_sglang_llava_is_reported(tmp_path: Path) -> None:
+def test_preprocessing_difference_of_sglang_llava_is_reported(tmp_path: Path) -> None:
     known = model(tmp_path, CLIP)
     llava = LlavaImageProcessor.__new__(LlavaImageProcessor)
     llava.hf_config = SimpleNamespace()
@@ -127,7 +131,7 @@ def test_peculiarity_of_sglang_llava_is_reported(tmp_path: Path) -> None:
     assert found == preprocessing_difference(llava, known)
 
 
-def test_peculiarity_of_unknown_processor_is_refused(tmp_path: Path) -> None:
+def test_preprocessing_difference_of_unknown_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be compared") as caught:
         preprocessing_difference(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
     assert caught.value.reason == "preprocessing"
