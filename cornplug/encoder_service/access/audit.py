@@ -71,5 +71,5 @@ def _who(request: HTTPConnection) -> dict[str, Any]:
 
 
 def _line(event: str, who: dict[str, Any], **about: Any) -> str:
-    # JSON escapes line ends and terminal codes: what a caller wrote stays inside its field.
+    # JSON escapes line ends and terminal codes: a caller's text stays inside its field.
     return json.dumps({"event": event, **who, **about})

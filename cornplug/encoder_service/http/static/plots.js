@@ -1,4 +1,4 @@
-// One plot over time: lines or a stack, as SVG. Knows nothing of what it shows.
+// One plot over time: lines or a stack, as SVG. Independent of the data shown.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 150;
@@ -7,7 +7,7 @@ const MOST_POINTS = 240;
 export function element(name, properties = {}, ...children) {
   const made = document.createElement(name);
   Object.assign(made, properties);
-  // Strings become text nodes: what a client calls itself is never read as HTML.
+  // Strings become text nodes: names from clients are never parsed as HTML.
   made.append(...children);
   return made;
 }

@@ -1,9 +1,9 @@
-// The status page: asks v1/status once a second and shows it; says so when no answer comes.
+// The status page: polls v1/status once a second and shows it; reports missing answers.
 
 import { Plot, element } from "./plots.js";
 
-const LATE_S = 4;             // without an answer for so long, the figures count as old
-const LONGEST_WAIT_S = 15;    // between two tries at a service that does not answer
+const LATE_S = 4;             // seconds without an answer after which the figures are marked as old
+const LONGEST_WAIT_S = 15;    // longest pause between two polls of a service that does not answer
 const KEPT_S = 15 * 60;
 const ORIGINS = [["computed", 0], ["coalesced", 1], ["cached", 2]];
 
@@ -39,7 +39,7 @@ function duration(value) {
 
 const percent = (part) => `${(part * 100).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
 
-// -- what the plots read off a group of samples ---------------------------------------------
+// -- values that the plots show for a group of samples ---------------------------------------------
 
 const time = (bin) => sum(bin.map((s) => s.seconds));
 const rate = (bin, of) => sum(bin.map(of)) / time(bin);
@@ -53,7 +53,7 @@ function makePlots(classes) {
   byId("plots").replaceChildren();
   plots.length = 0;
   const add = (options) => plots.push(new Plot(byId("plots"), options));
-  // Where there is one class its name says nothing.
+  // A single class needs no name.
   const ofClass = classes.map((key, i) => ({ key, label: classes.length > 1 ? key : "requests", colour: i % 6 }));
   const origins = ORIGINS.map(([key, colour]) => ({ key, label: key, colour }));
   add({
@@ -232,11 +232,11 @@ async function ask() {
   page.failures = 0;
   show();
   watch();
-  // After a restart numbers begin anew: what was asked for lay before all of them.
+  // After a restart sample numbers begin anew: ask for all of them.
   return setTimeout(ask, restarted ? 0 : document.hidden ? 5000 : 1000);
 }
 
-// Says what is wrong, if anything: no answers, or answers without new figures.
+// Reports missing answers, and answers without new samples.
 function watch() {
   const alarm = byId("alarm");
   const silent = (performance.now() - page.answeredAt) / 1000;
