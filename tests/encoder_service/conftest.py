@@ -143,3 +143,12 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "never came true"
         time.sleep(0.01)
+
+
+def plant_modules(folder: Path, *names: str) -> None:
+    """Modules in a working directory that leave a file there, and fail, when something imports them."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        trace = str(folder / f"imported-{name.replace('/', '-')}")
+        file.write_text(f"open({trace!r}, 'w').close()\nraise SystemExit(9)\n")

@@ -74,7 +74,8 @@ class ReplicaProcess:
         self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
         fds = [theirs.fileno(), *(fd for lane in self._all for fd in lane.fds)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
+            # -P: the packages of this process, whatever lies in the working directory.
+            [sys.executable, "-P", "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -20,8 +20,9 @@ from cornplug.encoder_service.execution.executor import EncodeBatch, compute
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.models.torch_compile import CompiledTower
-from cornplug.encoder_service.replicas.ipc import SharedBuffer
+from cornplug.encoder_service.replicas.ipc import OpenModels, ReplicaReady, SharedBuffer
 from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replicas.process import ReplicaProcess
 from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers.base import TowerItem
@@ -29,7 +30,7 @@ from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 from devkit import checkpoints
 
-from ..conftest import SECRET, Requests, eventually
+from ..conftest import SECRET, Requests, eventually, plant_modules
 from ..tower_rig import wire
 from ..towers.test_towers import CASES
 
@@ -240,3 +241,17 @@ def test_memory_grows_and_gives_back_every_dtype() -> None:
             assert torch.equal(other.view(row), tensor)
     one.close()
     other.close()
+
+
+def test_replica_process_in_folder_with_planted_modules_does_not_import_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_modules(tmp_path, "torch.py", "cornplug/__init__.py")
+    monkeypatch.chdir(tmp_path)
+    process = ReplicaProcess(1)
+    try:
+        answer = process.ask(OpenModels(models=(), dtype="float32", device="cpu", threads=1, compile=False))
+        assert answer == ReplicaReady(identities=())
+    finally:
+        process.end()
+    assert not list(tmp_path.glob("imported-*"))

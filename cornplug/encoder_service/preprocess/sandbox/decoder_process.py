@@ -61,7 +61,8 @@ class DecoderProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "cornplug.encoder_service.preprocess.sandbox.process"),
+                    # -P: the packages of this process, whatever lies in the working directory.
+                    *(sys.executable, "-P", "-m", "cornplug.encoder_service.preprocess.sandbox.process"),
                     *(str(self._max_bytes), str(theirs.fileno())),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import Sandbo
 from cornplug.errors import EncoderRefused, MediaError
 
 from ... import hostile_pictures
-from ...conftest import eventually
+from ...conftest import eventually, plant_modules
 from ...hostile_pictures import many_scans, saved
 from ...recordings import encoded, moving, tone, video, wav
 
@@ -233,3 +234,14 @@ def test_a_process_has_no_keys_and_ends_with_its_service(cell: Cell, monkeypatch
     other.process._sock.close()  # as when the service is killed
     assert other.process._process is not None
     assert other.process._process.wait(5) == 0
+
+
+def test_decoder_process_in_folder_with_planted_modules_does_not_import_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_modules(tmp_path, "numpy.py", "cornplug/__init__.py")
+    monkeypatch.chdir(tmp_path)
+    cell = Cell()
+    cell.process.start()
+    cell.process.close()
+    assert not list(tmp_path.glob("imported-*"))
