@@ -53,10 +53,10 @@ class ReplySink(Protocol):
     """Who tells those that wait. Thread-safe."""
 
     def answer(
-        self, wait: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
+        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> None: ...
 
-    def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
+    def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
 
     def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
         """A batch has left its executor in good order, after `seconds` in it."""
@@ -136,13 +136,13 @@ class BatchDispatcher:
         mine: list[EncodeJob[JobPayload]] = []
         with self._lock:
             others = frozenset(self._behind)
-            for flight in batch:
-                if flight.feature_key in others:
-                    self._behind[flight.feature_key].append(flight)
+            for job in batch:
+                if job.feature_key in others:
+                    self._behind[job.feature_key].append(job)
                     continue
-                mine.append(flight)
-                if self._shares_features(flight.work.model):
-                    self._behind.setdefault(flight.feature_key, [])
+                mine.append(job)
+                if self._shares_features(job.payload.model):
+                    self._behind.setdefault(job.feature_key, [])
         return mine
 
     def _attempt(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
@@ -155,12 +155,12 @@ class BatchDispatcher:
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
         log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
-        for flight in batch:
+        for job in batch:
             # One that has lost a replica already, alone in its batch, may be what kills them.
             again = self._ready_one(chosen)
-            error = ReplicaLost("no replica is left") if again is None else self._try([flight], again)
+            error = ReplicaLost("no replica is left") if again is None else self._try([job], again)
             if error is not None:
-                self._fail([flight], error)
+                self._fail([job], error)
         return None
 
     def _try(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> BaseException | None:
@@ -177,70 +177,70 @@ class BatchDispatcher:
         """One task; its embeddings to the publishing threads. Nothing is published of a task that fails."""
         index: dict[bytes, int] = {}
         first: list[EncodeJob[JobPayload]] = []
-        for flight in batch:
-            if flight.feature_key not in index:
-                index[flight.feature_key] = len(first)
-                first.append(flight)
-        kept = tuple(self._kept(flight) for flight in first)
+        for job in batch:
+            if job.feature_key not in index:
+                index[job.feature_key] = len(first)
+                first.append(job)
+        kept = tuple(self._kept(job) for job in first)
         task = EncodeBatch(
-            items=tuple(flight.work.item for flight in first),
+            items=tuple(job.payload.item for job in first),
             features=kept,
-            wanted=tuple((flight.work.model, index[flight.feature_key]) for flight in batch),
-            keep=self._shares_features(first[0].work.model),
+            wanted=tuple((job.payload.model, index[job.feature_key]) for job in batch),
+            keep=self._shares_features(first[0].payload.model),
         )
-        ran = [flight.tokens for flight, known in zip(first, kept, strict=True) if known is None]
+        ran = [job.tokens for job, known in zip(first, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
             made = executor.run(task)
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
-        for flight, embedding in zip(batch, made.embeddings, strict=True):
-            place = index[flight.feature_key]
-            published = self._publishing.submit(self._publish, flight, embedding, origins[place])
-            published.add_done_callback(partial(self._published, flight))
+        for job, embedding in zip(batch, made.embeddings, strict=True):
+            place = index[job.feature_key]
+            published = self._publishing.submit(self._publish, job, embedding, origins[place])
+            published.add_done_callback(partial(self._published, job))
             if origins[place] == "computed":
                 origins[place] = "coalesced"
         self._keep(first, made)
 
-    def _kept(self, flight: EncodeJob[JobPayload]) -> torch.Tensor | None:
-        model = flight.work.model
+    def _kept(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
+        model = job.payload.model
         if not self._shares_features(model):
             return None
-        return self._shelf.features(flight.feature_key, model.dtype)
+        return self._shelf.features(job.feature_key, model.dtype)
 
     def _keep(self, first: Sequence[EncodeJob[JobPayload]], made: BatchResult) -> None:
         for place, features in made.features.items():
-            flight = first[place]
-            self._shelf.keep(flight.feature_key, features)
-            if not flight.work.model.checkpoint.family.shares_features:
+            job = first[place]
+            self._shelf.keep(job.feature_key, features)
+            if not job.payload.model.checkpoint.family.shares_features:
                 continue  # larger than the embeddings, and of no use to any other service
-            first_wait = flight.waits[0]
+            first_wait = job.requests[0]
             self._publishing.submit(
                 self._shelf.publish,
                 PayloadKind.FEATURE,
-                flight.feature_key,
+                job.feature_key,
                 features,
                 first_wait.request.app,
                 account=first_wait.account,
             )
 
-    def _publish(self, flight: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin) -> None:
-        first = flight.waits[0]
+    def _publish(self, job: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin) -> None:
+        first = job.requests[0]
         with self._observer.stage("publish", first):
             stored = self._shelf.publish(
-                PayloadKind.EMBEDDING, flight.key[0], embedding, first.request.app, account=first.account
+                PayloadKind.EMBEDDING, job.key[0], embedding, first.request.app, account=first.account
             )
         # Landed after publishing: who asks in between joins, who asks later finds it in the store.
-        waits = self._batcher.land(flight)
-        tensor = None if stored and not any(w.inline for w in waits) else to_wire(embedding)
-        for wait in waits:
+        requests = self._batcher.finish(job)
+        tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
+        for pending in requests:
             self._replies.answer(
-                wait, origin, stored=stored, tensor=tensor if wait.inline or not stored else None
+                pending, origin, stored=stored, tensor=tensor if pending.inline or not stored else None
             )
             origin = "coalesced" if origin == "computed" else origin
 
-    def _published(self, flight: EncodeJob[JobPayload], done: Future[None]) -> None:
+    def _published(self, job: EncodeJob[JobPayload], done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
-            self._fail([flight], error)
+            self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
         """Whatever a thread failed with, those who wait for it are told so."""
@@ -251,6 +251,6 @@ class BatchDispatcher:
     def _refuse(
         self, batch: Sequence[EncodeJob[JobPayload]], message: str, retry_after_s: float | None
     ) -> None:
-        for flight in batch:
-            for wait in self._batcher.land(flight):
-                self._replies.refuse_internal(wait, message, retry_after_s)
+        for job in batch:
+            for pending in self._batcher.finish(job):
+                self._replies.refuse_internal(pending, message, retry_after_s)

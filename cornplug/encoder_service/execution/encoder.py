@@ -29,7 +29,7 @@ from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, Prepare
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
@@ -82,7 +82,7 @@ class EncoderCore:
         self.classes = classes or QosClasses.single()
         self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
         self._clock = clock
-        self._room = WaitingRoom(self.classes.all(), max_waiting)
+        self._room = QueueLimit(self.classes.all(), max_waiting)
         self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
         self.preparation: DecodeLanes | None = None
         """Where media that come as bytes are decoded, once something serves them."""
@@ -97,7 +97,7 @@ class EncoderCore:
             max_tokens=max_batch_tokens,
             clock=clock,
             on_late=self._refuse_late,
-            most_tokens=self._gate.most_tokens,
+            batch_token_limit=self._gate.batch_token_limit,
         )
         self.meters = ServiceMetrics(
             self.waiting,
@@ -157,38 +157,38 @@ class EncoderCore:
         if caller is not None and caller.app is not None:
             request = msgspec.structs.replace(request, app=caller.app)
         account = None if caller is None else caller.account
-        wait = PendingRequest(
+        pending = PendingRequest(
             request=request, received_s=self._clock(), qos=qos, inline=inline, account=account
         )
         model = self.registry.by_identity(request.identity)
-        self.observer.received(wait, model)
+        self.observer.received(pending, model)
         if model is None:
             names = ", ".join(m.name for m in self.registry.served())
-            self._refuse(wait, "unknown_model", f"no model of that identity is served; served: {names}")
-            return wait.future
+            self._refuse(pending, "unknown_model", f"no model of that identity is served; served: {names}")
+            return pending.future
         if not self._dispatcher.ready():
-            self._refuse(wait, "overloaded", "no replica is running; they are being restarted", 1.0)
-            return wait.future
-        if (full := self._room.enter(wait)) is not None:
-            self._refuse(wait, *full, self._gate.half_done_s(self._batcher))
-            return wait.future
-        if room is None and not self._hold(wait):
-            self._room.leave(wait)
-            return wait.future
-        wait.future.add_done_callback(lambda _: self._forget(wait))
-        admitted = self._admission.submit(self._admit, wait, model)
-        admitted.add_done_callback(lambda done: self._check(done, wait))
-        return wait.future
+            self._refuse(pending, "overloaded", "no replica is running; they are being restarted", 1.0)
+            return pending.future
+        if (full := self._room.enter(pending)) is not None:
+            self._refuse(pending, *full, self._gate.half_drained_s(self._batcher))
+            return pending.future
+        if room is None and not self._hold(pending):
+            self._room.leave(pending)
+            return pending.future
+        pending.future.add_done_callback(lambda _: self._forget(pending))
+        admitted = self._admission.submit(self._admit, pending, model)
+        admitted.add_done_callback(lambda done: self._check(done, pending))
+        return pending.future
 
-    def _hold(self, wait: PendingRequest) -> bool:
+    def _hold(self, pending: PendingRequest) -> bool:
         """Count the bytes that an engine sent; False where it was refused for them."""
-        held = self.budget.room(wait.qos)
+        held = self.budget.room(pending.qos)
         try:
-            held.need(sum(len(tensor.data) for tensor in wait.request.inputs.values()))
+            held.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
         except EncoderRefused as e:
-            self._refuse(wait, "overloaded", str(e), self._gate.half_done_s(self._batcher))
+            self._refuse(pending, "overloaded", str(e), self._gate.half_drained_s(self._batcher))
             return False
-        wait.future.add_done_callback(lambda _: held.close())
+        pending.future.add_done_callback(lambda _: held.close())
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
@@ -200,9 +200,9 @@ class EncoderCore:
         decoding = {} if self.preparation is None else self.preparation.predicted_s()
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
-    def at_the_door(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
+    def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
         """Why a request need not even be prepared, where that is known beforehand."""
-        return self._gate.at_the_door(qos, deadline_s, self._batcher)
+        return self._gate.precheck(qos, deadline_s, self._batcher)
 
     def waiting(self) -> int:
         """Requests admitted and not answered yet."""
@@ -250,64 +250,64 @@ class EncoderCore:
         self._batcher.close()
         self._dispatcher.close()
 
-    def _admit(self, wait: PendingRequest, model: LoadedModel) -> None:
-        request = wait.request
-        if wait.future.cancelled():
+    def _admit(self, pending: PendingRequest, model: LoadedModel) -> None:
+        request = pending.request
+        if pending.future.cancelled():
             return
         if len(request.key) != identity.DIGEST_BYTES:
             problem = f"key: {len(request.key)} bytes, want {identity.DIGEST_BYTES}"
-            return self._refuse(wait, "bad_input", problem)
+            return self._refuse(pending, "bad_input", problem)
         if not 1 <= len(request.app) <= _APP_MAX:
-            return self._refuse(wait, "bad_input", f"app: want 1 to {_APP_MAX} characters")
-        if self._answer_from_store(wait, model):
-            return self._gate.needs_pass(False)
+            return self._refuse(pending, "bad_input", f"app: want 1 to {_APP_MAX} characters")
+        if self._answer_from_store(pending, model):
+            return self._gate.record_cache_outcome(hit=True)
         try:
-            with self.observer.stage("prepare", wait):
+            with self.observer.stage("prepare", pending):
                 item = model.tower.prepare(request.inputs)
         except EncoderRefused as e:
-            return self._refuse(wait, "bad_input", str(e))
+            return self._refuse(pending, "bad_input", str(e))
         # From here on the item is what is held: nobody needs what it was made of.
-        request = wait.request = msgspec.structs.replace(request, inputs={})
+        request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
-        if wait.due_s <= self._clock():
-            return self._refuse_late(wait)
-        self.observer.queued(wait, item.tokens)
-        flight = EncodeJob(
+        if pending.due_s <= self._clock():
+            return self._refuse_late(pending)
+        self.observer.queued(pending, item.tokens)
+        job = EncodeJob(
             key=(request.key, request.identity),
             feature_key=feature_key,
             tower=model.tower,
             tokens=item.tokens,
-            work=JobPayload(model=model, item=item),
-            waits=[wait],
+            payload=JobPayload(model=model, item=item),
+            requests=[pending],
         )
-        # Who joins costs nothing, whatever it is predicted.
-        self._gate.needs_pass(not (joins := self._batcher.has(flight.key)))
-        no = None if joins else self._gate.refusal(flight, self._batcher)
+        # A request that joins a job costs nothing, whatever the prediction.
+        self._gate.record_cache_outcome(hit=(joins := self._batcher.has(job.key)))
+        no = None if joins else self._gate.refusal(job, self._batcher)
         if no is not None:
-            return self._refuse(wait, no.reason, no.message, no.retry_after_s)
-        self._batcher.join_or_add(flight)
+            return self._refuse(pending, no.reason, no.message, no.retry_after_s)
+        self._batcher.join_or_add(job)
         return None
 
-    def _answer_from_store(self, wait: PendingRequest, model: LoadedModel) -> bool:
-        key = wait.request.key
-        if not wait.inline:
+    def _answer_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
+        key = pending.request.key
+        if not pending.inline:
             present = self._shelf.present(key)
             if present:
-                self.answer(wait, "cached", stored=True, tensor=None)
+                self.answer(pending, "cached", stored=True, tensor=None)
             return present
         tensor = self._shelf.fetch(PayloadKind.EMBEDDING, key, model.dtype)
         if tensor is not None:
-            self.answer(wait, "cached", stored=True, tensor=to_wire(tensor))
+            self.answer(pending, "cached", stored=True, tensor=to_wire(tensor))
         return tensor is not None
 
     def answer(
-        self, wait: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
+        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> None:
         """Give one wait its embedding. For the dispatcher."""
-        seconds = self._clock() - wait.received_s
-        request = wait.request
+        seconds = self._clock() - pending.received_s
+        request = pending.request
         answer = EncodeReply(
             id=request.id,
             key=request.key,
@@ -317,34 +317,38 @@ class EncoderCore:
             service_time_s=seconds,
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
-        self._gate.answered(wait, seconds)
-        self.observer.answered(wait, origin, stored=stored, seconds=seconds)
-        wait.answer(answer)
+        self._gate.answered(pending, seconds)
+        self.observer.answered(pending, origin, stored=stored, seconds=seconds)
+        pending.answer(answer)
 
-    def refuse_internal(self, wait: PendingRequest, message: str, retry_after_s: float | None) -> None:
+    def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None:
         """Tell one wait that computing failed. For the dispatcher."""
-        self._refuse(wait, "internal", message, retry_after_s)
+        self._refuse(pending, "internal", message, retry_after_s)
 
     def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
         """What a batch took. For the dispatcher."""
         self._gate.computed(batch, seconds)
 
-    def _refuse_late(self, wait: PendingRequest) -> None:
-        self._gate.answered(wait, self._clock() - wait.received_s)
-        self._refuse(wait, "too_late", f"not begun within {wait.request.deadline_s:g} s")
+    def _refuse_late(self, pending: PendingRequest) -> None:
+        self._gate.answered(pending, self._clock() - pending.received_s)
+        self._refuse(pending, "too_late", f"not begun within {pending.request.deadline_s:g} s")
 
-    def _refuse(self, wait: PendingRequest, reason: Reason, message: str, retry: float | None = None) -> None:
-        if wait.future.done():
+    def _refuse(
+        self, pending: PendingRequest, reason: Reason, message: str, retry: float | None = None
+    ) -> None:
+        if pending.future.done():
             return
-        self.observer.refused(wait, reason)
-        wait.answer(EncodeRefusal(id=wait.request.id, reason=reason, message=message, retry_after_s=retry))
+        self.observer.refused(pending, reason)
+        pending.answer(
+            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry)
+        )
 
-    def _check(self, done: Future[None], wait: PendingRequest) -> None:
+    def _check(self, done: Future[None], pending: PendingRequest) -> None:
         """Whatever a thread failed with, who waits for it is told so."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
-            self._refuse(wait, "internal", A_FAULT)
+            self._refuse(pending, "internal", A_FAULT)
 
-    def _forget(self, wait: PendingRequest) -> None:
-        self.observer.gone(wait)
-        self._room.leave(wait)
+    def _forget(self, pending: PendingRequest) -> None:
+        self.observer.gone(pending)
+        self._room.leave(pending)

@@ -40,7 +40,7 @@ class MediaIntake:
     def check(self, qos: ServiceClass, end_s: float) -> None:
         """Raises EncoderRefused for what need not even be read: no tower would be free in time."""
         left_s = end_s - time.monotonic() - self._preparation.predicted_of(qos)
-        if (no := self._encoder.at_the_door(qos, left_s)) is not None:
+        if (no := self._encoder.precheck(qos, left_s)) is not None:
             raise _refusal(no)
 
     async def prepared(

@@ -26,7 +26,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.service_metrics import Queue
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused
@@ -56,7 +56,7 @@ class _Kind:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _LaneJob:
+class _LaneTask:
     """What a lane is to do."""
 
     run: Callable[[PreprocessContext], Any]
@@ -98,16 +98,16 @@ class DecodeLanes:
         self._lanes = lanes
         self._limits = limits
         self._clock = clock
-        self._seats = WaitingRoom(classes, max_waiting)
+        self._seats = QueueLimit(classes, max_waiting)
         self._admission = EncodeAdmission(
             max_items=1, max_tokens=_MOST_WORK, clock=clock, lanes=lambda: lanes
         )
-        self._batcher: Batcher[_LaneJob] = Batcher(
-            max_items=1, max_tokens=_MOST_WORK, clock=clock, on_late=self._refuse_late, overtakes=True
+        self._batcher: Batcher[_LaneTask] = Batcher(
+            max_items=1, max_tokens=_MOST_WORK, clock=clock, on_late=self._refuse_late, has_urgent_lane=True
         )
         self._kinds: dict[Modality, _Kind] = {"image": _Kind(), "video": _Kind(), "audio": _Kind()}
         self._names = itertools.count()
-        self._jobs: dict[PendingRequest, _LaneJob] = {}
+        self._tasks: dict[PendingRequest, _LaneTask] = {}
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, killed=killed) for _ in range(lanes + 1)
         ]
@@ -144,29 +144,29 @@ class DecodeLanes:
             app=app,
             deadline_s=max(deadline_s, _LEAST_S),
         )
-        wait = PendingRequest(request=request, received_s=self._clock(), qos=qos)
-        job = _LaneJob(run=run, room=room)
+        pending = PendingRequest(request=request, received_s=self._clock(), qos=qos)
+        task = _LaneTask(run=run, room=room)
         name = next(self._names).to_bytes(8, "big")
-        flight = EncodeJob(
+        job = EncodeJob(
             key=(name, b""),
             feature_key=name,
             tower=self._kinds[modality],
             tokens=max(1, cost),
-            work=job,
-            waits=[wait],
+            payload=task,
+            requests=[pending],
         )
-        no = self._admission.refusal(flight, self._batcher)
+        no = self._admission.refusal(job, self._batcher)
         if no is not None and self._kinds[modality].done >= _BELIEVED:
             return no
-        if (full := self._seats.enter(wait)) is not None:
+        if (full := self._seats.enter(pending)) is not None:
             return AdmissionRefusal(
                 reason=full[0],
                 message=f"{full[1]}, to be decoded",
-                retry_after_s=self._admission.half_done_s(self._batcher),
+                retry_after_s=self._admission.half_drained_s(self._batcher),
             )
-        self._jobs[wait] = job
-        self._batcher.join_or_add(flight)
-        return QueueTurn(job.future, lambda: self._leave(flight, wait))
+        self._tasks[pending] = task
+        self._batcher.join_or_add(job)
+        return QueueTurn(task.future, lambda: self._leave(job, pending))
 
     def predicted_s(self) -> Mapping[str, float]:
         """By class: predicted seconds until a medium like the last one would be prepared."""
@@ -184,7 +184,7 @@ class DecodeLanes:
         """Whether who comes now has a prospect: some lane has finished something of late, or is free."""
         running = self._batcher.load().running
         now = self._clock()
-        stuck = len(running) >= self._lanes and all(now - job.begun_s > STUCK_S for job in running)
+        stuck = len(running) >= self._lanes and all(now - task.begun_s > STUCK_S for task in running)
         return not (stuck or self._broken or self._closed)
 
     def pids(self) -> list[int]:
@@ -229,18 +229,18 @@ class DecodeLanes:
             self._run(taken[0], process)
 
     def _serve_urgent(self, process: DecoderProcess) -> None:
-        while (flight := self._batcher.take_urgent(self._lanes)) is not None:
-            self._run(flight, process)
+        while (job := self._batcher.take_urgent(self._lanes)) is not None:
+            self._run(job, process)
 
-    def _run(self, flight: EncodeJob[_LaneJob], process: DecoderProcess) -> None:
-        wait, job = flight.waits[0], flight.work
+    def _run(self, job: EncodeJob[_LaneTask], process: DecoderProcess) -> None:
+        pending, task = job.requests[0], job.payload
         began = self._clock()
         try:
-            if job.future.set_running_or_notify_cancel():
-                self._do(flight, wait, job, process, began)
+            if task.future.set_running_or_notify_cancel():
+                self._do(job, pending, task, process, began)
         finally:
-            self._batcher.land(flight)
-            self._forget(wait)
+            self._batcher.finish(job)
+            self._forget(pending)
             self._replace(process)
 
     def _replace(self, process: DecoderProcess) -> None:
@@ -254,55 +254,55 @@ class DecodeLanes:
 
     def _do(
         self,
-        flight: EncodeJob[_LaneJob],
-        wait: PendingRequest,
-        job: _LaneJob,
+        job: EncodeJob[_LaneTask],
+        pending: PendingRequest,
+        task: _LaneTask,
         process: DecoderProcess,
         began: float,
     ) -> None:
         def admit(header: MediumHeader, prepared_bytes: int) -> None:
-            self._batcher.costs(flight, work_of(header))
-            job.room.need(header.held_bytes + prepared_bytes)
+            self._batcher.raise_cost(job, work_of(header))
+            task.room.need(header.held_bytes + prepared_bytes)
 
         bench = PreprocessContext(
             decoder=SandboxedDecoder(
                 process,
                 limit_s=self._limits.decode_s,
-                end_s=time.monotonic() + wait.due_s - self._clock(),
-                wanted=lambda: not wait.future.cancelled(),
+                end_s=time.monotonic() + pending.due_s - self._clock(),
+                wanted=lambda: not pending.future.cancelled(),
             ),
             admit=admit,
         )
-        done = self._preprocessing.submit(job.run, bench)
+        done = self._preprocessing.submit(task.run, bench)
         error = done.exception()
         now = self._clock()
-        self._admission.answered(wait, now - wait.received_s)
+        self._admission.answered(pending, now - pending.received_s)
         self._broken = isinstance(error, EncoderRefused) and error.reason == "internal"
         if error is not None:
-            job.future.set_exception(error)
+            task.future.set_exception(error)
         else:
             # What was refused or killed on its way tells nothing of what one that is not takes.
-            self._admission.computed([flight], now - began)
-            if isinstance(flight.tower, _Kind):
-                flight.tower.done += 1
-            job.future.set_result(done.result())
+            self._admission.computed([job], now - began)
+            if isinstance(job.tower, _Kind):
+                job.tower.done += 1
+            task.future.set_result(done.result())
 
-    def _leave(self, flight: EncodeJob[_LaneJob], wait: PendingRequest) -> None:
-        wait.future.cancel()
-        if self._batcher.remove(flight):
-            self._forget(wait)
+    def _leave(self, job: EncodeJob[_LaneTask], pending: PendingRequest) -> None:
+        pending.future.cancel()
+        if self._batcher.remove(job):
+            self._forget(pending)
 
-    def _refuse_late(self, wait: PendingRequest) -> None:
-        job = self._jobs.get(wait)
-        self._forget(wait)
-        self._admission.answered(wait, self._clock() - wait.received_s)
-        if job is not None and job.future.set_running_or_notify_cancel():
-            problem = f"not decoded within {wait.request.deadline_s:.3g} s"
-            job.future.set_exception(EncoderRefused(problem, reason="too_late"))
+    def _refuse_late(self, pending: PendingRequest) -> None:
+        task = self._tasks.get(pending)
+        self._forget(pending)
+        self._admission.answered(pending, self._clock() - pending.received_s)
+        if task is not None and task.future.set_running_or_notify_cancel():
+            problem = f"not decoded within {pending.request.deadline_s:.3g} s"
+            task.future.set_exception(EncoderRefused(problem, reason="too_late"))
 
-    def _forget(self, wait: PendingRequest) -> None:
-        self._jobs.pop(wait, None)
-        self._seats.leave(wait)
+    def _forget(self, pending: PendingRequest) -> None:
+        self._tasks.pop(pending, None)
+        self._seats.leave(pending)
 
 
 def work_of(header: MediumHeader) -> int:

@@ -1,1 +1,1 @@
-"""Who is encoded when, and who is refused: pure decisions, no torch, no I/O."""
+"""Order and admission of encode jobs: pure decisions, no torch, no I/O."""

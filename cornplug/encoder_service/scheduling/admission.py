@@ -1,9 +1,10 @@
-"""Who is let in: predicts when a request would be done, and says no at once where that is too late.
+"""Admission: predicts when a request would be done, and refuses it at once where that is past its deadline.
 
-    seconds until done = what runs now + what the fair order serves before it, in passes + its own pass
+    seconds until done = rest of the running batches + batches that the fair queue serves first + its own
+    batch
 
-Passes are priced by `PassTime`, the queue ahead is `FairOrder`'s. Before a tower was measured, and while
-nothing waits or runs, everybody is let in: a wrong measurement cannot keep a service empty.
+`BatchLatencyModel` prices batches, `WeightedFairQueue` orders the queue. Every request is admitted before its
+tower was measured, and while the service is idle: a wrong measurement cannot keep a service empty.
 """
 
 from __future__ import annotations
@@ -16,41 +17,41 @@ from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
 from cornplug.encoder_service.scheduling.arrival_rate import ArrivalRate
-from cornplug.encoder_service.scheduling.backlog import BacklogAhead, RunningBatch, ServiceLoad
+from cornplug.encoder_service.scheduling.backlog import Backlog, RunningBatch, ServiceLoad
 from cornplug.encoder_service.scheduling.batch_former import QueuedJob
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.latency_model import PassTime
+from cornplug.encoder_service.scheduling.latency_model import BatchLatencyModel
 from cornplug.qos import ServiceClass
 
 _HEADROOM: Final = 1.5
-_LEAST_HEADROOM: Final = 1.05
-_MOST_HEADROOM: Final = 2.0
+_MIN_HEADROOM: Final = 1.05
+_MAX_HEADROOM: Final = 2.0
 _MISSED_STEP: Final = 0.15
 _KEPT_STEP: Final = 0.004
 """Steps in balance when one prediction of 38 is too short."""
-_MANY_FREE: Final = 0.2
-_FREE_STEP: Final = 0.05
-_LEAST_RETRY_S: Final = 0.05
-_PART_OF_DEADLINE: Final = 0.25
-"""A pass may last so much of the shortest deadline about: who comes next must not wait longer."""
+_HIGH_HIT_RATE: Final = 0.2
+_HIT_RATE_STEP: Final = 0.05
+_MIN_RETRY_S: Final = 0.05
+_DEADLINE_FRACTION: Final = 0.25
+"""Longest batch, as a part of the shortest recent deadline: the next request of that class waits for it."""
 _REMEMBER_S: Final = 10.0
-"""So long a deadline counts as being about."""
+"""How long a deadline counts as recent."""
 _UNMEASURED_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRefusal:
-    """Why a request is not let in."""
+    """Why a request is not admitted."""
 
     reason: Literal["overloaded", "over_share"]
     message: str
     retry_after_s: float
-    """When it would be let in, if nobody else came."""
+    """Seconds until it would be admitted if no other request came."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """Nothing that will come, to ask what if."""
+    """A hypothetical job, for predictions."""
 
     qos: ServiceClass
     tower: object
@@ -61,7 +62,7 @@ class _Probe:
 
 
 class EncodeAdmission:
-    """Thread-safe."""
+    """Admits or refuses requests of one queue. Thread-safe."""
 
     def __init__(
         self,
@@ -76,103 +77,110 @@ class EncodeAdmission:
         self._clock = clock
         self._lanes = lanes
         self._lock = threading.Lock()
-        self._passes: WeakKeyDictionary[object, PassTime] = WeakKeyDictionary()
+        self._latency_models: WeakKeyDictionary[object, BatchLatencyModel] = WeakKeyDictionary()
         self._arrivals = ArrivalRate()
         self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
-        """Tower, tokens and app of what was let in last."""
-        self._free = 0.0
-        """Part of the latest requests that needed no pass."""
+        """Tower, tokens and app of the last admitted request."""
+        self._hit_rate = 0.0
+        """Share of the latest requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
-        """By class: how often a prediction has to fit into a deadline, for better classes come in bursts and
-        threads wait for each other. Learned from what came of earlier ones."""
+        """By class: predictions are multiplied by this before they are compared with a deadline, as better
+        classes come
+        in bursts and threads wait for each other. Learned from the outcomes of earlier predictions."""
         self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
-        """By class: the shortest deadline that anything let in had of late, and when that was."""
+        """By class: the shortest deadline of the requests admitted recently, and when that one came."""
 
     def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
-        """A batch has left its executor. Features that were kept make it quick, and their share of
-        the traffic is thereby in the price."""
-        tokens = sum({flight.feature_key: flight.tokens for flight in batch}.values())
+        """Record that a batch left its executor after `seconds`. Cached features make a batch quick, so the
+        price of
+        a token contains their share of the traffic."""
+        tokens = sum({job.feature_key: job.tokens for job in batch}.values())
         with self._lock:
-            self._passes.setdefault(batch[0].tower, PassTime()).observe(tokens, seconds)
+            self._latency_models.setdefault(batch[0].tower, BatchLatencyModel()).observe(tokens, seconds)
 
-    def answered(self, wait: PendingRequest, seconds: float) -> None:
-        """A request that was let in has its answer, `seconds` after it came, or was dropped then."""
-        if wait.foreseen_s is None:
+    def answered(self, pending: PendingRequest, seconds: float) -> None:
+        """Record that an admitted request was answered, or dropped, `seconds` after it came."""
+        if pending.predicted_answer_s is None:
             return
         with self._lock:
-            # Only what was near its deadline tells anything of how near one may go.
-            headroom = self._headroom.get(wait.qos, _HEADROOM)
-            if headroom * wait.foreseen_s > wait.request.deadline_s / 2:
-                moved = headroom + (_MISSED_STEP if seconds > headroom * wait.foreseen_s else -_KEPT_STEP)
-                self._headroom[wait.qos] = min(max(moved, _LEAST_HEADROOM), _MOST_HEADROOM)
+            # Only predictions near the deadline tell how near to it one may go.
+            headroom = self._headroom.get(pending.qos, _HEADROOM)
+            if headroom * pending.predicted_answer_s > pending.request.deadline_s / 2:
+                moved = headroom + (
+                    _MISSED_STEP if seconds > headroom * pending.predicted_answer_s else -_KEPT_STEP
+                )
+                self._headroom[pending.qos] = min(max(moved, _MIN_HEADROOM), _MAX_HEADROOM)
 
-    def most_tokens(self, tower: object, deadline_s: float) -> float:
-        """How long a pass may be that has someone of that deadline in it, and while others of shorter ones
-        keep coming."""
+    def batch_token_limit(self, tower: object, deadline_s: float) -> float:
+        """Most tokens of a batch that holds a job of that deadline, while requests of shorter ones keep
+        coming."""
         with self._lock:
-            return self._most_tokens(tower, deadline_s)
+            return self._batch_token_limit(tower, deadline_s)
 
-    def refusal(self, flight: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
-        """Why `flight` cannot be done in time, or None: then it counts as let in."""
+    def refusal(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
+        """Why `job` cannot be done in time; None: it is admitted, and counted so."""
         now = self._clock()
-        no, expected_s = self._judged(flight, flight.shortest_deadline_s, batcher, now)
-        if no is None:
+        refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
+        if refusal is None:
             with self._lock:
-                for wait in flight.waits:
-                    wait.foreseen_s = now - wait.received_s + expected_s
-                self._note_deadline(flight, now)
-                self._last = ref(flight.tower), flight.tokens, flight.app
-                self._arrivals.count(flight.qos, flight.tokens, now)
-        return no
+                for pending in job.requests:
+                    pending.predicted_answer_s = now - pending.received_s + expected_s
+                self._note_deadline(job, now)
+                self._last = ref(job.tower), job.tokens, job.app
+                self._arrivals.count(job.qos, job.tokens, now)
+        return refusal
 
-    def at_the_door(
+    def precheck(
         self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
     ) -> AdmissionRefusal | None:
-        """The same of a medium like the last one, before anything was spent on it. None, too, while many
-        requests turn out to need no pass: then only its content tells what this one needs."""
+        """`refusal` of a medium like the last one, before anything was spent on it.
+
+        None, too, while many requests are cached or join others: only the content tells whether this one is.
+        """
         now = self._clock()
         with self._lock:
             reference, tokens, app = self._last
-            tower, many_free = reference(), self._free > _MANY_FREE
-        if tower is None or many_free:
+            tower, high_hit_rate = reference(), self._hit_rate > _HIGH_HIT_RATE
+        if tower is None or high_hit_rate:
             return None
         probe = _Probe(qos=qos, tower=tower, tokens=tokens, app=app, due_s=now + deadline_s)
-        return self._judged(probe, deadline_s, batcher, now)[0]
+        return self._evaluate(probe, deadline_s, batcher, now)[0]
 
-    def needs_pass(self, needed: bool) -> None:
-        """Whether a request needed a tower pass of its own: else it was stored, or joined another."""
+    def record_cache_outcome(self, *, hit: bool) -> None:
+        """Record whether a request was answered from the store or joined another's job, and so needs no
+        tower."""
         with self._lock:
-            self._free += _FREE_STEP * ((not needed) - self._free)
+            self._hit_rate += _HIT_RATE_STEP * (hit - self._hit_rate)
 
-    def _judged(
-        self, new: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
+    def _evaluate(
+        self, job: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
-        """Why not, and the seconds expected until it would be done."""
-        ahead = batcher.ahead(new, self._demand(new.tower, now))
-        busy = ahead.load.running or len(ahead.of_class) > 0
-        expected_s = self._done_s(ahead, new, now)
+        """The refusal if there is one, and the predicted seconds until the job would be done."""
+        ahead = batcher.ahead(job, self._demand(job.tower, now))
+        busy = ahead.load.running or len(ahead.tokens_by_class) > 0
+        expected_s = self._done_s(ahead, job, now)
         with self._lock:
-            done_s = self._headroom.get(new.qos, _HEADROOM) * expected_s
-            measured = self._pass(new.tower).measured
-        if not (busy and measured and done_s > new.due_s - now):
+            done_s = self._headroom.get(job.qos, _HEADROOM) * expected_s
+            measured = self._latency_model(job.tower).measured
+        if not (busy and measured and done_s > job.due_s - now):
             return None, expected_s
-        mine, all_waiting = ahead.of_class.get(new.qos, 0), sum(ahead.of_class.values())
-        over = mine + new.tokens > new.qos.share * (all_waiting + new.tokens)
-        no = AdmissionRefusal(
-            reason="over_share" if over and mine < all_waiting else "overloaded",
+        own, all_waiting = ahead.tokens_by_class.get(job.qos, 0), sum(ahead.tokens_by_class.values())
+        over = own + job.tokens > job.qos.share * (all_waiting + job.tokens)
+        refusal = AdmissionRefusal(
+            reason="over_share" if over and own < all_waiting else "overloaded",
             message=f"it would take {done_s:.3g} s, and its deadline is {deadline_s:.3g} s",
-            # While one waits a second, what is predicted shrinks by one and the headroom.
-            retry_after_s=max(_LEAST_RETRY_S, expected_s - deadline_s * expected_s / done_s),
+            # Each second of waiting shortens `done_s` by the headroom.
+            retry_after_s=max(_MIN_RETRY_S, expected_s - deadline_s * expected_s / done_s),
         )
-        return no, expected_s
+        return refusal, expected_s
 
-    def done_s(self, new: QueuedJob, batcher: Batcher[Any]) -> float:
-        """Predicted seconds until `new` would be done if it came now."""
+    def done_s(self, job: QueuedJob, batcher: Batcher[Any]) -> float:
+        """Predicted seconds until `job` would be done if it came now."""
         now = self._clock()
-        return self._done_s(batcher.ahead(new, self._demand(new.tower, now)), new, now)
+        return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
-        """For each class what `done_s` says of a medium like the last one; 0 before there was any."""
+        """By class: `done_s` of a medium like the last one; 0 before the first."""
         with self._lock:
             reference, tokens, app = self._last
             tower = reference()
@@ -182,62 +190,69 @@ class EncodeAdmission:
         return {probe.qos.name: self.done_s(probe, batcher) for probe in probes}
 
     def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
-        """The same for one class."""
+        """`predicted_s` of one class."""
         return self.predicted_s([qos], batcher)[qos.name]
 
-    def half_done_s(self, batcher: Batcher[Any]) -> float:
-        """Predicted seconds until half of what waits is done; 1 s before anything was measured."""
+    def half_drained_s(self, batcher: Batcher[Any]) -> float:
+        """Predicted seconds until half of the queue is done; 1 s before the first measurement."""
         load = batcher.load()
         with self._lock:
-            if not any(p.measured for p in self._passes.values()):
+            if not any(p.measured for p in self._latency_models.values()):
                 return _UNMEASURED_S
             all_s = self._running_s(load.running, self._clock()) + self._waiting_s(load)
-        return max(_LEAST_RETRY_S, all_s / max(1, self._lanes()) / 2)
+        return max(_MIN_RETRY_S, all_s / max(1, self._lanes()) / 2)
 
-    def _done_s(self, ahead: BacklogAhead, new: QueuedJob, now: float) -> float:
+    def _done_s(self, ahead: Backlog, job: QueuedJob, now: float) -> float:
         with self._lock:
             running = self._running_s(ahead.load.running, now)
             whole = self._waiting_s(ahead.load)
             fill = min(
-                self._fill(*ahead.load.waiting[new.tower]), self._most_tokens(new.tower, new.due_s - now)
+                self._batch_tokens(*ahead.load.waiting[job.tower]),
+                self._batch_token_limit(job.tower, job.due_s - now),
             )
-            own = self._pass(new.tower).seconds(max(new.tokens, fill))
-        before = whole * ahead.until / sum(tokens for tokens, _ in ahead.load.waiting.values())
-        # It is done when its batch is, which may have others after it; but no later than all of them.
+            own = self._latency_model(job.tower).seconds(max(job.tokens, fill))
+        before = whole * ahead.tokens_until_served / sum(tokens for tokens, _ in ahead.load.waiting.values())
+        # A job is done with its batch, which may hold later ones too; but no later than all of them.
         queue = min(before + own, max(whole, before))
         lanes = max(1, self._lanes())
         return (running + queue) / lanes + own * (1 - 1 / lanes)
 
     def _running_s(self, running: Sequence[RunningBatch], now: float) -> float:
-        left = (self._pass(b.tower).seconds(b.tokens) - (now - b.begun_s) for b in running)
+        left = (self._latency_model(b.tower).seconds(b.tokens) - (now - b.begun_s) for b in running)
         return math.fsum(max(0.0, seconds) for seconds in left)
 
     def _waiting_s(self, load: ServiceLoad) -> float:
         seconds = 0.0
         for tower, (tokens, items) in load.waiting.items():
-            one = self._pass(tower)
-            seconds += one.a_s * max(1.0, tokens / self._fill(tokens, items)) + one.b_s * tokens
+            one = self._latency_model(tower)
+            seconds += (
+                one.fixed_s * max(1.0, tokens / self._batch_tokens(tokens, items)) + one.token_s * tokens
+            )
         return seconds
 
-    def _fill(self, tokens: int, items: int) -> float:
+    def _batch_tokens(self, tokens: int, items: int) -> float:
         """Tokens of a batch out of a queue of so many."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
-    def _most_tokens(self, tower: object, deadline_s: float) -> float:
+    def _batch_token_limit(self, tower: object, deadline_s: float) -> float:
         oldest = self._clock() - _REMEMBER_S
         about = (short_s for short_s, then in self._shortest_deadlines.values() if then >= oldest)
         shortest_s = min((deadline_s, *about))
-        return self._pass(tower).tokens_within(_PART_OF_DEADLINE * shortest_s)
+        return self._latency_model(tower).tokens_within(_DEADLINE_FRACTION * shortest_s)
 
-    def _note_deadline(self, flight: EncodeJob[Any], now: float) -> None:
-        short_s, then = self._shortest_deadlines.get(flight.qos, (math.inf, now))
-        if flight.shortest_deadline_s <= short_s or now - then > _REMEMBER_S:
-            self._shortest_deadlines[flight.qos] = flight.shortest_deadline_s, now
+    def _note_deadline(self, job: EncodeJob[Any], now: float) -> None:
+        short_s, then = self._shortest_deadlines.get(job.qos, (math.inf, now))
+        if job.shortest_deadline_s <= short_s or now - then > _REMEMBER_S:
+            self._shortest_deadlines[job.qos] = job.shortest_deadline_s, now
 
-    def _pass(self, tower: object) -> PassTime:
-        return self._passes.get(tower) or PassTime()
+    def _latency_model(self, tower: object) -> BatchLatencyModel:
+        return self._latency_models.get(tower) or BatchLatencyModel()
 
     def _demand(self, tower: object, now: float) -> Mapping[ServiceClass, float]:
         with self._lock:
-            token_s = self._pass(tower).seconds(self._max_tokens) / self._max_tokens / max(1, self._lanes())
+            token_s = (
+                self._latency_model(tower).seconds(self._max_tokens)
+                / self._max_tokens
+                / max(1, self._lanes())
+            )
             return {qos: rate * token_s for qos, rate in self._arrivals.tokens_a_second(now).items()}

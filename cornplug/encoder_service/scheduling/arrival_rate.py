@@ -1,4 +1,4 @@
-"""How much keeps coming in, by class: tokens a second of those let in, by a mean that forgets. Pure."""
+"""Arrival rate by class: tokens a second of admitted requests, as an exponentially weighted mean."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Final
 from cornplug.qos import ServiceClass
 
 _FORGET_S: Final = 2.0
-_LEAST_S: Final = 0.05
-"""Before so much time has passed, a rate would be a guess."""
+_MIN_AGE_S: Final = 0.05
+"""Shortest time over which a rate is taken."""
 
 
 class ArrivalRate:
-    """Not thread-safe."""
+    """Tokens a second by class. Not thread-safe."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
         self._counted: dict[ServiceClass, tuple[float, float]] = {}
-        """Tokens, fading, and when they were counted."""
+        """By class: tokens, decayed to the time at which they were last counted, and that time."""
 
     def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
-        """Something was let in."""
+        """Count an admitted request."""
         if self._began_s is None:
             self._began_s = now_s
         self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
 
     def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
-        """Of each class that anything has come from."""
+        """Rate of each class that has sent a request; {} before the first."""
         if self._began_s is None:
             return {}
-        age_s = max(_LEAST_S, now_s - self._began_s)
-        # What a mean of so short a past weighs together, so that a young one is no smaller.
+        age_s = max(_MIN_AGE_S, now_s - self._began_s)
+        # The weights of so short a past sum to less: normalise, or a young rate would be too small.
         weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
         return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
 

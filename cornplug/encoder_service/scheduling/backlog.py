@@ -1,4 +1,4 @@
-"""What a request finds that comes now: all that waits and runs, and how much of it goes first. Pure."""
+"""The work in front of a new request: the queue, the running batches, and its place among them. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from cornplug.encoder_service.scheduling.batch_former import QueuedJob
-from cornplug.encoder_service.scheduling.fair_queue import FairOrder
+from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue
 from cornplug.qos import ServiceClass
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunningBatch:
-    """What a tower has been given and not landed yet."""
+    """A batch that a tower is computing."""
 
     tower: object
     tokens: int
@@ -22,7 +22,7 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """What a service has to do. Media of equal features count once."""
+    """Queue and running batches of a service. Media of equal features count once."""
 
     waiting: Mapping[object, tuple[int, int]]
     """By tower: tokens and media in the queue."""
@@ -32,48 +32,48 @@ class ServiceLoad:
     def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
         """`running` may name a batch several times."""
         waiting: dict[object, tuple[int, int]] = {}
-        for one in _distinct(queue):
-            tokens, items = waiting.get(one.tower, (0, 0))
-            waiting[one.tower] = tokens + one.tokens, items + 1
+        for job in _distinct(queue):
+            tokens, items = waiting.get(job.tower, (0, 0))
+            waiting[job.tower] = tokens + job.tokens, items + 1
         return cls(waiting=waiting, running=tuple(dict.fromkeys(running)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BacklogAhead:
-    """The same with one more in the queue, and when its turn would end."""
+class Backlog:
+    """The load with one more job in the queue, and that job's place."""
 
     load: ServiceLoad
-    until: float
-    """Tokens that are served until it is, its own among them."""
-    of_class: Mapping[ServiceClass, int]
-    """By class: tokens in the queue, without its own."""
+    tokens_until_served: float
+    """Tokens served until the job is done, its own included."""
+    tokens_by_class: Mapping[ServiceClass, int]
+    """By class: tokens in the queue, without the job's own."""
 
 
-def look(
+def backlog_ahead(
     queue: Sequence[QueuedJob],
     running: Iterable[RunningBatch],
-    order: FairOrder,
+    fair_queue: WeightedFairQueue,
     new: QueuedJob,
     demand: Mapping[ServiceClass, float],
-) -> BacklogAhead:
-    """What `new` would find. `demand` as `FairOrder.until` takes it."""
-    of_class: dict[ServiceClass, int] = {}
+) -> Backlog:
+    """The backlog in front of `new`. `demand`: see `WeightedFairQueue.tokens_until_served`."""
+    tokens_by_class: dict[ServiceClass, int] = {}
     apps: dict[str, int] = {}
     own = new.tokens
-    for one in _distinct(queue):
-        of_class[one.qos] = of_class.get(one.qos, 0) + one.tokens
-        if one.qos == new.qos and one.app != new.app:
-            apps[one.app] = apps.get(one.app, 0) + one.tokens
-        elif one.qos == new.qos and one.due_s <= new.due_s:
-            own += one.tokens
+    for job in _distinct(queue):
+        tokens_by_class[job.qos] = tokens_by_class.get(job.qos, 0) + job.tokens
+        if job.qos == new.qos and job.app != new.app:
+            apps[job.app] = apps.get(job.app, 0) + job.tokens
+        elif job.qos == new.qos and job.due_s <= new.due_s:
+            own += job.tokens
     # Apps take turns: while one is served, each other one is served as much.
     own += sum(min(own, tokens) for tokens in apps.values())
-    return BacklogAhead(
+    return Backlog(
         load=ServiceLoad.of((*queue, new), running),
-        until=order.until(new.qos, own, of_class, demand),
-        of_class=of_class,
+        tokens_until_served=fair_queue.tokens_until_served(new.qos, own, tokens_by_class, demand),
+        tokens_by_class=tokens_by_class,
     )
 
 
 def _distinct(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
-    return {one.feature_key: one for one in queue}.values()
+    return {job.feature_key: job for job in queue}.values()

@@ -1,10 +1,10 @@
-"""One batch out of a queue: whose turn it is comes first, what fits beside it fills the batch.
+"""Forms a batch out of the queue: in fair order, then smaller jobs fill the rest of the batch.
 
-    queue ─> lanes by class and app, the earliest deadline first ─FairOrder─> a batch for one tower
+    queue ─> by class and app, the earliest deadline first ─WeightedFairQueue─> a batch for one tower
 
-The first is taken whatever its size; others fill what is left of the tokens, so that small ones do not
-wait behind a big one that fits no more. Whose turn it was and which did not fit, or is another tower's,
-is the first of the next batch, so that nobody starves for being big.
+The first job is taken at any size. Others fill the remaining tokens, so that small jobs do not wait behind a
+big one. A job that was passed over, as too big or another tower's, comes first in the next batch: none
+starves.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cornplug.encoder_service.scheduling.fair_queue import FairOrder
+from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue
 from cornplug.qos import ServiceClass
 
 
 class QueuedJob(Protocol):
-    """Something that waits for a tower; compared by identity."""
+    """A job that waits for a tower; compared by object identity."""
 
     feature_key: bytes
     tower: object
@@ -29,99 +29,107 @@ class QueuedJob(Protocol):
     due_s: float
 
 
-W = TypeVar("W", bound=QueuedJob)
-Lanes = dict[ServiceClass, dict[str, list[W]]]
+JobT = TypeVar("JobT", bound=QueuedJob)
+QueuesByApp = dict[ServiceClass, dict[str, list[JobT]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormedBatch(Generic[W]):
-    """One batch."""
+class FormedBatch(Generic[JobT]):
+    """A batch, and the job that it passed over."""
 
-    batch: list[W]
+    batch: list[JobT]
     tokens: int
     """Of distinct features."""
-    passed_over: W | None
-    """Who had its turn and did not fit: give it as `first` next time."""
+    passed_over: JobT | None
+    """The job whose turn it was and that did not fit: pass it as `first` next time."""
 
 
-def pack(
-    queue: Sequence[W],
-    order: FairOrder,
+def form_batch(
+    queue: Sequence[JobT],
+    fair_queue: WeightedFairQueue,
     *,
     max_items: int,
-    limit: Callable[[W], float],
-    first: W | None = None,
-) -> FormedBatch[W]:
-    """A batch of one tower out of `queue`, which is not empty, charged to `order`.
+    limit: Callable[[JobT], float],
+    first: JobT | None = None,
+) -> FormedBatch[JobT]:
+    """A batch of one tower out of `queue`, which is not empty, charged to `fair_queue`.
 
-    `limit` is how many tokens a batch may have with that one in it.
+    `limit` is how many tokens a batch may have that holds this job.
     """
-    lanes = _lanes(queue)
-    order.waiting({qos: apps.keys() for qos, apps in lanes.items()})
-    batch: list[W] = []
-    items, tokens, most = 0, 0, math.inf
-    passed_over: W | None = None
+    queues = _queues_by_app(queue)
+    fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})
+    batch: list[JobT] = []
+    items, tokens, token_limit = 0, 0, math.inf
+    passed_over: JobT | None = None
 
-    def fits(one: W) -> bool:
-        return one.tower is batch[0].tower and tokens + one.tokens <= min(most, limit(one))
+    def fits(job: JobT) -> bool:
+        return job.tower is batch[0].tower and tokens + job.tokens <= min(token_limit, limit(job))
 
-    def fills(one: W) -> bool:
-        return fits(one) and order.may_borrow(one.qos, most)
+    def fills(job: JobT) -> bool:
+        return fits(job) and fair_queue.may_fill(job.qos, token_limit)
 
-    while lanes and items < max_items:
-        chosen = first if first is not None and not batch else _turn(lanes, order, _anyone)
+    while queues and items < max_items:
+        chosen = first if first is not None and not batch else _next_job(queues, fair_queue, _accept_any)
         if batch and chosen is not None and not fits(chosen):
             passed_over = passed_over or chosen
-            chosen = _turn(lanes, order, fills)
+            chosen = _next_job(queues, fair_queue, fills)
         if chosen is None:
             break
-        order.charge(chosen.qos, chosen.app, chosen.tokens)
+        fair_queue.charge(chosen.qos, chosen.app, chosen.tokens)
         items += 1
         tokens += chosen.tokens
-        most = min(most, limit(chosen))
-        batch += _leave(lanes, chosen)
-    order.waiting({qos: apps.keys() for qos, apps in lanes.items()})
+        token_limit = min(token_limit, limit(chosen))
+        batch += _take_with_duplicates(queues, chosen)
+    fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})
     return FormedBatch(batch=batch, tokens=tokens, passed_over=passed_over)
 
 
-def _anyone(one: QueuedJob) -> bool:
+def _accept_any(job: QueuedJob) -> bool:
     return True
 
 
-def _turn(lanes: Lanes[W], order: FairOrder, fits: Callable[[W], bool]) -> W | None:
-    """Whose turn it is of those who fit."""
-    heads = {qos: head for qos in lanes if (head := _head(lanes, qos, order, fits)) is not None}
-    return heads[order.choose({qos: head.tokens for qos, head in heads.items()})] if heads else None
+def _next_job(
+    queues: QueuesByApp[JobT], fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
+) -> JobT | None:
+    """The next job in fair order of those that fit."""
+    heads = {qos: head for qos in queues if (head := _head(queues, qos, fair_queue, fits)) is not None}
+    return heads[fair_queue.next_class({qos: head.tokens for qos, head in heads.items()})] if heads else None
 
 
-def _lanes(queue: Sequence[W]) -> Lanes[W]:
-    lanes: Lanes[W] = {}
-    for one in sorted(queue, key=lambda w: w.due_s):
-        lanes.setdefault(one.qos, {}).setdefault(one.app, []).append(one)
-    return lanes
+def _queues_by_app(queue: Sequence[JobT]) -> QueuesByApp[JobT]:
+    queues: QueuesByApp[JobT] = {}
+    for job in sorted(queue, key=lambda job: job.due_s):
+        queues.setdefault(job.qos, {}).setdefault(job.app, []).append(job)
+    return queues
 
 
-def _head(lanes: Lanes[W], qos: ServiceClass, order: FairOrder, fits: Callable[[W], bool]) -> W | None:
-    """What the class would be served: of the next app in turn that has something which fits."""
-    apps = lanes[qos]
-    for app in sorted(apps, key=lambda a: (order.app_turn(qos, a), apps[a][0].due_s)):
+def _head(
+    queues: QueuesByApp[JobT], qos: ServiceClass, fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
+) -> JobT | None:
+    """The class's next job that fits: its apps in turn, each app by deadline."""
+    apps = queues[qos]
+    for app in sorted(apps, key=lambda a: (fair_queue.app_tag(qos, a), apps[a][0].due_s)):
         if (head := next(filter(fits, apps[app]), None)) is not None:
             return head
     return None
 
 
-def _leave(lanes: Lanes[W], chosen: W) -> list[W]:
-    """Take `chosen` out, and after it those that need the same features: they ride for free."""
+def _take_with_duplicates(queues: QueuesByApp[JobT], chosen: JobT) -> list[JobT]:
+    """Remove `chosen` and all jobs of the same features, which cost nothing more, from the queues."""
     out = [chosen]
-    for qos, apps in list(lanes.items()):
+    for qos, apps in list(queues.items()):
         for app, waiting in list(apps.items()):
-            stay = [w for w in waiting if w.feature_key != chosen.feature_key or w.tower is not chosen.tower]
+            stay = [
+                job
+                for job in waiting
+                if job.feature_key != chosen.feature_key or job.tower is not chosen.tower
+            ]
             if len(stay) < len(waiting):
-                out += [w for w in waiting if w not in stay and w is not chosen]
+                out += [job for job in waiting if job not in stay and job is not chosen]
             if stay:
                 apps[app] = stay
             else:
                 del apps[app]
         if not apps:
-            del lanes[qos]
+            del queues[qos]
     return out

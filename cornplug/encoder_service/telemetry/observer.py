@@ -26,17 +26,17 @@ class RequestObserver:
         self.meters = meters
         self.tracing = tracing
 
-    def received(self, wait: PendingRequest, model: LoadedModel | None) -> None:
+    def received(self, pending: PendingRequest, model: LoadedModel | None) -> None:
         """A request was received: its span begins."""
-        request = wait.request
-        wait.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
-        wait.span.set_attributes({"cornplug.app": request.app, "cornplug.class": wait.qos.name})
+        request = pending.request
+        pending.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
+        pending.span.set_attributes({"cornplug.app": request.app, "cornplug.class": pending.qos.name})
         if model is not None:
-            wait.span.set_attributes(
+            pending.span.set_attributes(
                 {
                     "cornplug.model": model.served.name,
                     "cornplug.family": model.served.family,
-                    "cornplug.modality": _modality(model, wait),
+                    "cornplug.modality": _modality(model, pending),
                 }
             )
 
@@ -44,9 +44,9 @@ class RequestObserver:
         """Context manager around a medium's preprocessing, a child of the current span."""
         return self._stage("preprocess", get_current_span())
 
-    def stage(self, stage: Stage, wait: PendingRequest) -> AbstractContextManager[None]:
+    def stage(self, stage: Stage, pending: PendingRequest) -> AbstractContextManager[None]:
         """Context manager around one stage of a request."""
-        return self._stage(stage, wait.span)
+        return self._stage(stage, pending.span)
 
     @contextmanager
     def _stage(self, stage: Stage, parent: Span) -> Iterator[None]:
@@ -57,25 +57,25 @@ class RequestObserver:
             finally:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
-    def queued(self, wait: PendingRequest, tokens: int) -> None:
+    def queued(self, pending: PendingRequest, tokens: int) -> None:
         """The request waits for a batch from now on."""
-        wait.queued_s = time.monotonic()
-        wait.span.set_attribute("cornplug.tokens", tokens)
+        pending.queued_s = time.monotonic()
+        pending.span.set_attribute("cornplug.tokens", tokens)
 
     @contextmanager
-    def computing(self, flights: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
+    def computing(self, jobs: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
         """Around a batch: its requests' waiting is over. `tokens` of each medium that the tower runs for."""
-        waits = [wait for flight in flights for wait in tuple(flight.waits)]
-        for wait in waits:
-            self._waited(wait)
+        requests = [pending for job in jobs for pending in tuple(job.requests)]
+        for pending in requests:
+            self._waited(pending)
         began = time.monotonic()
-        first, *others = (wait.span for wait in waits)
+        first, *others = (pending.span for pending in requests)
         # Where every medium's features were kept, only projectors run.
         name = "cornplug.tower" if tokens else "cornplug.project"
         with self.tracing.child(first, name, also=others) as span:
             span.set_attributes(
                 {
-                    "cornplug.batch.requests": len(waits),
+                    "cornplug.batch.requests": len(requests),
                     "cornplug.batch.media": len(tokens),
                     "cornplug.batch.tokens": sum(tokens),
                 }
@@ -86,38 +86,40 @@ class RequestObserver:
         if tokens:
             self.meters.passed(len(tokens), sum(tokens), seconds)
 
-    def answered(self, wait: PendingRequest, origin: str, *, stored: bool, seconds: float) -> None:
+    def answered(self, pending: PendingRequest, origin: str, *, stored: bool, seconds: float) -> None:
         """The request's answer is about to be sent."""
-        self.meters.answered(wait.request.app, wait.qos.name, origin, seconds)
-        wait.span.set_attributes({"cornplug.origin": origin, "cornplug.stored": stored})
-        wait.span.end()
+        self.meters.answered(pending.request.app, pending.qos.name, origin, seconds)
+        pending.span.set_attributes({"cornplug.origin": origin, "cornplug.stored": stored})
+        pending.span.end()
 
-    def refused(self, wait: PendingRequest, reason: str) -> None:
+    def refused(self, pending: PendingRequest, reason: str) -> None:
         """The request is about to be refused."""
-        self.meters.refused(reason, wait.qos.name)
-        wait.span.set_attribute("cornplug.reason", reason)
-        wait.span.set_status(StatusCode.ERROR, reason)
-        wait.span.end()
+        self.meters.refused(reason, pending.qos.name)
+        pending.span.set_attribute("cornplug.reason", reason)
+        pending.span.set_status(StatusCode.ERROR, reason)
+        pending.span.end()
 
-    def gone(self, wait: PendingRequest) -> None:
+    def gone(self, pending: PendingRequest) -> None:
         """The request ended without an answer, as its client has gone; no effect after an answer."""
-        if wait.span.is_recording():
-            wait.span.set_attribute("cornplug.cancelled", True)
-            wait.span.end()
+        if pending.span.is_recording():
+            pending.span.set_attribute("cornplug.cancelled", True)
+            pending.span.end()
 
-    def _waited(self, wait: PendingRequest) -> None:
+    def _waited(self, pending: PendingRequest) -> None:
         # None: an earlier batch had it, which failed.
-        queued_s, wait.queued_s = wait.queued_s, None
+        queued_s, pending.queued_s = pending.queued_s, None
         if queued_s is None:
             return
         seconds = time.monotonic() - queued_s
         now_ns = time.time_ns()
         self.meters.stages.labels("queue").observe(seconds)
-        self.tracing.past(wait.span, "cornplug.queue", began_ns=now_ns - int(seconds * 1e9), ended_ns=now_ns)
+        self.tracing.past(
+            pending.span, "cornplug.queue", began_ns=now_ns - int(seconds * 1e9), ended_ns=now_ns
+        )
 
 
-def _modality(model: LoadedModel, wait: PendingRequest) -> str:
+def _modality(model: LoadedModel, pending: PendingRequest) -> str:
     for modality, names in model.checkpoint.family.inputs.items():
-        if set(names) <= wait.request.inputs.keys():
+        if set(names) <= pending.request.inputs.keys():
             return modality
     return "unknown"

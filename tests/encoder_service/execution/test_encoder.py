@@ -176,7 +176,7 @@ def test_one_model_twice_joins_while_it_runs(
     first = hold(encoder, gate, request)
     others = [encoder.submit(request) for _ in range(3)]
     encoder._admission.submit(int).result(5)
-    eventually(lambda: sum(len(f.waits) for f in encoder._batcher._flying.values()) == 4)
+    eventually(lambda: sum(len(f.requests) for f in encoder._batcher._in_flight.values()) == 4)
     gate.open.set()
     origins = [ok(f).origin for f in (first, *others)]
     assert origins == ["computed", "coalesced", "coalesced", "coalesced"]

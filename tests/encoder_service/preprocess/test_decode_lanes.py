@@ -25,7 +25,10 @@ STANDARD = ServiceClass(name="standard", share=0.3)
 NIGHTLY = ServiceClass(name="nightly", share=0.02, priority=-1)
 CLASSES = (PREMIUM, STANDARD, NIGHTLY)
 BUDGET = PreparedBudget(CLASSES, 1 << 30)
-LARGE, SMALL = work_of(MediumHeader(held_bytes=0, work=25e6)), work_of(MediumHeader(held_bytes=0, work=1e5))
+LARGE, SMALL = (
+    work_of(MediumHeader(held_bytes=0, work=25e6)),
+    work_of(MediumHeader(held_bytes=0, work=1e5)),
+)
 
 
 class Rig:
@@ -169,7 +172,7 @@ def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
         bench.admit(MediumHeader(held_bytes=0, work=25e6), 0)
 
     turn(rig.ask("one", NIGHTLY, reprice)).future.result(5)
-    assert rig.preparation._batcher._order._turns[NIGHTLY].apps["a"] == LARGE
+    assert rig.preparation._batcher._fair_queue._states[NIGHTLY].apps["a"] == LARGE
 
 
 def test_it_says_when_nothing_is_finished(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import WaitingRoom
+from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.qos import ONE_CLASS, ServiceClass
 
@@ -38,7 +38,7 @@ class Service:
     def clock(self) -> float:
         return self.now
 
-    def flight(
+    def job(
         self, qos: ServiceClass = ONE_CLASS, *, deadline_s: float = 10.0, tokens: int = 100, app: str = "a"
     ) -> EncodeJob[int]:
         number = next(self._numbers)
@@ -46,51 +46,56 @@ class Service:
         request = EncodeRequest(
             id=number, identity=b"i", key=key, cache_salt=None, inputs={}, app=app, deadline_s=deadline_s
         )
-        wait = PendingRequest(request=request, received_s=self.now, qos=qos)
+        pending = PendingRequest(request=request, received_s=self.now, qos=qos)
         return EncodeJob(
-            key=(key, b"i"), feature_key=key, tower=self.tower, tokens=tokens, work=number, waits=[wait]
+            key=(key, b"i"),
+            feature_key=key,
+            tower=self.tower,
+            tokens=tokens,
+            payload=number,
+            requests=[pending],
         )
 
     def measured(self) -> Service:
         for count in (1, 4, 2, 3, 1, 4):
-            batch = [self.flight() for _ in range(count)]
+            batch = [self.job() for _ in range(count)]
             self.gate.computed(batch, PASS_S + TOKEN_S * 100 * count)
         return self
 
-    def come(self, flight: EncodeJob[int]) -> str | None:
+    def come(self, job: EncodeJob[int]) -> str | None:
         """Let it in, or the reason why not."""
-        no = self.gate.refusal(flight, self.batcher)
+        no = self.gate.refusal(job, self.batcher)
         if no is None:
-            self.batcher.join_or_add(flight)
+            self.batcher.join_or_add(job)
         return no and no.reason
 
     def work(self) -> list[EncodeJob[int]]:
         """One batch, from its beginning to its end."""
         batch = self.batcher.take()
-        self.now += PASS_S + TOKEN_S * sum(flight.tokens for flight in batch)
-        for flight in batch:
-            self.batcher.land(flight)
+        self.now += PASS_S + TOKEN_S * sum(job.tokens for job in batch)
+        for job in batch:
+            self.batcher.finish(job)
         return batch
 
 
 def test_before_anything_is_measured_everybody_is_let_in() -> None:
     service = Service()
-    assert [service.come(service.flight(deadline_s=0.001)) for _ in range(50)] == [None] * 50
+    assert [service.come(service.job(deadline_s=0.001)) for _ in range(50)] == [None] * 50
 
 
 def test_an_idle_service_lets_in_whatever_it_has_measured() -> None:
     """Else a tower that was slow once would never be measured again."""
     service = Service().measured()
-    assert service.come(service.flight(deadline_s=0.01)) is None
-    assert service.come(service.flight(deadline_s=0.01)) == "overloaded"
+    assert service.come(service.job(deadline_s=0.01)) is None
+    assert service.come(service.job(deadline_s=0.01)) == "overloaded"
 
 
 @pytest.mark.parametrize("waiting", [3, 8, 20])
 def test_the_prediction_is_when_the_queue_is_done(waiting: int) -> None:
     service = Service().measured()
     for _ in range(waiting):
-        assert service.come(service.flight(deadline_s=100)) is None
-    last = service.flight(deadline_s=100)
+        assert service.come(service.job(deadline_s=100)) is None
+    last = service.job(deadline_s=100)
     predicted = service.gate.done_s(last, service.batcher)
     service.batcher.join_or_add(last)
     while last not in service.work():
@@ -101,48 +106,48 @@ def test_the_prediction_is_when_the_queue_is_done(waiting: int) -> None:
 def test_half_of_a_batch_that_runs_is_half_behind_us() -> None:
     service = Service().measured()
     for _ in range(4):
-        service.come(service.flight())
+        service.come(service.job())
     service.batcher.take()
     service.now += 0.25
-    assert service.gate.done_s(service.flight(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
+    assert service.gate.done_s(service.job(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
 
 
 def test_replicas_share_the_queue() -> None:
     one, four = Service().measured(), Service(lanes=4).measured()
     for service in (one, four):
         for _ in range(64):
-            service.come(service.flight(deadline_s=100))
-    last = [service.flight(deadline_s=100) for service in (one, four)]
-    predicted = [s.gate.done_s(flight, s.batcher) for s, flight in zip((one, four), last, strict=True)]
+            service.come(service.job(deadline_s=100))
+    last = [service.job(deadline_s=100) for service in (one, four)]
+    predicted = [s.gate.done_s(job, s.batcher) for s, job in zip((one, four), last, strict=True)]
     assert predicted[0] > 3 * predicted[1]
 
 
 def test_who_comes_back_when_told_is_let_in_and_who_comes_much_sooner_is_not() -> None:
     service = Service().measured()
-    while (no := service.gate.refusal(service.flight(deadline_s=3.0), service.batcher)) is None:
-        service.batcher.join_or_add(service.flight(deadline_s=3.0))
+    while (no := service.gate.refusal(service.job(deadline_s=3.0), service.batcher)) is None:
+        service.batcher.join_or_add(service.job(deadline_s=3.0))
     for _ in range(12):  # others, who have more time
-        service.batcher.join_or_add(service.flight(deadline_s=2.9))
-    no = service.gate.refusal(service.flight(deadline_s=3.0), service.batcher)
+        service.batcher.join_or_add(service.job(deadline_s=2.9))
+    no = service.gate.refusal(service.job(deadline_s=3.0), service.batcher)
     assert no is not None
     assert no.retry_after_s > 1
     early = service.now + no.retry_after_s / 2
     on_time = service.now + no.retry_after_s
     while service.now < early:
         service.work()
-    assert service.gate.refusal(service.flight(deadline_s=3.0), service.batcher) is not None
+    assert service.gate.refusal(service.job(deadline_s=3.0), service.batcher) is not None
     while service.now < on_time:
         service.work()
-    assert service.gate.refusal(service.flight(deadline_s=3.0), service.batcher) is None
+    assert service.gate.refusal(service.job(deadline_s=3.0), service.batcher) is None
 
 
 def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None:
     service = Service().measured()
-    assert service.come(service.flight(GOLD)) is None
-    while (reason := service.come(service.flight(TIN, deadline_s=2.0))) is None:
+    assert service.come(service.job(GOLD)) is None
+    while (reason := service.come(service.job(TIN, deadline_s=2.0))) is None:
         pass
     assert reason == "over_share"
-    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
+    assert service.come(service.job(GOLD, deadline_s=2.0)) is None
 
 
 def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
@@ -150,61 +155,61 @@ def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
     service = Service().measured()
     service.gate = EncodeAdmission(max_items=64, max_tokens=100_000, clock=service.clock)
     service.measured()
-    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
+    assert service.come(service.job(GOLD, deadline_s=2.0)) is None
     for _ in range(40):
-        service.batcher.join_or_add(service.flight(TIN, deadline_s=60))
-    assert service.come(service.flight(GOLD, deadline_s=2.0)) is None
-    assert service.gate.most_tokens(service.tower, 60.0) == pytest.approx(400, rel=0.1)
+        service.batcher.join_or_add(service.job(TIN, deadline_s=60))
+    assert service.come(service.job(GOLD, deadline_s=2.0)) is None
+    assert service.gate.batch_token_limit(service.tower, 60.0) == pytest.approx(400, rel=0.1)
     service.now += 30
-    assert service.come(service.flight(GOLD, deadline_s=40)) is None
-    assert service.gate.most_tokens(service.tower, 60.0) > 5000
+    assert service.come(service.job(GOLD, deadline_s=40)) is None
+    assert service.gate.batch_token_limit(service.tower, 60.0) > 5000
 
 
 def test_a_full_service_says_so_at_the_door_unless_many_need_no_pass() -> None:
     service = Service().measured()
-    assert service.gate.at_the_door(ONE_CLASS, 0.01, service.batcher) is None
-    while service.come(service.flight(deadline_s=2.0)) is None:
+    assert service.gate.precheck(ONE_CLASS, 0.01, service.batcher) is None
+    while service.come(service.job(deadline_s=2.0)) is None:
         pass
-    no = service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher)
+    no = service.gate.precheck(ONE_CLASS, 2.0, service.batcher)
     assert no is not None
     assert (no.reason, no.retry_after_s > 0) == ("overloaded", True)
-    assert service.gate.at_the_door(ONE_CLASS, 60.0, service.batcher) is None
+    assert service.gate.precheck(ONE_CLASS, 60.0, service.batcher) is None
     for _ in range(10):
-        service.gate.needs_pass(False)
-    assert service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher) is None
+        service.gate.record_cache_outcome(hit=True)
+    assert service.gate.precheck(ONE_CLASS, 2.0, service.batcher) is None
     for _ in range(40):
-        service.gate.needs_pass(True)
-    assert service.gate.at_the_door(ONE_CLASS, 2.0, service.batcher) is not None
+        service.gate.record_cache_outcome(hit=False)
+    assert service.gate.precheck(ONE_CLASS, 2.0, service.batcher) is not None
 
 
 def test_one_class_alone_is_never_over_its_share() -> None:
     service = Service().measured()
-    while (reason := service.come(service.flight(deadline_s=2.0))) is None:
+    while (reason := service.come(service.job(deadline_s=2.0))) is None:
         pass
     assert reason == "overloaded"
 
 
 def test_what_keeps_coming_of_a_better_class_is_reckoned_with() -> None:
     service = Service().measured()
-    tin = service.flight(TIN)
+    tin = service.job(TIN)
     alone = service.gate.done_s(tin, service.batcher)
     for _ in range(40):  # of gold, half of what can be served
-        service.come(service.flight(GOLD))
+        service.come(service.job(GOLD))
         service.now += 0.25
         while service.batcher.queued():
-            service.batcher.land(service.batcher.take()[0])
+            service.batcher.finish(service.batcher.take()[0])
     for _ in range(8):
-        service.batcher.join_or_add(service.flight(TIN))
-    with_gold = service.gate.done_s(service.flight(TIN), service.batcher)
+        service.batcher.join_or_add(service.job(TIN))
+    with_gold = service.gate.done_s(service.job(TIN), service.batcher)
     assert with_gold > 2 * alone
 
 
 def test_a_joined_duplicate_lifts_the_flight() -> None:
     service = Service()
-    slow = [service.flight(TIN) for _ in range(6)]
-    for flight in slow:
-        service.batcher.join_or_add(flight)
-    twin = service.flight(GOLD)
+    slow = [service.job(TIN) for _ in range(6)]
+    for job in slow:
+        service.batcher.join_or_add(job)
+    twin = service.job(GOLD)
     twin.key = slow[5].key
     assert service.batcher.join_or_add(twin)
     assert service.batcher.take()[0] is slow[5]
@@ -218,10 +223,10 @@ def test_a_pass_lasts_a_part_of_the_shortest_deadline() -> None:
         max_tokens=1000,
         clock=service.clock,
         on_late=service.late.append,
-        most_tokens=service.gate.most_tokens,
+        batch_token_limit=service.gate.batch_token_limit,
     )
-    for flight in (service.flight(deadline_s=1.0), *(service.flight(tokens=900) for _ in range(2))):
-        short.join_or_add(flight)
+    for job in (service.job(deadline_s=1.0), *(service.job(tokens=900) for _ in range(2))):
+        short.join_or_add(job)
     assert [len(short.take()) for _ in range(3)] == [1, 1, 1]
 
 
@@ -230,21 +235,21 @@ def test_each_class_is_told_apart_in_the_forecast() -> None:
     assert service.gate.predicted_s([GOLD, TIN], service.batcher) == {"gold": 0.0, "tin": 0.0}
     service.measured()
     for _ in range(20):
-        service.come(service.flight(TIN, deadline_s=100))
+        service.come(service.job(TIN, deadline_s=100))
     predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
     assert 0.5 < predicted["gold"] < predicted["tin"] / 2
 
 
 def wait_of(qos: ServiceClass) -> PendingRequest:
-    return Service().flight(qos).waits[0]
+    return Service().job(qos).requests[0]
 
 
 def test_a_class_keeps_its_seats_however_many_others_come() -> None:
-    room = WaitingRoom([GOLD, TIN], seats=8)
+    room = QueueLimit([GOLD, TIN], slots=8)
     entered = [room.enter(wait_of(TIN)) for _ in range(20)]
     assert entered.count(None) == 4
     gold = [wait_of(GOLD) for _ in range(20)]
-    outcomes = [room.enter(wait) for wait in gold]
+    outcomes = [room.enter(pending) for pending in gold]
     assert outcomes.count(None) == 4
     assert entered[-1] is not None
     assert outcomes[-1] is not None

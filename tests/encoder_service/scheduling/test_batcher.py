@@ -20,14 +20,14 @@ class Clock:
         return self.now
 
 
-def wait(clock: Clock, deadline_s: float = 10) -> PendingRequest:
+def pending(clock: Clock, deadline_s: float = 10) -> PendingRequest:
     request = EncodeRequest(
         id=1, identity=b"i", key=b"k", cache_salt=None, inputs={}, app="a", deadline_s=deadline_s
     )
     return PendingRequest(request=request, received_s=clock.now)
 
 
-def flight(
+def job(
     clock: Clock, name: str, *, feature: str = "", tokens: int = 10, tower: object = TOWER, **w: float
 ) -> EncodeJob[str]:
     return EncodeJob(
@@ -35,8 +35,8 @@ def flight(
         feature_key=(feature or name).encode(),
         tower=tower,
         tokens=tokens,
-        work=name,
-        waits=[wait(clock, **w)],
+        payload=name,
+        requests=[pending(clock, **w)],
     )
 
 
@@ -45,14 +45,14 @@ def batcher(clock: Clock, *, items: int = 3, tokens: int = 100) -> Batcher[str]:
 
 
 def names(batch: list[EncodeJob[str]]) -> str:
-    return "".join(f.work for f in batch)
+    return "".join(f.payload for f in batch)
 
 
 def test_items_bound_a_batch_and_order_is_kept() -> None:
     clock = Clock()
     b = batcher(clock)
     for name in "abcde":
-        assert not b.join_or_add(flight(clock, name))
+        assert not b.join_or_add(job(clock, name))
     assert b.queued() == 5
     assert names(b.take()) == "abc"
     assert names(b.take()) == "de"
@@ -61,10 +61,10 @@ def test_items_bound_a_batch_and_order_is_kept() -> None:
 def test_tokens_bound_a_batch_but_never_starve() -> None:
     clock = Clock()
     b = batcher(clock)
-    b.join_or_add(flight(clock, "a", tokens=1000))
-    b.join_or_add(flight(clock, "b", tokens=60))
-    b.join_or_add(flight(clock, "c", tokens=60))
-    b.join_or_add(flight(clock, "d", tokens=40))
+    b.join_or_add(job(clock, "a", tokens=1000))
+    b.join_or_add(job(clock, "b", tokens=60))
+    b.join_or_add(job(clock, "c", tokens=60))
+    b.join_or_add(job(clock, "d", tokens=40))
     assert names(b.take()) == "a"
     assert names(b.take()) == "bd"
     assert names(b.take()) == "c"
@@ -74,7 +74,7 @@ def test_one_tower_a_batch_oldest_first() -> None:
     clock = Clock()
     b = batcher(clock)
     for name, tower in (("a", TOWER), ("x", OTHER), ("b", TOWER), ("y", OTHER)):
-        b.join_or_add(flight(clock, name, tower=tower))
+        b.join_or_add(job(clock, name, tower=tower))
     assert names(b.take()) == "ab"
     assert names(b.take()) == "xy"
 
@@ -82,44 +82,44 @@ def test_one_tower_a_batch_oldest_first() -> None:
 def test_equal_features_ride_for_free() -> None:
     clock = Clock()
     b = batcher(clock, items=1, tokens=10)
-    b.join_or_add(flight(clock, "a", feature="f"))
-    b.join_or_add(flight(clock, "b", feature="g"))
-    b.join_or_add(flight(clock, "c", feature="f"))
+    b.join_or_add(job(clock, "a", feature="f"))
+    b.join_or_add(job(clock, "b", feature="g"))
+    b.join_or_add(job(clock, "c", feature="f"))
     assert names(b.take()) == "ac"
 
 
 def test_joins_until_it_lands() -> None:
     clock = Clock()
     b = batcher(clock)
-    first = flight(clock, "a")
+    first = job(clock, "a")
     assert not b.join_or_add(first)
-    assert b.join_or_add(flight(clock, "a"))
+    assert b.join_or_add(job(clock, "a"))
     assert b.take() == [first]
-    assert b.join_or_add(flight(clock, "a"))
-    assert len(b.land(first)) == 3
-    assert not b.join_or_add(flight(clock, "a"))
+    assert b.join_or_add(job(clock, "a"))
+    assert len(b.finish(first)) == 3
+    assert not b.join_or_add(job(clock, "a"))
 
 
 def test_one_picture_from_two_engines_is_one_flight() -> None:
     """Their processors round in other last bits, so the features' keys differ."""
     clock = Clock()
     b = batcher(clock)
-    b.join_or_add(flight(clock, "a", feature="f"))
-    assert b.join_or_add(flight(clock, "a", feature="g"))
+    b.join_or_add(job(clock, "a", feature="f"))
+    assert b.join_or_add(job(clock, "a", feature="g"))
 
 
 def test_the_late_are_told_and_the_others_stay() -> None:
     clock = Clock()
     b = batcher(clock)
-    b.join_or_add(flight(clock, "a", deadline_s=1))
-    b.join_or_add(flight(clock, "b", deadline_s=1))
-    b.join_or_add(flight(clock, "b", deadline_s=9))
+    b.join_or_add(job(clock, "a", deadline_s=1))
+    b.join_or_add(job(clock, "b", deadline_s=1))
+    b.join_or_add(job(clock, "b", deadline_s=9))
     clock.now = 2
     (left,) = b.take()
-    assert left.work == "b"
-    assert len(left.waits) == 1
+    assert left.payload == "b"
+    assert len(left.requests) == 1
     assert len(clock.late) == 2
-    assert not b.join_or_add(flight(clock, "a"))
+    assert not b.join_or_add(job(clock, "a"))
 
 
 def test_close_empties_and_ends() -> None:
@@ -128,7 +128,7 @@ def test_close_empties_and_ends() -> None:
     got: list[str] = []
     thread = threading.Thread(target=lambda: [got.append(names(x)) for x in iter(b.take, [])])
     thread.start()
-    b.join_or_add(flight(clock, "a"))
+    b.join_or_add(job(clock, "a"))
     b.close()
     thread.join(5)
     assert not thread.is_alive()
@@ -136,10 +136,10 @@ def test_close_empties_and_ends() -> None:
 
 
 def test_an_answer_is_given_once() -> None:
-    w = wait(Clock())
+    w = pending(Clock())
     answer = EncodeReply(id=1, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
     assert w.answer(answer)
     assert not w.answer(answer)
-    gone = wait(Clock())
+    gone = pending(Clock())
     gone.future.cancel()
     assert not gone.answer(answer)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.scheduling.backlog import look
-from cornplug.encoder_service.scheduling.batch_former import pack
-from cornplug.encoder_service.scheduling.fair_queue import FairOrder
+from cornplug.encoder_service.scheduling.backlog import backlog_ahead
+from cornplug.encoder_service.scheduling.batch_former import form_batch
+from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue
 from cornplug.qos import ServiceClass
 
 TOWER = object()
@@ -47,14 +47,14 @@ class Queue(list[One]):
 
     def __init__(self, ones: Iterable[One] = ()) -> None:
         super().__init__(ones)
-        self.order = FairOrder()
-        self._next: One | None = None
+        self.fair_queue = WeightedFairQueue()
+        self._passed_over: One | None = None
 
     def batch(self, max_items: int = 8) -> list[One]:
         """One batch, which leaves it."""
-        first = self._next if self._next in self else None
-        out = pack(self, self.order, max_items=max_items, limit=lambda one: MOST, first=first)
-        self._next = out.passed_over
+        first = self._passed_over if self._passed_over in self else None
+        out = form_batch(self, self.fair_queue, max_items=max_items, limit=lambda one: MOST, first=first)
+        self._passed_over = out.passed_over
         assert out.tokens == sum({one.feature_key: one.tokens for one in out.batch}.values())
         for one in out.batch:
             self.remove(one)
@@ -177,7 +177,7 @@ def test_what_is_predicted_is_what_is_served(made: list[ServiceClass], data: st.
             queue.batch(max_items=1)
     queue += data.draw(st.lists(one_of, max_size=30))
     new = data.draw(one_of)
-    predicted = look(queue, (), queue.order, new, {}).until
+    predicted = backlog_ahead(queue, (), queue.fair_queue, new, {}).tokens_until_served
     queue.append(new)
     served = 0
     for one in queue.one_by_one():
@@ -192,9 +192,9 @@ def test_what_is_predicted_is_what_is_served(made: list[ServiceClass], data: st.
 
 def test_demand_of_better_classes_is_foreseen() -> None:
     low, high = a_class("low", 0.25), a_class("high", 0.25, priority=1)
-    order = FairOrder()
-    assert order.until(low, 100, {}, {}) == pytest.approx(100)
-    assert order.until(low, 100, {high: 75}, {}) == pytest.approx(175)
-    assert order.until(low, 100, {high: 750}, {}) == pytest.approx(400)
-    assert order.until(low, 100, {}, {high: 0.6}) == pytest.approx(250)
-    assert order.until(high, 100, {low: 1000}, {}) == pytest.approx(100 / 0.75)
+    fair_queue = WeightedFairQueue()
+    assert fair_queue.tokens_until_served(low, 100, {}, {}) == pytest.approx(100)
+    assert fair_queue.tokens_until_served(low, 100, {high: 75}, {}) == pytest.approx(175)
+    assert fair_queue.tokens_until_served(low, 100, {high: 750}, {}) == pytest.approx(400)
+    assert fair_queue.tokens_until_served(low, 100, {}, {high: 0.6}) == pytest.approx(250)
+    assert fair_queue.tokens_until_served(high, 100, {low: 1000}, {}) == pytest.approx(100 / 0.75)

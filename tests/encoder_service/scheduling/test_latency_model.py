@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.scheduling.latency_model import PassTime
+from cornplug.encoder_service.scheduling.latency_model import BatchLatencyModel
 
 
 @example(0.5, 0.0078125, [12, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13])
@@ -18,18 +18,18 @@ from cornplug.encoder_service.scheduling.latency_model import PassTime
     st.floats(1e-6, 1e-2),
     st.lists(st.integers(1, 20_000), min_size=12, max_size=40, unique=True),
 )
-def test_a_line_is_found_after_a_slow_warm_up(a_s: float, b_s: float, sizes: list[int]) -> None:
-    pass_time = PassTime()
+def test_a_line_is_found_after_a_slow_warm_up(fixed_s: float, token_s: float, sizes: list[int]) -> None:
+    pass_time = BatchLatencyModel()
     for _ in range(2):
         pass_time.observe(1000, 40.0)
     for tokens in sizes:
-        pass_time.observe(tokens, a_s + b_s * tokens)
+        pass_time.observe(tokens, fixed_s + token_s * tokens)
     for tokens in sizes[-5:]:
-        assert pass_time.seconds(tokens) == pytest.approx(a_s + b_s * tokens, rel=0.05, abs=1e-3)
+        assert pass_time.seconds(tokens) == pytest.approx(fixed_s + token_s * tokens, rel=0.05, abs=1e-3)
 
 
 def test_one_size_is_learned_too_and_a_pass_is_never_free() -> None:
-    pass_time = PassTime()
+    pass_time = BatchLatencyModel()
     assert (pass_time.measured, pass_time.seconds(100)) == (False, 0.0)
     assert pass_time.tokens_within(1) == math.inf
     for _ in range(10):
@@ -40,7 +40,7 @@ def test_one_size_is_learned_too_and_a_pass_is_never_free() -> None:
 
 
 def test_a_hiccup_moves_little_and_a_slower_tower_is_followed() -> None:
-    pass_time = PassTime()
+    pass_time = BatchLatencyModel()
     for _ in range(20):
         pass_time.observe(1000, 0.1)
     pass_time.observe(1000, 30.0)
@@ -54,7 +54,7 @@ def test_a_hiccup_moves_little_and_a_slower_tower_is_followed() -> None:
 
 
 def test_big_fixed_costs_are_shared_by_many_tokens() -> None:
-    pass_time = PassTime()
+    pass_time = BatchLatencyModel()
     for tokens in (100, 400, 200, 800, 100, 400, 200, 800):
         pass_time.observe(tokens, 0.5 + 0.001 * tokens)
     # Not the 100 tokens that fit into 0.6 s: four fifths of a pass should be work.
