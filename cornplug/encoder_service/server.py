@@ -38,7 +38,7 @@ from cornplug.encoder_service.http.head_timeout import (
 )
 from cornplug.encoder_service.http.url_fetcher import UrlRules
 from cornplug.encoder_service.models.registry import ModelRegistry, Report
-from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
 from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.server_flags import check, overrides, parser
 from cornplug.encoder_service.sglang.epd_server import SGLANG_FAMILIES
@@ -202,13 +202,13 @@ def main(argv: Sequence[str]) -> int:
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here; a store that fails costs what would have been shared.
-        shelf = ResultCache(
-            store, deadline_s=config.store.background_timeout_s, account_part=config.encoder.tenant_part
+        cache = ResultCache(
+            store, deadline_s=config.store.background_timeout_s, account_fraction=config.encoder.tenant_part
         )
         tracing = open_tracing()
         encoder = EncoderCore(
             registry,
-            shelf,
+            cache,
             secret=secret,
             executors=replicas,
             tracing=tracing,
@@ -219,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
             prepare_threads=config.encoder.prepare_threads,
             classes=QosClasses(config.qos),
         )
-        encoder.meters.registry.register(ReplicaMeters(replicas))
+        encoder.meters.registry.register(ReplicaMetrics(replicas))
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
         for url in _sglang_urls(registry, port) if config.encoder.sglang else ():

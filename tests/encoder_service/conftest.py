@@ -115,8 +115,8 @@ def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
     made: list[EncoderCore] = []
 
     def make(store: Any = None, **options: Any) -> EncoderCore:
-        shelf = ResultCache(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
-        encoder = EncoderCore(options.pop("registry", registry), shelf, secret=SECRET, **options)
+        cache = ResultCache(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
+        encoder = EncoderCore(options.pop("registry", registry), cache, secret=SECRET, **options)
         made.append(encoder)
         return encoder
 

@@ -172,25 +172,25 @@ def test_what_never_fits_is_refused_from_its_header(serve: Serve, llava: str) ->
 def test_the_budget_keeps_each_class_its_part() -> None:
     premium, nightly = ServiceClass(name="premium", share=0.5), ServiceClass(name="nightly", share=0.02)
     budget = PreparedBudget([premium, nightly], 1000)
-    rooms = [budget.room(nightly) for _ in range(5)]
-    for room in rooms[:4]:
-        room.need(120)
+    shares = [budget.share(nightly) for _ in range(5)]
+    for share in shares[:4]:
+        share.need(120)
     with pytest.raises(EncoderRefused) as full:
-        rooms[4].need(120)
+        shares[4].need(120)
     assert full.value.reason == "overloaded"
     with pytest.raises(EncoderRefused) as never:
-        rooms[4].need(501)
+        shares[4].need(501)
     assert never.value.reason == "too_large_prepared"
-    mine = budget.room(premium)
-    mine.need(500)
-    mine.need(100)
+    own = budget.share(premium)
+    own.need(500)
+    own.need(100)
     assert budget.held_bytes() == 580
-    for room in (*rooms, mine):
-        room.close()
-        room.close()
+    for share in (*shares, own):
+        share.close()
+        share.close()
     assert budget.held_bytes() == 0
     with pytest.raises(EncoderRefused):
-        mine.need(1)
+        own.need(1)
 
 
 def test_an_engine_s_inputs_count_and_go_once_the_item_is_made(

@@ -105,7 +105,7 @@ MEDIA: dict[Modality, Medium] = {
 def _listen(path: Path, samples: Any) -> Made:
     checkpoint = Checkpoint.open(str(path))
     architecture: Any = towers.architecture(checkpoint.family)
-    return architecture.listener(checkpoint.preprocessors["audio"]).listen(samples)
+    return architecture.feature_extractor(checkpoint.preprocessors["audio"]).extract(samples)
 
 
 def _heard(model: Any, made: Made) -> torch.Tensor:

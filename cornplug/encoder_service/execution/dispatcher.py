@@ -34,7 +34,7 @@ from cornplug.errors import ReplicaLost
 
 Origin = Literal["computed", "coalesced", "cached"]
 
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 """How often a lane without its executor looks whether there is another."""
 _MAX_PUBLISHERS: Final = 4
 
@@ -69,7 +69,7 @@ class BatchDispatcher:
         self,
         batcher: Batcher[JobPayload],
         executors: Sequence[BatchExecutor],
-        shelf: ResultCache,
+        cache: ResultCache,
         observer: RequestObserver,
         replies: ReplySink,
         shares_features: Callable[[LoadedModel], bool],
@@ -77,12 +77,12 @@ class BatchDispatcher:
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
-        self._shelf = shelf
+        self._cache = cache
         self._observer = observer
         self._replies = replies
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._behind: dict[bytes, list[EncodeJob[JobPayload]]] = {}
+        self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
         """Feature keys in a tower now -> flights of other batches that want the same features."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         # A future holds whatever a tower fails with, so that nothing ends a lane.
@@ -115,41 +115,41 @@ class BatchDispatcher:
         while True:
             # Where nothing computes, batches are taken all the same: to be refused, not to wait.
             while not executor.ready() and self.ready() and not self._closing.is_set():
-                executor.wait_ready(_LOOK_S)
+                executor.wait_ready(_POLL_S)
             batch = self._batcher.take()
             if not batch:
                 return
             self._run(batch, executor)
 
     def _run(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
-        batch = self._alone_in_tower(batch)
+        batch = self._defer_duplicates(batch)
         if not batch:
             return
-        self._attempt(batch, executor)
+        self._run_with_retry(batch, executor)
         with self._lock:
-            waited = [f for key in {f.feature_key for f in batch} for f in self._behind.pop(key, ())]
-        if waited:
-            self._run(waited, executor)
+            deferred = [f for key in {f.feature_key for f in batch} for f in self._deferred.pop(key, ())]
+        if deferred:
+            self._run(deferred, executor)
 
-    def _alone_in_tower(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
+    def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
         """What of the batch is in no other executor's tower; the rest is run when that has ended."""
-        mine: list[EncodeJob[JobPayload]] = []
+        owned: list[EncodeJob[JobPayload]] = []
         with self._lock:
-            others = frozenset(self._behind)
+            running = frozenset(self._deferred)
             for job in batch:
-                if job.feature_key in others:
-                    self._behind[job.feature_key].append(job)
+                if job.feature_key in running:
+                    self._deferred[job.feature_key].append(job)
                     continue
-                mine.append(job)
+                owned.append(job)
                 if self._shares_features(job.payload.model):
-                    self._behind.setdefault(job.feature_key, [])
-        return mine
+                    self._deferred.setdefault(job.feature_key, [])
+        return owned
 
-    def _attempt(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
-        chosen = self._ready_one(executor)
-        if chosen is None:
+    def _run_with_retry(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
+        ready = self._ready_executor(executor)
+        if ready is None:
             return self._refuse(batch, "no replica is running; they are being restarted", retry_after_s=1.0)
-        error = self._try(batch, chosen)
+        error = self._run_once(batch, ready)
         if error is None:
             return None
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
@@ -157,76 +157,78 @@ class BatchDispatcher:
         log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
         for job in batch:
             # One that has lost a replica already, alone in its batch, may be what kills them.
-            again = self._ready_one(chosen)
-            error = ReplicaLost("no replica is left") if again is None else self._try([job], again)
+            spare = self._ready_executor(ready)
+            error = ReplicaLost("no replica is left") if spare is None else self._run_once([job], spare)
             if error is not None:
                 self._fail([job], error)
         return None
 
-    def _try(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> BaseException | None:
+    def _run_once(
+        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor
+    ) -> BaseException | None:
         started = time.monotonic()
         error = self._computing.submit(self._compute, batch, executor).exception()
         if error is None:  # what failed at once would make the tower look quick
             self._replies.computed(batch, time.monotonic() - started)
         return error
 
-    def _ready_one(self, first: BatchExecutor) -> BatchExecutor | None:
-        return next((e for e in (first, *self._executors) if e.ready()), None)
+    def _ready_executor(self, preferred: BatchExecutor) -> BatchExecutor | None:
+        return next((e for e in (preferred, *self._executors) if e.ready()), None)
 
     def _compute(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
         """One task; its embeddings to the publishing threads. Nothing is published of a task that fails."""
         index: dict[bytes, int] = {}
-        first: list[EncodeJob[JobPayload]] = []
+        distinct: list[EncodeJob[JobPayload]] = []
         for job in batch:
             if job.feature_key not in index:
-                index[job.feature_key] = len(first)
-                first.append(job)
-        kept = tuple(self._kept(job) for job in first)
-        task = EncodeBatch(
-            items=tuple(job.payload.item for job in first),
+                index[job.feature_key] = len(distinct)
+                distinct.append(job)
+        kept = tuple(self._cached_features(job) for job in distinct)
+        encode_batch = EncodeBatch(
+            items=tuple(job.payload.item for job in distinct),
             features=kept,
             wanted=tuple((job.payload.model, index[job.feature_key]) for job in batch),
-            keep=self._shares_features(first[0].payload.model),
+            keep=self._shares_features(distinct[0].payload.model),
         )
-        ran = [job.tokens for job, known in zip(first, kept, strict=True) if known is None]
+        ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
-            made = executor.run(task)
+            result = executor.run(encode_batch)
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
-        for job, embedding in zip(batch, made.embeddings, strict=True):
-            place = index[job.feature_key]
-            published = self._publishing.submit(self._publish, job, embedding, origins[place])
+        for job, embedding in zip(batch, result.embeddings, strict=True):
+            i = index[job.feature_key]
+            published = self._publishing.submit(self._publish, job, embedding, origins[i])
             published.add_done_callback(partial(self._published, job))
-            if origins[place] == "computed":
-                origins[place] = "coalesced"
-        self._keep(first, made)
+            if origins[i] == "computed":
+                origins[i] = "coalesced"
+        self._cache_features(distinct, result)
 
-    def _kept(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
+    def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model
         if not self._shares_features(model):
             return None
-        return self._shelf.features(job.feature_key, model.dtype)
+        return self._cache.features(job.feature_key, model.dtype)
 
-    def _keep(self, first: Sequence[EncodeJob[JobPayload]], made: BatchResult) -> None:
-        for place, features in made.features.items():
-            job = first[place]
-            self._shelf.keep(job.feature_key, features)
+    def _cache_features(self, distinct: Sequence[EncodeJob[JobPayload]], result: BatchResult) -> None:
+        for i, features in result.features.items():
+            job = distinct[i]
+            self._cache.keep(job.feature_key, features)
             if not job.payload.model.checkpoint.family.shares_features:
                 continue  # larger than the embeddings, and of no use to any other service
-            first_wait = job.requests[0]
+            opener = job.requests[0]
             self._publishing.submit(
-                self._shelf.publish,
+                self._cache.publish,
                 PayloadKind.FEATURE,
                 job.feature_key,
                 features,
-                first_wait.request.app,
-                account=first_wait.account,
+                opener.request.app,
+                account=opener.account,
             )
 
     def _publish(self, job: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin) -> None:
-        first = job.requests[0]
-        with self._observer.stage("publish", first):
-            stored = self._shelf.publish(
-                PayloadKind.EMBEDDING, job.key[0], embedding, first.request.app, account=first.account
+        opener = job.requests[0]
+        with self._observer.stage("publish", opener):
+            stored = self._cache.publish(
+                PayloadKind.EMBEDDING, job.key[0], embedding, opener.request.app, account=opener.account
             )
         # Landed after publishing: who asks in between joins, who asks later finds it in the store.
         requests = self._batcher.finish(job)

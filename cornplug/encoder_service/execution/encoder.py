@@ -65,7 +65,7 @@ class EncoderCore:
     def __init__(
         self,
         registry: ModelRegistry,
-        shelf: ResultCache,
+        cache: ResultCache,
         *,
         secret: bytes,
         executors: Sequence[BatchExecutor] = (),
@@ -82,11 +82,11 @@ class EncoderCore:
         self.classes = classes or QosClasses.single()
         self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
         self._clock = clock
-        self._room = QueueLimit(self.classes.all(), max_waiting)
+        self._queue_limit = QueueLimit(self.classes.all(), max_waiting)
         self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
-        self.preparation: DecodeLanes | None = None
+        self.decode_lanes: DecodeLanes | None = None
         """Where media that come as bytes are decoded, once something serves them."""
-        self._gate = EncodeAdmission(
+        self._admission = EncodeAdmission(
             max_items=max_batch_items,
             max_tokens=max_batch_tokens,
             clock=clock,
@@ -97,7 +97,7 @@ class EncoderCore:
             max_tokens=max_batch_tokens,
             clock=clock,
             on_late=self._refuse_late,
-            batch_token_limit=self._gate.batch_token_limit,
+            batch_token_limit=self._admission.batch_token_limit,
         )
         self.meters = ServiceMetrics(
             self.waiting,
@@ -105,25 +105,25 @@ class EncoderCore:
             queue=self._batcher.queue,
             models=registry.served,
             predicted=self._predicted_s,
-            preparing=lambda: {} if self.preparation is None else self.preparation.queue(),
+            preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
             prepared_bytes=self.budget.held_bytes,
             executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
         self.observer = RequestObserver(self.meters, tracing)
-        self._shelf = shelf
-        shelf.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
+        self._cache = cache
+        cache.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
-        self._admission = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
-        self._reloader = WeightReloader(registry, self._executors, self._room.identities)
+        self._admission_threads = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
+        self._reloader = WeightReloader(registry, self._executors, self._queue_limit.identities)
         self._dispatcher = BatchDispatcher(
-            self._batcher, self._executors, shelf, self.observer, self, registry.shares_features
+            self._batcher, self._executors, cache, self.observer, self, registry.shares_features
         )
 
-    def open_preparation(self, config: EncoderConfig) -> DecodeLanes:
+    def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
         """Where media are decoded for this service; it ends with it."""
-        if self.preparation is not None:
-            self.preparation.close()
-        self.preparation = DecodeLanes(
+        if self.decode_lanes is not None:
+            self.decode_lanes.close()
+        self.decode_lanes = DecodeLanes(
             self.classes.all(),
             lanes=config.prepare_threads,
             limits=DecodeLimits(
@@ -131,10 +131,10 @@ class EncoderCore:
                 max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
             ),
             max_waiting=config.max_waiting,
-            killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
+            on_killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
             clock=self._clock,
         )
-        return self.preparation
+        return self.decode_lanes
 
     def submit(
         self,
@@ -142,7 +142,7 @@ class EncoderCore:
         *,
         inline: bool = False,
         caller: QosCaller | None = None,
-        room: BudgetShare | None = None,
+        budget_share: BudgetShare | None = None,
     ) -> Future[Answer]:
         """Ask for one embedding. The future never fails: errors are `EncodeRefusal` answers.
 
@@ -169,49 +169,49 @@ class EncoderCore:
         if not self._dispatcher.ready():
             self._refuse(pending, "overloaded", "no replica is running; they are being restarted", 1.0)
             return pending.future
-        if (full := self._room.enter(pending)) is not None:
-            self._refuse(pending, *full, self._gate.half_drained_s(self._batcher))
+        if (full := self._queue_limit.enter(pending)) is not None:
+            self._refuse(pending, *full, self._admission.half_drained_s(self._batcher))
             return pending.future
-        if room is None and not self._hold(pending):
-            self._room.leave(pending)
+        if budget_share is None and not self._reserve_bytes(pending):
+            self._queue_limit.leave(pending)
             return pending.future
-        pending.future.add_done_callback(lambda _: self._forget(pending))
-        admitted = self._admission.submit(self._admit, pending, model)
-        admitted.add_done_callback(lambda done: self._check(done, pending))
+        pending.future.add_done_callback(lambda _: self._release(pending))
+        admitted = self._admission_threads.submit(self._admit, pending, model)
+        admitted.add_done_callback(lambda done: self._report_failure(done, pending))
         return pending.future
 
-    def _hold(self, pending: PendingRequest) -> bool:
+    def _reserve_bytes(self, pending: PendingRequest) -> bool:
         """Count the bytes that an engine sent; False where it was refused for them."""
-        held = self.budget.room(pending.qos)
+        share = self.budget.share(pending.qos)
         try:
-            held.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
+            share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
         except EncoderRefused as e:
-            self._refuse(pending, "overloaded", str(e), self._gate.half_drained_s(self._batcher))
+            self._refuse(pending, "overloaded", str(e), self._admission.half_drained_s(self._batcher))
             return False
-        pending.future.add_done_callback(lambda _: held.close())
+        pending.future.add_done_callback(lambda _: share.close())
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
         """Predicted seconds that a tower would take to answer this class, without decoding."""
-        return self._gate.predicted_of(qos, self._batcher)
+        return self._admission.predicted_of(qos, self._batcher)
 
     def _predicted_s(self) -> dict[str, float]:
-        towers = self._gate.predicted_s(self.classes.all(), self._batcher)
-        decoding = {} if self.preparation is None else self.preparation.predicted_s()
+        towers = self._admission.predicted_s(self.classes.all(), self._batcher)
+        decoding = {} if self.decode_lanes is None else self.decode_lanes.predicted_s()
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
         """Why a request need not even be prepared, where that is known beforehand."""
-        return self._gate.precheck(qos, deadline_s, self._batcher)
+        return self._admission.precheck(qos, deadline_s, self._batcher)
 
     def waiting(self) -> int:
         """Requests admitted and not answered yet."""
-        return len(self._room)
+        return len(self._queue_limit)
 
     @property
     def has_store(self) -> bool:
         """Whether embeddings are published."""
-        return self._shelf.has_store
+        return self._cache.has_store
 
     def healthy(self) -> bool:
         """Whether anything computes."""
@@ -219,17 +219,17 @@ class EncoderCore:
 
     def start_decoding(self) -> None:
         """Have processes that wait for media, so that the first ones need not wait for them."""
-        if self.preparation is not None:
-            self.preparation.warm()
+        if self.decode_lanes is not None:
+            self.decode_lanes.start_processes()
 
     def stop_decoding(self) -> None:
         """End whatever is being decoded: who waits for it is refused."""
-        if self.preparation is not None:
-            self.preparation.close()
+        if self.decode_lanes is not None:
+            self.decode_lanes.close()
 
-    def decodes(self) -> bool:
+    def decoding_ready(self) -> bool:
         """Whether a medium that comes now would be decoded before long."""
-        return self.preparation is None or self.preparation.ready()
+        return self.decode_lanes is None or self.decode_lanes.ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
         """Serve the weights that are on disk now, of one model or of all; nothing stops meanwhile.
@@ -241,12 +241,12 @@ class EncoderCore:
     def drain(self, deadline_s: float) -> bool:
         """Admit nothing more, and wait until what was admitted is answered. False when the
         deadline passed first."""
-        return self._room.drain(deadline_s)
+        return self._queue_limit.drain(deadline_s)
 
     def close(self) -> None:
         """Answer what is left, then end the threads."""
         self.stop_decoding()
-        self._admission.shutdown(wait=True)
+        self._admission_threads.shutdown(wait=True)
         self._batcher.close()
         self._dispatcher.close()
 
@@ -260,7 +260,7 @@ class EncoderCore:
         if not 1 <= len(request.app) <= _APP_MAX:
             return self._refuse(pending, "bad_input", f"app: want 1 to {_APP_MAX} characters")
         if self._answer_from_store(pending, model):
-            return self._gate.record_cache_outcome(hit=True)
+            return self._admission.record_cache_outcome(hit=True)
         try:
             with self.observer.stage("prepare", pending):
                 item = model.tower.prepare(request.inputs)
@@ -283,21 +283,21 @@ class EncoderCore:
             requests=[pending],
         )
         # A request that joins a job costs nothing, whatever the prediction.
-        self._gate.record_cache_outcome(hit=(joins := self._batcher.has(job.key)))
-        no = None if joins else self._gate.refusal(job, self._batcher)
-        if no is not None:
-            return self._refuse(pending, no.reason, no.message, no.retry_after_s)
+        self._admission.record_cache_outcome(hit=(joins := self._batcher.has(job.key)))
+        refusal = None if joins else self._admission.refusal(job, self._batcher)
+        if refusal is not None:
+            return self._refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
         self._batcher.join_or_add(job)
         return None
 
     def _answer_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
         key = pending.request.key
         if not pending.inline:
-            present = self._shelf.present(key)
+            present = self._cache.present(key)
             if present:
                 self.answer(pending, "cached", stored=True, tensor=None)
             return present
-        tensor = self._shelf.fetch(PayloadKind.EMBEDDING, key, model.dtype)
+        tensor = self._cache.fetch(PayloadKind.EMBEDDING, key, model.dtype)
         if tensor is not None:
             self.answer(pending, "cached", stored=True, tensor=to_wire(tensor))
         return tensor is not None
@@ -317,7 +317,7 @@ class EncoderCore:
             service_time_s=seconds,
         )
         # Counted before the caller hears of it, so that it finds itself in the next scrape.
-        self._gate.answered(pending, seconds)
+        self._admission.answered(pending, seconds)
         self.observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(answer)
 
@@ -327,28 +327,28 @@ class EncoderCore:
 
     def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
         """What a batch took. For the dispatcher."""
-        self._gate.computed(batch, seconds)
+        self._admission.computed(batch, seconds)
 
     def _refuse_late(self, pending: PendingRequest) -> None:
-        self._gate.answered(pending, self._clock() - pending.received_s)
+        self._admission.answered(pending, self._clock() - pending.received_s)
         self._refuse(pending, "too_late", f"not begun within {pending.request.deadline_s:g} s")
 
     def _refuse(
-        self, pending: PendingRequest, reason: Reason, message: str, retry: float | None = None
+        self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> None:
         if pending.future.done():
             return
         self.observer.refused(pending, reason)
         pending.answer(
-            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry)
+            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
         )
 
-    def _check(self, done: Future[None], pending: PendingRequest) -> None:
+    def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
         """Whatever a thread failed with, who waits for it is told so."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
             self._refuse(pending, "internal", A_FAULT)
 
-    def _forget(self, pending: PendingRequest) -> None:
+    def _release(self, pending: PendingRequest) -> None:
         self.observer.gone(pending)
-        self._room.leave(pending)
+        self._queue_limit.leave(pending)

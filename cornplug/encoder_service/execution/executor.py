@@ -55,7 +55,7 @@ class BatchExecutor(Protocol):
     def wait_ready(self, timeout_s: float) -> bool:
         """`ready`, waited for."""
 
-    def run(self, task: EncodeBatch) -> BatchResult:
+    def run(self, batch: EncodeBatch) -> BatchResult:
         """Compute. Raises ReplicaLost when what computes has died, and whatever the tower fails with."""
 
     def load(self, models: Sequence[LoadedModel]) -> None:
@@ -79,7 +79,7 @@ class InProcessExecutor:
         self._device = device
         self._cuda = device.type == "cuda"
         self._computing = threading.Lock()
-        self._copies = torch.cuda.Stream(device) if self._cuda else None
+        self._copy_stream = torch.cuda.Stream(device) if self._cuda else None
 
     @property
     def lanes(self) -> int:
@@ -100,43 +100,43 @@ class InProcessExecutor:
     def close(self) -> None:
         """Nothing to end."""
 
-    def run(self, task: EncodeBatch) -> BatchResult:
-        if self._copies is None:
+    def run(self, batch: EncodeBatch) -> BatchResult:
+        if self._copy_stream is None:
             with self._computing:
-                return compute(task)
-        with torch.cuda.stream(self._copies):
-            staged = replace(task, items=tuple(_to_device(item, self._device) for item in task.items))
-            arrived = self._copies.record_event()
+                return compute(batch)
+        with torch.cuda.stream(self._copy_stream):
+            on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
+            copied = self._copy_stream.record_event()
         # A thread begins on device 0, and a kernel may ask which one is current.
         with self._computing, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(arrived)
+            stream.wait_event(copied)
             # Their memory was taken on another stream, and may not be given away while this one reads.
-            for tensor in (t for item in staged.items for t in item.tensors if t.is_cuda):
+            for tensor in (t for item in on_device.items for t in item.tensors if t.is_cuda):
                 tensor.record_stream(stream)
-            return compute(staged)
+            return compute(on_device)
 
 
 @torch.inference_mode()
-def compute(task: EncodeBatch) -> BatchResult:
+def compute(batch: EncodeBatch) -> BatchResult:
     """Run one task here and now, wherever its models' weights are."""
-    missing = [i for i, kept in enumerate(task.features) if kept is None]
-    features = list(task.features)
+    missing = [i for i, kept in enumerate(batch.features) if kept is None]
+    features = list(batch.features)
     if missing:
-        tower = task.wanted[0][0].tower
-        made = tower.encode([task.items[i] for i in missing])
-        for i, new in zip(missing, made, strict=True):
+        tower = batch.wanted[0][0].tower
+        features_of_missing = tower.encode([batch.items[i] for i in missing])
+        for i, new in zip(missing, features_of_missing, strict=True):
             features[i] = new
-    wanted: list[torch.Tensor] = [torch.empty(0)] * len(task.wanted)
-    for places in _by_projector(task.wanted):
-        indices = [task.wanted[place][1] for place in places]
-        projector = task.wanted[places[0]][0].projector
-        out = projector.project([_there(features[i]) for i in indices], [task.items[i] for i in indices])
-        for place, embedding in zip(places, out, strict=True):
-            wanted[place] = embedding
-    keep = missing if task.keep else []
+    wanted: list[torch.Tensor] = [torch.empty(0)] * len(batch.wanted)
+    for positions in _by_projector(batch.wanted):
+        indices = [batch.wanted[position][1] for position in positions]
+        projector = batch.wanted[positions[0]][0].projector
+        out = projector.project([_present(features[i]) for i in indices], [batch.items[i] for i in indices])
+        for position, embedding in zip(positions, out, strict=True):
+            wanted[position] = embedding
+    keep = missing if batch.keep else []
     # On the CPU before the next task begins, so that a GPU's memory is free again.
-    host = _to_host([*wanted, *(_there(features[i]) for i in keep)])
+    host = _to_host([*wanted, *(_present(features[i]) for i in keep)])
     return BatchResult(
         embeddings=tuple(host[: len(wanted)]), features=dict(zip(keep, host[len(wanted) :], strict=True))
     )
@@ -144,12 +144,12 @@ def compute(task: EncodeBatch) -> BatchResult:
 
 def _by_projector(wanted: Sequence[tuple[LoadedModel, int]]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
-    for place, (model, _) in enumerate(wanted):
-        groups.setdefault(id(model.projector), []).append(place)
+    for position, (model, _) in enumerate(wanted):
+        groups.setdefault(id(model.projector), []).append(position)
     return list(groups.values())
 
 
-def _there(features: torch.Tensor | None) -> torch.Tensor:
+def _present(features: torch.Tensor | None) -> torch.Tensor:
     assert features is not None
     return features
 

@@ -31,7 +31,7 @@ class MediaIntake:
         self._encoder = encoder
         self._threads = threads
         self._max_deadline_s = config.max_deadline_s
-        self._preparation = encoder.open_preparation(config)
+        self._decode_lanes = encoder.open_decode_lanes(config)
 
     def deadline_s(self, qos: ServiceClass, asked_s: float) -> float:
         """What a caller of that class gets of the deadline that it asks for."""
@@ -39,20 +39,20 @@ class MediaIntake:
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
         """Raises EncoderRefused for what need not even be read: no tower would be free in time."""
-        left_s = end_s - time.monotonic() - self._preparation.predicted_of(qos)
-        if (no := self._encoder.precheck(qos, left_s)) is not None:
-            raise _refusal(no)
+        left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
+        if (refusal := self._encoder.precheck(qos, left_s)) is not None:
+            raise _refusal(refusal)
 
-    async def prepared(
+    async def prepare(
         self,
         modality: Modality,
         read: Callable[[], Parts],
-        prepare: Callable[[Parts, PreprocessContext], PreprocessedMedium],
+        preprocess: Callable[[Parts, PreprocessContext], PreprocessedMedium],
         *,
         caller: QosCaller,
         app: str,
         end_s: float,
-        room: BudgetShare,
+        budget_share: BudgetShare,
     ) -> PreprocessedMedium:
         """What `prepare` makes of what `read` gives, in a lane of its own when its turn comes.
 
@@ -64,26 +64,32 @@ class MediaIntake:
             parts = read()
             return parts, guessed_cost(modality, parts)
 
-        def run(bench: PreprocessContext) -> PreprocessedMedium:
-            prepared = prepare(parts, bench)
+        def run(context: PreprocessContext) -> PreprocessedMedium:
+            output = preprocess(parts, context)
             # No longer what its header let one fear: what it takes.
-            room.need(sum(len(tensor.data) for tensor in prepared.request.inputs.values()))
-            return prepared
+            budget_share.need(sum(len(tensor.data) for tensor in output.request.inputs.values()))
+            return output
 
         parts, cost = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
         # What is left for its tower must be left.
         deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
-        turn = self._preparation.submit(
-            modality, run, cost=cost, qos=caller.qos, app=caller.app or app, deadline_s=deadline_s, room=room
+        turn = self._decode_lanes.submit(
+            modality,
+            run,
+            cost=cost,
+            qos=caller.qos,
+            app=caller.app or app,
+            deadline_s=deadline_s,
+            budget_share=budget_share,
         )
         if isinstance(turn, AdmissionRefusal):
             raise _refusal(turn)
         try:
             return await asyncio.wrap_future(turn.future)
         finally:
-            turn.leave()
+            turn.cancel()
 
 
-def _refusal(no: AdmissionRefusal) -> EncoderRefused:
-    retry_after_s = no.retry_after_s if math.isfinite(no.retry_after_s) else None
-    return EncoderRefused(no.message, reason=no.reason, retry_after_s=retry_after_s)
+def _refusal(refusal: AdmissionRefusal) -> EncoderRefused:
+    retry_after_s = refusal.retry_after_s if math.isfinite(refusal.retry_after_s) else None
+    return EncoderRefused(refusal.message, reason=refusal.reason, retry_after_s=retry_after_s)

@@ -21,7 +21,7 @@ from cornplug.store.base import Store
 from cornplug.store.payload import get_payload, put_payload
 
 KEPT_BYTES: Final = 256 << 20
-_ROOM: Final = ("growing", "full", "too_large", "pending")
+_NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
 
 class ResultCache:
@@ -33,14 +33,14 @@ class ResultCache:
         *,
         deadline_s: float,
         kept_bytes: int = KEPT_BYTES,
-        account_part: float = 1.0,
+        account_fraction: float = 1.0,
     ) -> None:
         """`account_part` of the store is what one account's entries may fill."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
         self._kept_bytes = kept_bytes
-        self._quota = None if store is None else StoreQuota(store, account_part, deadline_s=deadline_s)
+        self._quota = None if store is None else StoreQuota(store, account_fraction, deadline_s=deadline_s)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
@@ -51,7 +51,7 @@ class ResultCache:
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Whether the store has this entry."""
+        """Whether the store has this payload."""
         if self._store is None:
             return False
         try:
@@ -68,12 +68,12 @@ class ResultCache:
             found = get_payload(self._store, key, deadline_s=self._deadline_s)
             if found is None:
                 return None
-            header, payload = found
+            header, data = found
             if header.kind != kind or header.dtype != dtype_name(dtype) or len(header.shape) != 2:
                 raise CodecError(
                     f"entry is {header.kind.name} {header.dtype} {header.shape}", reason="wrong_kind"
                 )
-            return from_bytes(payload, dtype, header.shape)
+            return from_bytes(data, dtype, header.shape)
         except (StoreError, CodecError) as e:
             self.on_failure(e.reason)
         except ValueError:
@@ -88,7 +88,7 @@ class ResultCache:
         if self._store is None or self._quota is None:
             return False
         try:
-            if account is not None and not self._quota.make_room(account, tensor.nbytes):
+            if account is not None and not self._quota.evict_for(account, tensor.nbytes):
                 self.on_failure("over_quota")
                 return False
             outcome = put_payload(
@@ -106,7 +106,7 @@ class ResultCache:
             return False
         if outcome == "stored" and account is not None:
             self._quota.published(account, key, tensor.nbytes)
-        if outcome in _ROOM:
+        if outcome in _NO_SPACE:
             self.on_failure(outcome)
         return outcome in ("stored", "present")
 

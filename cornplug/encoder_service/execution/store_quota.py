@@ -15,7 +15,7 @@ from typing import Final
 
 from cornplug.store.base import Store
 
-_LOOK_S: Final = 30.0
+_CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17
 """Remembered of one account; what is older is the store's to evict."""
 
@@ -24,11 +24,11 @@ class StoreQuota:
     """Thread-safe. Calls raise StoreError as the store's do."""
 
     def __init__(
-        self, store: Store, part: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
+        self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`part` of the store's capacity is each account's ceiling."""
         self._store = store
-        self._part = part
+        self._fraction = fraction
         self._deadline_s = deadline_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -37,16 +37,18 @@ class StoreQuota:
         self._capacity = 0.0, 0
         """Until when it is believed, and how many bytes it is."""
 
-    def make_room(self, account: str, size_bytes: int) -> bool:
+    def evict_for(self, account: str, size_bytes: int) -> bool:
         """Drop so many of the account's oldest entries that this one fits. False where it never will."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False
         drop: list[bytes] = []
         with self._lock:
-            mine = self._published.get(account, OrderedDict())
-            while mine and (self._used_bytes[account] + size_bytes > ceiling or len(mine) >= _MAX_ENTRIES):
-                key, size = mine.popitem(last=False)
+            entries = self._published.get(account, OrderedDict())
+            while entries and (
+                self._used_bytes[account] + size_bytes > ceiling or len(entries) >= _MAX_ENTRIES
+            ):
+                key, size = entries.popitem(last=False)
                 self._used_bytes[account] -= size
                 drop.append(key)
         if drop:
@@ -56,9 +58,9 @@ class StoreQuota:
     def published(self, account: str, key: bytes, size_bytes: int) -> None:
         """An entry of the account's is in the store now."""
         with self._lock:
-            mine = self._published.setdefault(account, OrderedDict())
-            used = self._used_bytes.get(account, 0) - mine.pop(key, 0) + size_bytes
-            mine[key] = size_bytes
+            entries = self._published.setdefault(account, OrderedDict())
+            used = self._used_bytes.get(account, 0) - entries.pop(key, 0) + size_bytes
+            entries[key] = size_bytes
             self._used_bytes[account] = used
 
     def _ceiling_bytes(self) -> int:
@@ -66,5 +68,5 @@ class StoreQuota:
         now = self._clock()
         if now >= until_s:
             capacity = self._store.stat(deadline_s=self._deadline_s).capacity_bytes
-            self._capacity = now + _LOOK_S, capacity
-        return int(capacity * self._part)
+            self._capacity = now + _CAPACITY_TTL_S, capacity
+        return int(capacity * self._fraction)

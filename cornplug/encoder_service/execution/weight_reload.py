@@ -20,9 +20,9 @@ from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
-FORGET_S: Final = 600.0
+MAX_RETIRED_S: Final = 600.0
 """How long replaced weights are kept at most for requests that came before: as long as one may wait."""
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class WeightReloader:
         self._registry = registry
         self._executors = tuple(executors)
         self._in_use = in_use
-        self._one = threading.Lock()
+        self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
         """Serve what is on disk now, of one model or of all. The models that changed, as now served.
@@ -47,40 +47,42 @@ class WeightReloader:
         """
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
-        if not self._one.acquire(blocking=False):
+        if not self._reloading.acquire(blocking=False):
             raise EncoderRefused("another reload is going on", reason="overloaded")
         try:
             return self._reload([name] if name is not None else [m.name for m in self._registry.served()])
         finally:
-            self._one.release()
+            self._reloading.release()
 
     def _reload(self, names: Sequence[str]) -> tuple[ServedModel, ...]:
-        fresh = self._registry.fresh(names)
+        changed = self._registry.load_changed(names)
         served = {model.identity for model in self._registry.served()}
-        have: list[BatchExecutor] = []
+        loaded_by: list[BatchExecutor] = []
         try:
             for executor in self._executors:
-                executor.load(fresh)
-                have.append(executor)
+                executor.load(changed)
+                loaded_by.append(executor)
         except CheckpointError:
-            for executor in have:
-                executor.drop([loaded for loaded in fresh if loaded.served.identity not in served])
+            for executor in loaded_by:
+                executor.drop([loaded for loaded in changed if loaded.served.identity not in served])
             raise
-        old = self._registry.replace(fresh)
-        for loaded in fresh:
+        old = self._registry.replace(changed)
+        for loaded in changed:
             row = loaded.served
             log.info("%s: epoch %d, identity %s", row.name, row.epoch, row.identity.hex()[:12])
         if old:
-            threading.Thread(target=self._forget, args=(old,), name="cornplug-forget", daemon=True).start()
-        return tuple(loaded.served for loaded in fresh)
+            threading.Thread(
+                target=self._free_unused, args=(old,), name="cornplug-forget", daemon=True
+            ).start()
+        return tuple(loaded.served for loaded in changed)
 
-    def _forget(self, old: Sequence[LoadedModel]) -> None:
+    def _free_unused(self, old: Sequence[LoadedModel]) -> None:
         """Free what was replaced once nobody waits for it."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
-        end = time.monotonic() + FORGET_S
+        end = time.monotonic() + MAX_RETIRED_S
         while ids & self._in_use() and time.monotonic() < end:
-            time.sleep(_LOOK_S)
-        with self._one:
+            time.sleep(_POLL_S)
+        with self._reloading:
             served = {model.identity for model in self._registry.served()}
             gone = [loaded for loaded in old if loaded.served.identity not in served]
             for executor in self._executors:

@@ -126,7 +126,7 @@ def create_app(
             return refused(CLOSED)
         if not encoder.healthy():
             return refused(FailedMedium(reason="down", message="no tower can run; see the service's log"))
-        if not encoder.decodes():
+        if not encoder.decoding_ready():
             problem = "no medium that came lately was decoded; see the service's log"
             return refused(FailedMedium(reason="stuck", message=problem))
         return JSONResponse({"status": "ok"})

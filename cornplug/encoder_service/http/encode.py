@@ -134,16 +134,16 @@ class EncodeRoute:
         return failed
 
     async def _encoded(self, job: _HttpRequest, source: MediumSource) -> Outcome:
-        with self._encoder.budget.room(job.caller.qos) as room:
+        with self._encoder.budget.share(job.caller.qos) as budget_share:
             async with job.turn:
                 self._door.check(job.caller.qos, job.end)
-                prepared = await self._prepare(job, source, room)
+                prepared = await self._prepare(job, source, budget_share)
             left = max(job.end - time.monotonic(), 0.001)
             submitted = self._encoder.submit(
                 msgspec.structs.replace(prepared.request, deadline_s=left),
                 inline=job.asked.inline,
                 caller=job.caller,
-                room=room,
+                budget_share=budget_share,
             )
             prepared = _without_pixels(prepared)
             # Cancelled with this task, so that no tower runs for a client that has gone.
@@ -162,7 +162,7 @@ class EncodeRoute:
             family=loaded.served.family,
             modality=source.modality,
             identity=request.identity,
-            media=prepared.media,
+            media=prepared.media_digest,
             key=request.key,
             dtype=prepared.dtype,
             grid=() if grid is None else struct.unpack(f"<{len(grid.data) // 8}q", grid.data),
@@ -171,7 +171,7 @@ class EncodeRoute:
         return handle.signed(self._secret)
 
     async def _prepare(
-        self, job: _HttpRequest, source: MediumSource, room: BudgetShare
+        self, job: _HttpRequest, source: MediumSource, budget_share: BudgetShare
     ) -> PreprocessedMedium:
         asked = job.asked
         left = job.end - time.monotonic()
@@ -188,8 +188,8 @@ class EncodeRoute:
                 return [fetched]
             return source.frames() if as_frames else [source.data()]
 
-        def prepare(parts: Parts, bench: PreprocessContext) -> PreprocessedMedium:
-            common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "bench": bench}
+        def prepare(parts: Parts, context: PreprocessContext) -> PreprocessedMedium:
+            common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "context": context}
             if source.modality == "video":
                 common["sampling"] = asked.sampling
             if as_frames:
@@ -197,8 +197,14 @@ class EncodeRoute:
             return self._preparer.prepare(asked.model, source.modality, parts[0], **common)
 
         with self._encoder.observer.preprocessing():
-            return await self._door.prepared(
-                source.modality, read, prepare, caller=job.caller, app=APP, end_s=job.end, room=room
+            return await self._door.prepare(
+                source.modality,
+                read,
+                prepare,
+                caller=job.caller,
+                app=APP,
+                end_s=job.end,
+                budget_share=budget_share,
             )
 
 

@@ -100,7 +100,7 @@ class ModelRegistry:
             check(loaded)
         self._checks.append(check)
 
-    def fresh(self, names: Sequence[str]) -> list[LoadedModel]:
+    def load_changed(self, names: Sequence[str]) -> list[LoadedModel]:
         """What has changed on disk of these models, loaded beside what is served. Serves nothing yet.
 
         Raises CheckpointError: as when opened, or "other_family".

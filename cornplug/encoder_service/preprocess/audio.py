@@ -29,14 +29,14 @@ class AudioPreprocessor:
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_s = limits.max_audio_s
-        self._mels = towers.listener(loaded.checkpoint)
+        self._mels = towers.feature_extractor(loaded.checkpoint)
 
     def read(
-        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
-        heard = bench.heard(_prepared_bytes)
-        sound = resampled(bench.decoder.sound(data, self._max_s, heard), self._mels.rate)
-        return PreprocessorOutput(digest=sound.digest(), inputs=self._mels.listen(sound.samples))
+        on_header = context.on_header(_prepared_bytes)
+        sound = resampled(context.decoder.audio(data, self._max_s, on_header), self._mels.rate)
+        return PreprocessorOutput(digest=sound.digest(), inputs=self._mels.extract(sound.samples))
 
 
 def _prepared_bytes(header: MediumHeader) -> int:

@@ -20,11 +20,11 @@ class PreparedBudget:
 
     def __init__(self, classes: Sequence[ServiceClass], max_bytes: int) -> None:
         self.max_bytes: Final = max_bytes
-        self._own = {qos: int(qos.share * max_bytes) for qos in classes} if len(classes) > 1 else {}
+        self._reserved = {qos: int(qos.share * max_bytes) for qos in classes} if len(classes) > 1 else {}
         self._lock = threading.Lock()
         self._held: Counter[ServiceClass] = Counter()
 
-    def room(self, qos: ServiceClass) -> BudgetShare:
+    def share(self, qos: ServiceClass) -> BudgetShare:
         """Room for one medium, as yet of no bytes."""
         return BudgetShare(self, qos)
 
@@ -33,20 +33,22 @@ class PreparedBudget:
         with self._lock:
             return sum(self._held.values())
 
-    def move(self, qos: ServiceClass, more: int, whole: int) -> None:
+    def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
         """Take `more` (or give back) for a medium of `whole` bytes. Raises as `BudgetShare.need`."""
         with self._lock:
             if more > 0:
-                kept = sum(max(0, own - self._held[q]) for q, own in self._own.items() if q != qos)
-                most = self.max_bytes - sum(own for q, own in self._own.items() if q != qos)
-                if whole > most:
+                set_aside = sum(
+                    max(0, reserved - self._held[q]) for q, reserved in self._reserved.items() if q != qos
+                )
+                limit = self.max_bytes - sum(reserved for q, reserved in self._reserved.items() if q != qos)
+                if total > limit:
                     raise EncoderRefused(
-                        f"it takes {whole} bytes to prepare, at most {most} are held: send a smaller one",
+                        f"it takes {total} bytes to prepare, at most {limit} are held: send a smaller one",
                         reason="too_large_prepared",
                     )
-                if sum(self._held.values()) + kept + more > self.max_bytes:
+                if sum(self._held.values()) + set_aside + more > self.max_bytes:
                     raise EncoderRefused(
-                        f"no room for the {whole} bytes that it takes to prepare: ask again",
+                        f"no room for the {total} bytes that it takes to prepare: ask again",
                         reason="overloaded",
                     )
             self._held[qos] += more
@@ -71,14 +73,14 @@ class BudgetShare:
         with self._lock:
             if not self._open:
                 raise EncoderRefused("nobody waits for it any more", reason="overloaded")
-            self._budget.move(self._qos, size - self._bytes, size)
+            self._budget.adjust(self._qos, size - self._bytes, size)
             self._bytes = size
 
     def close(self) -> None:
         """Give everything back."""
         with self._lock:
             if self._open:
-                self._budget.move(self._qos, -self._bytes, 0)
+                self._budget.adjust(self._qos, -self._bytes, 0)
                 self._bytes, self._open = 0, False
 
     def __enter__(self) -> Self:

@@ -34,13 +34,13 @@ from cornplug.qos import ServiceClass
 
 STUCK_S: Final = 10.0
 """So long may all lanes be in one job each before the service says that it is not ready."""
-_MOST_WORK: Final = 1 << 40
+_MAX_WORK: Final = 1 << 40
 _END_S: Final = 5.0
 """Longest that a stopping service waits for a processor that is at work."""
-_LEAST_S: Final = 0.001
-_BELIEVED: Final = 8
+_MIN_DEADLINE_S: Final = 0.001
+_MIN_MEASURED: Final = 8
 """Media of a kind, before what they took is believed of other sizes: the first ones load and compile."""
-_EACH: Final = 1000
+_BASE_COST: Final = 1000
 """A processor takes about as long as decoding a million pixels does, however few there are. Without it, what
 small ones took would let one fear hours of a large one."""
 
@@ -48,10 +48,10 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
-class _Kind:
+class _ModalityState:
     """One modality's lane time is measured apart: a pixel of a video is not a pixel of a PNG."""
 
-    done = 0
+    prepared = 0
     """Media of it that were prepared."""
 
 
@@ -60,7 +60,7 @@ class _LaneTask:
     """What a lane is to do."""
 
     run: Callable[[PreprocessContext], Any]
-    room: BudgetShare
+    budget_share: BudgetShare
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -76,9 +76,9 @@ class DecodeLimits:
 class QueueTurn(Generic[ResultT]):
     """A place in the queue. `leave` whenever nobody waits any more."""
 
-    def __init__(self, future: Future[ResultT], leave: Callable[[], None]) -> None:
+    def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
         self.future = future
-        self.leave = leave
+        self.cancel = cancel
 
 
 class DecodeLanes:
@@ -91,25 +91,27 @@ class DecodeLanes:
         lanes: int,
         limits: DecodeLimits,
         max_waiting: int = 256,
-        killed: Callable[[str], None] = lambda why: None,
+        on_killed: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._classes = classes
         self._lanes = lanes
         self._limits = limits
         self._clock = clock
-        self._seats = QueueLimit(classes, max_waiting)
-        self._admission = EncodeAdmission(
-            max_items=1, max_tokens=_MOST_WORK, clock=clock, lanes=lambda: lanes
-        )
+        self._queue_limit = QueueLimit(classes, max_waiting)
+        self._admission = EncodeAdmission(max_items=1, max_tokens=_MAX_WORK, clock=clock, lanes=lambda: lanes)
         self._batcher: Batcher[_LaneTask] = Batcher(
-            max_items=1, max_tokens=_MOST_WORK, clock=clock, on_late=self._refuse_late, has_urgent_lane=True
+            max_items=1, max_tokens=_MAX_WORK, clock=clock, on_late=self._refuse_late, has_urgent_lane=True
         )
-        self._kinds: dict[Modality, _Kind] = {"image": _Kind(), "video": _Kind(), "audio": _Kind()}
+        self._modalities: dict[Modality, _ModalityState] = {
+            "image": _ModalityState(),
+            "video": _ModalityState(),
+            "audio": _ModalityState(),
+        }
         self._names = itertools.count()
         self._tasks: dict[PendingRequest, _LaneTask] = {}
         self._processes = [
-            DecoderProcess(max_bytes=limits.max_bytes, killed=killed) for _ in range(lanes + 1)
+            DecoderProcess(max_bytes=limits.max_bytes, on_killed=on_killed) for _ in range(lanes + 1)
         ]
         # A future holds whatever preprocessing fails with, so that nothing ends a lane.
         self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
@@ -127,7 +129,7 @@ class DecodeLanes:
         qos: ServiceClass,
         app: str,
         deadline_s: float,
-        room: BudgetShare,
+        budget_share: BudgetShare,
     ) -> QueueTurn[ResultT] | AdmissionRefusal:
         """Have `run` called in a lane when its turn comes, or hear at once why it cannot be in time.
 
@@ -142,23 +144,23 @@ class DecodeLanes:
             cache_salt=None,
             inputs={},
             app=app,
-            deadline_s=max(deadline_s, _LEAST_S),
+            deadline_s=max(deadline_s, _MIN_DEADLINE_S),
         )
         pending = PendingRequest(request=request, received_s=self._clock(), qos=qos)
-        task = _LaneTask(run=run, room=room)
+        task = _LaneTask(run=run, budget_share=budget_share)
         name = next(self._names).to_bytes(8, "big")
         job = EncodeJob(
             key=(name, b""),
             feature_key=name,
-            tower=self._kinds[modality],
+            tower=self._modalities[modality],
             tokens=max(1, cost),
             payload=task,
             requests=[pending],
         )
-        no = self._admission.refusal(job, self._batcher)
-        if no is not None and self._kinds[modality].done >= _BELIEVED:
-            return no
-        if (full := self._seats.enter(pending)) is not None:
+        refusal = self._admission.refusal(job, self._batcher)
+        if refusal is not None and self._modalities[modality].prepared >= _MIN_MEASURED:
+            return refusal
+        if (full := self._queue_limit.enter(pending)) is not None:
             return AdmissionRefusal(
                 reason=full[0],
                 message=f"{full[1]}, to be decoded",
@@ -166,7 +168,7 @@ class DecodeLanes:
             )
         self._tasks[pending] = task
         self._batcher.join_or_add(job)
-        return QueueTurn(task.future, lambda: self._leave(job, pending))
+        return QueueTurn(task.future, lambda: self._cancel(job, pending))
 
     def predicted_s(self) -> Mapping[str, float]:
         """By class: predicted seconds until a medium like the last one would be prepared."""
@@ -191,7 +193,7 @@ class DecodeLanes:
         """Of the processes that decode."""
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
-    def warm(self) -> None:
+    def start_processes(self) -> None:
         """Start every process, so that nobody waits for it. Raises EncoderRefused."""
         # With one class there is nobody for the lane more.
         wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
@@ -240,7 +242,7 @@ class DecodeLanes:
                 self._do(job, pending, task, process, began)
         finally:
             self._batcher.finish(job)
-            self._forget(pending)
+            self._release(pending)
             self._replace(process)
 
     def _replace(self, process: DecoderProcess) -> None:
@@ -262,9 +264,9 @@ class DecodeLanes:
     ) -> None:
         def admit(header: MediumHeader, prepared_bytes: int) -> None:
             self._batcher.raise_cost(job, work_of(header))
-            task.room.need(header.held_bytes + prepared_bytes)
+            task.budget_share.need(header.held_bytes + prepared_bytes)
 
-        bench = PreprocessContext(
+        context = PreprocessContext(
             decoder=SandboxedDecoder(
                 process,
                 limit_s=self._limits.decode_s,
@@ -273,7 +275,7 @@ class DecodeLanes:
             ),
             admit=admit,
         )
-        done = self._preprocessing.submit(task.run, bench)
+        done = self._preprocessing.submit(task.run, context)
         error = done.exception()
         now = self._clock()
         self._admission.answered(pending, now - pending.received_s)
@@ -283,28 +285,28 @@ class DecodeLanes:
         else:
             # What was refused or killed on its way tells nothing of what one that is not takes.
             self._admission.computed([job], now - began)
-            if isinstance(job.tower, _Kind):
-                job.tower.done += 1
+            if isinstance(job.tower, _ModalityState):
+                job.tower.prepared += 1
             task.future.set_result(done.result())
 
-    def _leave(self, job: EncodeJob[_LaneTask], pending: PendingRequest) -> None:
+    def _cancel(self, job: EncodeJob[_LaneTask], pending: PendingRequest) -> None:
         pending.future.cancel()
         if self._batcher.remove(job):
-            self._forget(pending)
+            self._release(pending)
 
     def _refuse_late(self, pending: PendingRequest) -> None:
         task = self._tasks.get(pending)
-        self._forget(pending)
+        self._release(pending)
         self._admission.answered(pending, self._clock() - pending.received_s)
         if task is not None and task.future.set_running_or_notify_cancel():
             problem = f"not decoded within {pending.request.deadline_s:.3g} s"
             task.future.set_exception(EncoderRefused(problem, reason="too_late"))
 
-    def _forget(self, pending: PendingRequest) -> None:
+    def _release(self, pending: PendingRequest) -> None:
         self._tasks.pop(pending, None)
-        self._seats.leave(pending)
+        self._queue_limit.leave(pending)
 
 
 def work_of(header: MediumHeader) -> int:
     """What it costs: thousands of pixels or samples to decode, and what every medium costs."""
-    return _EACH + round(header.work / 1000)
+    return _BASE_COST + round(header.work / 1000)

@@ -7,7 +7,7 @@ from typing import Any, Final
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import digest_rgb
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
     IN_PROCESS,
@@ -44,15 +44,17 @@ class ImagePreprocessor:
             raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
     def read(
-        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
-        heard = bench.heard(self._prepared_bytes)
-        return self._reading(bench.decoder.picture(data, self._max_pixels, heard, self._formats))
+        on_header = context.on_header(self._prepared_bytes)
+        return self._preprocess(context.decoder.image(data, self._max_pixels, on_header, self._formats))
 
-    def read_for_sglang(self, data: bytes, bench: PreprocessContext = IN_PROCESS) -> PreprocessorOutput:
+    def read_for_sglang(self, data: bytes, context: PreprocessContext = IN_PROCESS) -> PreprocessorOutput:
         """The same as an SGLang server would make it."""
-        heard = bench.heard(self._prepared_bytes)
-        return self._reading(bench.decoder.picture_for_sglang(data, self._max_pixels, heard, self._formats))
+        on_header = context.on_header(self._prepared_bytes)
+        return self._preprocess(
+            context.decoder.image_for_sglang(data, self._max_pixels, on_header, self._formats)
+        )
 
     def _prepared_bytes(self, header: MediumHeader) -> int:
         small, large = self._probed()
@@ -68,11 +70,11 @@ class ImagePreprocessor:
 
     def _bytes_of(self, image: Image.Image) -> int:
         try:
-            return sum(t.nbytes for t in self._reading(image).inputs.values())
+            return sum(t.nbytes for t in self._preprocess(image).inputs.values())
         except MediaError:
             return _MOST_A_PIXEL * image.width * image.height
 
-    def _reading(self, image: Image.Image) -> PreprocessorOutput:
+    def _preprocess(self, image: Image.Image) -> PreprocessorOutput:
         try:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
@@ -80,7 +82,7 @@ class ImagePreprocessor:
             raise MediaError(
                 f"the model's processor refuses this picture: {e}", reason="unprocessable"
             ) from e
-        return PreprocessorOutput(digest=media.digest_rgb(image), inputs=dict(made))
+        return PreprocessorOutput(digest=digest_rgb(image), inputs=dict(made))
 
 
 def _most_pixels(processor: Any) -> int | None:

@@ -37,12 +37,12 @@ class PreprocessedMedium:
     request: EncodeRequest
     dtype: str
     """Of the embedding, as torch names it."""
-    media: bytes
+    media_digest: bytes
     """The media digest."""
 
 
-AS_THE_ENGINE: Final = FrameSampling()
-READERS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
+ENGINE_SAMPLING: Final = FrameSampling()
+PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
     "image": ImagePreprocessor,
     "video": VideoPreprocessor,
     "audio": AudioPreprocessor,
@@ -60,8 +60,8 @@ class MediaPreparer:
         self._secret = secret
         self._limits = limits
         # By the identity that they prepare for, never by name: a reload may change what a name means.
-        self._readers: dict[bytes, MediaPreprocessor] = {}
-        registry.on_load(self._add_readers)
+        self._preprocessors: dict[bytes, MediaPreprocessor] = {}
+        registry.on_load(self._add_preprocessors)
 
     def prepare(
         self,
@@ -71,8 +71,8 @@ class MediaPreparer:
         *,
         salt: str | None,
         deadline_s: float,
-        sampling: FrameSampling = AS_THE_ENGINE,
-        bench: PreprocessContext = IN_PROCESS,
+        sampling: FrameSampling = ENGINE_SAMPLING,
+        context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
         """A request for the medium in `data`, as this model's engine would make it.
 
@@ -83,20 +83,20 @@ class MediaPreparer:
         MediaError as the modality's reader.
         """
         loaded = self._loaded(model)
-        if modality != "video" and sampling != AS_THE_ENGINE:
+        if modality != "video" and sampling != ENGINE_SAMPLING:
             raise EncoderRefused(f"fps, num_frames: of a video, not of {modality}", reason="bad_input")
-        reading = self._reader(loaded, modality).read(data, sampling, bench)
-        return self._prepared(loaded, modality, reading, salt, deadline_s, APP)
+        output = self._preprocessor(loaded, modality).read(data, sampling, context)
+        return self._prepared(loaded, modality, output, salt, deadline_s, APP)
 
     def prepare_frames(
         self,
         model: str,
-        pictures: Sequence[bytes],
+        images: Sequence[bytes],
         *,
         salt: str | None,
         deadline_s: float,
-        sampling: FrameSampling = AS_THE_ENGINE,
-        bench: PreprocessContext = IN_PROCESS,
+        sampling: FrameSampling = ENGINE_SAMPLING,
+        context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
         """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
 
@@ -105,10 +105,10 @@ class MediaPreparer:
         if sampling.num_frames is not None:
             raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
         loaded = self._loaded(model)
-        reader = self._reader(loaded, "video")
-        assert isinstance(reader, VideoPreprocessor)
-        reading = reader.read_pictures(pictures, sampling.fps or 1.0, bench)
-        return self._prepared(loaded, "video", reading, salt, deadline_s, APP)
+        preprocessor = self._preprocessor(loaded, "video")
+        assert isinstance(preprocessor, VideoPreprocessor)
+        output = preprocessor.read_images(images, sampling.fps or 1.0, context)
+        return self._prepared(loaded, "video", output, salt, deadline_s, APP)
 
     def prepare_for_sglang(
         self,
@@ -117,34 +117,36 @@ class MediaPreparer:
         *,
         salt: str | None,
         deadline_s: float,
-        bench: PreprocessContext = IN_PROCESS,
+        context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
         """The same for an image as an SGLang server of this model would make it. Raises as `prepare`."""
         loaded = self._loaded(model)
-        reader = self._reader(loaded, "image")
-        assert isinstance(reader, ImagePreprocessor)
-        return self._prepared(loaded, "image", reader.read_for_sglang(data, bench), salt, deadline_s, SGLANG)
+        preprocessor = self._preprocessor(loaded, "image")
+        assert isinstance(preprocessor, ImagePreprocessor)
+        return self._prepared(
+            loaded, "image", preprocessor.read_for_sglang(data, context), salt, deadline_s, SGLANG
+        )
 
-    def _add_readers(self, loaded: LoadedModel) -> None:
+    def _add_preprocessors(self, loaded: LoadedModel) -> None:
         for modality in loaded.checkpoint.family.inputs:
             model_identity = loaded.served.identity_for(modality)
-            if modality in READERS and model_identity is not None:
-                self._readers[model_identity] = READERS[modality](loaded, self._limits)
+            if modality in PREPROCESSORS and model_identity is not None:
+                self._preprocessors[model_identity] = PREPROCESSORS[modality](loaded, self._limits)
 
-    def _reader(self, loaded: LoadedModel, modality: Modality) -> MediaPreprocessor:
-        reader = self._readers.get(loaded.served.identity_for(modality) or b"")
-        if reader is None:
-            taken = [m.name for m in loaded.served.modalities if m.identity in self._readers]
+    def _preprocessor(self, loaded: LoadedModel, modality: Modality) -> MediaPreprocessor:
+        preprocessor = self._preprocessors.get(loaded.served.identity_for(modality) or b"")
+        if preprocessor is None:
+            taken = [m.name for m in loaded.served.modalities if m.identity in self._preprocessors]
             raise EncoderRefused(
                 f"{modality}: {loaded.served.name} takes {', '.join(taken)} only", reason="modality"
             )
-        return reader
+        return preprocessor
 
     def _prepared(
         self,
         loaded: LoadedModel,
         modality: Modality,
-        reading: PreprocessorOutput,
+        output: PreprocessorOutput,
         salt: str | None,
         deadline_s: float,
         app: str,
@@ -155,13 +157,13 @@ class MediaPreparer:
         request = EncodeRequest(
             id=0,
             identity=model_identity,
-            key=identity.embedding_key(self._secret, model_identity, reading.digest, salt),
+            key=identity.embedding_key(self._secret, model_identity, output.digest, salt),
             cache_salt=salt,
-            inputs={name: to_wire(reading.inputs[name]) for name in wanted if name in reading.inputs},
+            inputs={name: to_wire(output.inputs[name]) for name in wanted if name in output.inputs},
             app=app,
             deadline_s=deadline_s,
         )
-        return PreprocessedMedium(request=request, dtype=loaded.served.dtype, media=reading.digest)
+        return PreprocessedMedium(request=request, dtype=loaded.served.dtype, media_digest=output.digest)
 
     def _loaded(self, model: str) -> LoadedModel:
         loaded = self._registry.by_name(model)

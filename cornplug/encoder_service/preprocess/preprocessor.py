@@ -13,10 +13,10 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.image import COMMON
 from cornplug.encoder_service.media.video import VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
-    Heard,
     InProcessDecoder,
     MediumDecoder,
     MediumHeader,
+    OnHeader,
 )
 from cornplug.errors import EncoderRefused
 
@@ -79,7 +79,7 @@ class PreprocessorOutput:
     """What the tower takes, by the processor's names."""
 
 
-def _anything(header: MediumHeader, prepared_bytes: int) -> None:
+def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
     pass
 
 
@@ -88,11 +88,11 @@ class PreprocessContext:
     """What one medium is prepared with."""
 
     decoder: MediumDecoder
-    admit: Callable[[MediumHeader, int], None] = _anything
+    admit: Callable[[MediumHeader, int], None] = _admit_any
     """Hears what the header says, and the most bytes that its inputs would take, before anything is
     decoded; what it raises ends the reading."""
 
-    def heard(self, prepared_bytes: Callable[[MediumHeader], int]) -> Heard:
+    def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
         """For the decoder, with what the reader knows of the bytes."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
@@ -105,7 +105,7 @@ class MediaPreprocessor(Protocol):
     """Of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
     def read(
-        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
         """`sampling` is for videos; others have nothing to sample.
 

@@ -52,20 +52,20 @@ class VideoPreprocessor:
             raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
 
     def read(
-        self, data: bytes, sampling: FrameSampling, bench: PreprocessContext = IN_PROCESS
+        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
-        heard = bench.heard(_prepared_bytes)
-        clip = bench.decoder.clip(data, lambda s: self._sampler(s, sampling), self._limits, heard)
-        return self._reading(clip)
+        on_header = context.on_header(_prepared_bytes)
+        clip = context.decoder.video(data, lambda s: self._sampler(s, sampling), self._limits, on_header)
+        return self._preprocess(clip)
 
-    def read_pictures(
-        self, pictures: Sequence[bytes], fps: float, bench: PreprocessContext = IN_PROCESS
+    def read_images(
+        self, images: Sequence[bytes], fps: float, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
         """A video given as its frames, `fps` of them a second."""
-        heard = bench.heard(_prepared_bytes)
-        return self._reading(bench.decoder.frames(pictures, fps, self._limits, heard))
+        on_header = context.on_header(_prepared_bytes)
+        return self._preprocess(context.decoder.frames(images, fps, self._limits, on_header))
 
-    def _reading(self, clip: VideoFrames) -> PreprocessorOutput:
+    def _preprocess(self, clip: VideoFrames) -> PreprocessorOutput:
         frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")

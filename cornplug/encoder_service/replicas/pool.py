@@ -15,7 +15,7 @@ from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSe
 from cornplug.errors import CheckpointError, ConfigError
 
 
-class ReplicaMeters(Collector):
+class ReplicaMetrics(Collector):
     """What `/metrics` says of the replicas."""
 
     def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:

@@ -11,7 +11,7 @@ import time
 from typing import Final
 
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
-from cornplug.encoder_service.replicas import ipc as wire
+from cornplug.encoder_service.replicas import ipc
 from cornplug.errors import ReplicaLost
 
 START_S: Final = 900.0
@@ -24,42 +24,42 @@ class WorkerChannel:
     """One socket pair and two memfds."""
 
     def __init__(self) -> None:
-        self._sock, self._theirs = socket.socketpair()
+        self._sock, self._child_end = socket.socketpair()
         self._sock.settimeout(RUN_S)
-        self._inputs, self._outputs = wire.SharedBuffer.new(), wire.SharedBuffer.new()
-        self.fds = (self._theirs.fileno(), self._inputs.fd, self._outputs.fd)
+        self._inputs, self._outputs = ipc.SharedBuffer.new(), ipc.SharedBuffer.new()
+        self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def started(self) -> None:
         """The process has its end now: ours must not keep it open."""
-        self._theirs.close()
+        self._child_end.close()
 
-    def ask(self, task: EncodeBatch) -> tuple[BatchResult, int]:
+    def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
         """The result, and how many towers could not be compiled. Raises OSError, RuntimeError."""
-        tensors = [t for item in task.items for t in item.tensors]
-        kept = [f for f in task.features if f is not None]
+        tensors = [t for item in batch.items for t in item.tensors]
+        kept = [f for f in batch.features if f is not None]
         rows = iter(self._inputs.write([*tensors, *kept]))
-        own = [tuple(next(rows) for _ in item.tensors) for item in task.items]
+        inputs = [tuple(next(rows) for _ in item.tensors) for item in batch.items]
         media = tuple(
-            wire.MediumTensors(
-                own[i], item.tokens, item.geometry, None if task.features[i] is None else next(rows)
+            ipc.MediumTensors(
+                inputs[i], item.tokens, item.geometry, None if batch.features[i] is None else next(rows)
             )
-            for i, item in enumerate(task.items)
+            for i, item in enumerate(batch.items)
         )
-        wanted = tuple((model.served.identity, index) for model, index in task.wanted)
-        wire.send(self._sock, wire.RunBatch(media, wanted, task.keep))
-        answer: wire.Computed = wire.receive(self._sock, wire.Computed)
-        if isinstance(answer, wire.ReplicaFailed):
+        wanted = tuple((model.served.identity, index) for model, index in batch.wanted)
+        ipc.send(self._sock, ipc.RunBatch(media, wanted, batch.keep))
+        answer: ipc.Computed = ipc.receive(self._sock, ipc.Computed)
+        if isinstance(answer, ipc.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
         # Copied: the next task writes over it.
-        made = BatchResult(
+        result = BatchResult(
             embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
             features={i: self._outputs.view(row).clone() for i, row in answer.features},
         )
-        return made, answer.uncompiled
+        return result, answer.uncompiled
 
     def close(self) -> None:
         self._sock.close()
-        self._theirs.close()
+        self._child_end.close()
         self._inputs.close()
         self._outputs.close()
 
@@ -68,12 +68,12 @@ class ReplicaProcess:
     """One process, from its start to its end."""
 
     def __init__(self, lanes: int) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         self._control.settimeout(START_S)
-        self._all = [WorkerChannel() for _ in range(lanes)]
+        self._channels = [WorkerChannel() for _ in range(lanes)]
         self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
-        fds = [theirs.fileno(), *(fd for lane in self._all for fd in lane.fds)]
-        self.process = subprocess.Popen(
+        fds = [child_end.fileno(), *(fd for channel in self._channels for fd in channel.fds)]
+        self.popen = subprocess.Popen(
             # -P: the packages of this process, whatever lies in the working directory.
             [sys.executable, "-P", "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
             pass_fds=fds,
@@ -81,24 +81,24 @@ class ReplicaProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self.started_s = time.monotonic()
-        theirs.close()
-        for lane in self._all:
-            lane.started()
-            self.idle.put(lane)
+        child_end.close()
+        for channel in self._channels:
+            channel.started()
+            self.idle.put(channel)
 
-    def ask(self, message: wire.OpenModels | wire.LoadModel | wire.DropModel) -> wire.FromReplica:
+    def ask(self, message: ipc.OpenModels | ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica:
         """Raises OSError when the process has ended or does not answer."""
-        wire.send(self._control, message)
-        answer: wire.FromReplica = wire.receive(self._control, wire.FromReplica)
+        ipc.send(self._control, message)
+        answer: ipc.FromReplica = ipc.receive(self._control, ipc.FromReplica)
         return answer
 
     def end(self) -> None:
         """Kill it, and take every lane back from those who wait for its answer."""
-        self.process.kill()
-        self.process.wait()
+        self.popen.kill()
+        self.popen.wait()
         self._control.close()
-        for _ in self._all:
+        for _ in self._channels:
             self.idle.get()
         self.idle.put(None)
-        for lane in self._all:
-            lane.close()
+        for channel in self._channels:
+            channel.close()

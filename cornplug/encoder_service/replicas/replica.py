@@ -19,7 +19,7 @@ from typing import Final
 
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.models.loader import LoadedModel
-from cornplug.encoder_service.replicas import ipc as wire
+from cornplug.encoder_service.replicas import ipc
 from cornplug.encoder_service.replicas.process import RUN_S, START_S, ReplicaProcess
 from cornplug.errors import CheckpointError, ReplicaLost
 
@@ -54,12 +54,14 @@ class ReplicaExecutor:
         """How often its process has ended by itself: "died", "not_loaded", "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # of the control socket, and of these
-        self._models: dict[bytes, wire.ModelSpec] = {}
-        self._life: ReplicaProcess | None = None
+        self._models: dict[bytes, ipc.ModelSpec] = {}
+        self._process: ReplicaProcess | None = None
         self._ready = threading.Event()
-        self._tried = threading.Event()
+        self._attempted = threading.Event()
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._live, name=f"cornplug-replica-{device}", daemon=True)
+        self._supervisor = threading.Thread(
+            target=self._supervise, name=f"cornplug-replica-{device}", daemon=True
+        )
 
     @property
     def lanes(self) -> int:
@@ -68,17 +70,17 @@ class ReplicaExecutor:
     @property
     def pid(self) -> int | None:
         """Of the process, None before there is one."""
-        life = self._life
-        return None if life is None else life.process.pid
+        process = self._process
+        return None if process is None else process.popen.pid
 
     def start(self, models: Sequence[LoadedModel]) -> None:
         """Begin to load; returns at once."""
         self._models = {model.identity: model for model in map(_model, models)}
-        self._watch.start()
+        self._supervisor.start()
 
     def wait_started(self) -> None:
         """Until the first process is ready. Raises CheckpointError where it cannot be."""
-        if not self._tried.wait(START_S) or not self._ready.is_set() or self.problem:
+        if not self._attempted.wait(START_S) or not self._ready.is_set() or self.problem:
             raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
 
     def ready(self) -> bool:
@@ -87,37 +89,37 @@ class ReplicaExecutor:
     def wait_ready(self, timeout_s: float) -> bool:
         return self._ready.wait(timeout_s)
 
-    def run(self, task: EncodeBatch) -> BatchResult:
-        life = self._life
-        if life is None or not self._ready.is_set():
+    def run(self, batch: EncodeBatch) -> BatchResult:
+        process = self._process
+        if process is None or not self._ready.is_set():
             raise ReplicaLost(f"replica on {self.device}: {self.problem}")
         try:
-            lane = life.idle.get(timeout=RUN_S)
+            channel = process.idle.get(timeout=RUN_S)
         except queue.Empty:
             raise ReplicaLost(f"replica on {self.device}: busy for {RUN_S:g} s") from None
-        if lane is None:
-            life.idle.put(None)
+        if channel is None:
+            process.idle.put(None)
             raise ReplicaLost(f"replica on {self.device}: {self.problem}")
         try:
-            made, self.uncompiled = lane.ask(task)
+            result, self.uncompiled = channel.run(batch)
         except OSError as e:
             # Known here before the watch sees it; and one that only hangs must go.
             self._ready.clear()
-            life.process.kill()
+            process.popen.kill()
             raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
         finally:
-            life.idle.put(lane)
-        return made
+            process.idle.put(channel)
+        return result
 
     def load(self, models: Sequence[LoadedModel]) -> None:
         new = tuple(map(_model, models))
         with self._lock:
-            answer = self._ask(wire.LoadModel(new))
+            answer = self._ask(ipc.LoadModel(new))
             problem = (
-                answer.message if isinstance(answer, wire.ReplicaFailed) else answer.problem if answer else ""
+                answer.message if isinstance(answer, ipc.ReplicaFailed) else answer.problem if answer else ""
             )
             if problem:
-                self._ask(wire.DropModel(tuple(m.identity for m in new if m.identity not in self._models)))
+                self._ask(ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models)))
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
             # One that is not there now loads them when it starts.
             self._models |= {model.identity: model for model in new}
@@ -126,83 +128,83 @@ class ReplicaExecutor:
         with self._lock:
             gone = tuple(loaded.served.identity for loaded in models)
             self._models = {k: v for k, v in self._models.items() if k not in gone}
-            self._ask(wire.DropModel(gone))
+            self._ask(ipc.DropModel(gone))
 
     def close(self) -> None:
         self._closing.set()
-        life = self._life
-        if life is not None:
-            life.process.kill()
-        if self._watch.is_alive():
-            self._watch.join()
+        process = self._process
+        if process is not None:
+            process.popen.kill()
+        if self._supervisor.is_alive():
+            self._supervisor.join()
 
-    def _ask(self, message: wire.LoadModel | wire.DropModel) -> wire.FromReplica | None:
+    def _ask(self, message: ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica | None:
         """None where nobody answers."""
-        life = self._life
-        if life is None or not self._ready.is_set():
+        process = self._process
+        if process is None or not self._ready.is_set():
             return None
         try:
-            return life.ask(message)
+            return process.ask(message)
         except OSError as e:
             log.warning("replica on %s does not answer: %s", self.device, e)
             self._ready.clear()
-            life.process.kill()
+            process.popen.kill()
             return None
 
-    def _live(self) -> None:
+    def _supervise(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
             began = time.monotonic()
-            word = self._one_life()
-            self._tried.set()
+            reason = self._run_process()
+            self._attempted.set()
             if self._closing.is_set():
                 return
             steady = time.monotonic() - began > _STEADY_S
             pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _LONGEST_PAUSE_S)
             log.error("replica on %s: %s; starting it again in %g s", self.device, self.problem, pause_s)
-            self.ends[word] += 1
+            self.ends[reason] += 1
             self._closing.wait(pause_s)
 
-    def _one_life(self) -> str:
+    def _run_process(self) -> str:
         """Start a process and see it through. Why it ended, in a word."""
         try:
-            life = ReplicaProcess(self.lanes)
+            process = ReplicaProcess(self.lanes)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"
             return "not_started"
         with self._lock:
-            self._life = life
-            opened = self._open(life)
+            self._process = process
+            opened = self._open(process)
             if opened:
                 self._ready.set()
         if opened:
-            self._tried.set()
-            self.problem = _ending(life.process.wait())
+            self._attempted.set()
+            self.problem = _exit_reason(process.popen.wait())
             self._ready.clear()
         with self._lock:
-            self._life = None
-        life.end()
+            self._process = None
+        process.end()
         return "died" if opened else "not_loaded"
 
-    def _open(self, life: ReplicaProcess) -> bool:
+    def _open(self, process: ReplicaProcess) -> bool:
         wanted = tuple(self._models.values())
         settings = self._settings
         try:
-            answer = life.ask(
-                wire.OpenModels(wanted, settings.dtype, self.device, settings.threads, settings.compile)
+            answer = process.ask(
+                ipc.OpenModels(wanted, settings.dtype, self.device, settings.threads, settings.compile)
             )
         except OSError as e:
             self.problem = f"it ended or hung while it loaded: {e}"
             return False
-        self.problem = answer.message if isinstance(answer, wire.ReplicaFailed) else answer.problem
-        return isinstance(answer, wire.ReplicaReady)
+        self.problem = answer.message if isinstance(answer, ipc.ReplicaFailed) else answer.problem
+        return isinstance(answer, ipc.ReplicaReady)
 
 
-def _model(loaded: LoadedModel) -> wire.ModelSpec:
-    return wire.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
+def _model(loaded: LoadedModel) -> ipc.ModelSpec:
+    return ipc.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
 
 
-def _ending(status: int) -> str:
+def _exit_reason(status: int) -> str:
     if status >= 0:
         return f"it ended with status {status}"
     return f"it was ended by {signal.Signals(-status).name}"

@@ -19,7 +19,7 @@ import torch
 from cornplug.encoder_service.execution.executor import BatchExecutor, EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.models.loader import LoadedModel, WeightPlacement, load, read
 from cornplug.encoder_service.models.torch_compile import CompiledTower
-from cornplug.encoder_service.replicas import ipc as wire
+from cornplug.encoder_service.replicas import ipc
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.errors import CheckpointError, ReplicaLost
 
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 class ReplicaModels:
     """What this replica has loaded, by identity. Lanes read while control changes it."""
 
-    def __init__(self, opened: wire.OpenModels) -> None:
+    def __init__(self, opened: ipc.OpenModels) -> None:
         self._place = WeightPlacement(
             dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile
         )
         self._loaded: dict[bytes, LoadedModel] = {}
 
-    def load(self, models: Sequence[wire.ModelSpec]) -> None:
+    def load(self, models: Sequence[ipc.ModelSpec]) -> None:
         """All of them beside what is there. Raises CheckpointError at the first that is not what it was."""
         for model in models:
             if model.identity in self._loaded:
@@ -72,30 +72,30 @@ class WorkerLoop:
         self._models = models
         self._executor = executor
         self._sock = socket.socket(fileno=fds[0])
-        self._inputs, self._outputs = wire.SharedBuffer(fds[1]), wire.SharedBuffer(fds[2])
+        self._inputs, self._outputs = ipc.SharedBuffer(fds[1]), ipc.SharedBuffer(fds[2])
 
     def serve(self) -> None:
         """Until the service ends, which ends this process."""
         # A future holds whatever a tower fails with; the service is told, and the lane goes on.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
-                run = wire.receive(self._sock, wire.RunBatch)
+                run = ipc.receive(self._sock, ipc.RunBatch)
                 done = threads.submit(self._run, run)
                 error = done.exception()
-                wire.send(self._sock, done.result() if error is None else _failed(error))
+                ipc.send(self._sock, done.result() if error is None else _failed(error))
 
-    def _run(self, run: wire.RunBatch) -> wire.BatchDone:
-        made = self._executor.run(self._task(run))
-        places = list(made.features)
-        rows = self._outputs.write([*made.embeddings, *(made.features[i] for i in places)])
-        count = len(made.embeddings)
-        return wire.BatchDone(
+    def _run(self, run: ipc.RunBatch) -> ipc.BatchDone:
+        result = self._executor.run(self._batch_of(run))
+        places = list(result.features)
+        rows = self._outputs.write([*result.embeddings, *(result.features[i] for i in places)])
+        count = len(result.embeddings)
+        return ipc.BatchDone(
             embeddings=tuple(rows[:count]),
             features=tuple(zip(places, rows[count:], strict=True)),
             uncompiled=CompiledTower.failures,
         )
 
-    def _task(self, run: wire.RunBatch) -> EncodeBatch:
+    def _batch_of(self, run: ipc.RunBatch) -> EncodeBatch:
         view = self._inputs.view
         return EncodeBatch(
             items=tuple(
@@ -123,29 +123,27 @@ def main(argv: Sequence[str]) -> None:
 
 def _control(sock: socket.socket, fds: Sequence[int]) -> None:
     try:
-        opened = wire.receive(sock, wire.OpenModels)
+        opened = ipc.receive(sock, ipc.OpenModels)
         torch.set_num_threads(opened.threads)
         models = ReplicaModels(opened)
         executor = InProcessExecutor(torch.device(opened.device))
-        wire.send(sock, _loaded(models, opened.models))
+        ipc.send(sock, _loaded(models, opened.models))
         for at in range(0, len(fds), 3):
-            lane = WorkerLoop(models, executor, fds[at : at + 3])
-            threading.Thread(target=lane.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
+            worker = WorkerLoop(models, executor, fds[at : at + 3])
+            threading.Thread(target=worker.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
         while True:
-            message: wire.ToReplica = wire.receive(sock, wire.ToReplica)
-            if isinstance(message, wire.DropModel):
+            message: ipc.ToReplica = ipc.receive(sock, ipc.ToReplica)
+            if isinstance(message, ipc.DropModel):
                 models.drop(message.identities)
-                wire.send(sock, wire.ReplicaReady(models.identities()))
+                ipc.send(sock, ipc.ReplicaReady(models.identities()))
             else:
-                wire.send(sock, _loaded(models, message.models))
+                ipc.send(sock, _loaded(models, message.models))
     finally:
         # Whatever ended this, the service sees a replica that has ended, not one that is deaf.
         os._exit(0)
 
 
-def _loaded(
-    models: ReplicaModels, wanted: Sequence[wire.ModelSpec]
-) -> wire.ReplicaReady | wire.ReplicaFailed:
+def _loaded(models: ReplicaModels, wanted: Sequence[ipc.ModelSpec]) -> ipc.ReplicaReady | ipc.ReplicaFailed:
     """Load what can be: a replica that lacks one model still serves the others."""
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
@@ -155,12 +153,12 @@ def _loaded(
                 log.error("cannot load %s", model.path, exc_info=error)
                 problems.append(str(error))
     if wanted and not set(models.identities()) & {model.identity for model in wanted}:
-        return wire.ReplicaFailed("checkpoint", "; ".join(problems))
-    return wire.ReplicaReady(models.identities(), "; ".join(problems))
+        return ipc.ReplicaFailed("checkpoint", "; ".join(problems))
+    return ipc.ReplicaReady(models.identities(), "; ".join(problems))
 
 
-def _failed(error: BaseException) -> wire.ReplicaFailed:
-    return wire.ReplicaFailed(
+def _failed(error: BaseException) -> ipc.ReplicaFailed:
+    return ipc.ReplicaFailed(
         "absent" if isinstance(error, ReplicaLost) else "error", f"{type(error).__name__}: {error}"
     )
 

@@ -179,26 +179,32 @@ class SglangParts:
         def read() -> Parts:
             return [medium_bytes("image", item.url)]
 
-        def prepare(parts: Parts, bench: PreprocessContext) -> PreprocessedMedium:
+        def prepare(parts: Parts, context: PreprocessContext) -> PreprocessedMedium:
             return self._preparer.prepare_for_sglang(
                 model.served.name,
                 parts[0],
                 salt=item.cornplug_salt,
                 deadline_s=self._timeout_s,
-                bench=bench,
+                context=context,
             )
 
-        with self._encoder.budget.room(caller.qos) as room:
+        with self._encoder.budget.share(caller.qos) as budget_share:
             async with turn:
                 self._door.check(caller.qos, end)
                 with self._encoder.observer.preprocessing():
-                    prepared = await self._door.prepared(
-                        "image", read, prepare, caller=caller, app=SGLANG, end_s=end, room=room
+                    prepared = await self._door.prepare(
+                        "image",
+                        read,
+                        prepare,
+                        caller=caller,
+                        app=SGLANG,
+                        end_s=end,
+                        budget_share=budget_share,
                     )
-            grid, media = _grid(model, prepared), prepared.media
+            grid, media = _grid(model, prepared), prepared.media_digest
             left = max(end - time.monotonic(), 0.001)
             request = msgspec.structs.replace(prepared.request, deadline_s=left)
-            submitted = self._encoder.submit(request, inline=True, caller=caller, room=room)
+            submitted = self._encoder.submit(request, inline=True, caller=caller, budget_share=budget_share)
             del prepared, request  # while it waits for a tower, the encoder alone has its inputs
             # Cancelled with this task.
             return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))

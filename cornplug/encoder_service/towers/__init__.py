@@ -20,13 +20,13 @@ def architecture(family: ModelFamily) -> TowerArchitecture:
     return cast(TowerArchitecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
 
 
-def listener(checkpoint: Checkpoint) -> LogMelFeatures:
+def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
     """What turns samples into this checkpoint's tower inputs.
 
     Raises CheckpointError("bad_config") for a family that hears nothing, or a feature extractor
     that is not served.
     """
-    found = getattr(architecture(checkpoint.family), "listener", None)
+    found = getattr(architecture(checkpoint.family), "feature_extractor", None)
     if found is None:
-        raise CheckpointError(f"{checkpoint.family.name} has no listener", reason="bad_config")
+        raise CheckpointError(f"{checkpoint.family.name} takes no audio", reason="bad_config")
     return cast("LogMelFeatures", found(checkpoint.preprocessors["audio"]))

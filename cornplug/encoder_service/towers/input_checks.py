@@ -70,7 +70,7 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
     return out
 
 
-def together(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The rows of all parts, one part behind another, on the device.
 
     `compute.InProcess` has brought parts to CUDA before, through pinned memory: here nothing is staged.

@@ -21,23 +21,23 @@ class LogMelFeatures(Protocol):
 
     @property
     def rate(self) -> int:
-        """Samples a second that `listen` takes."""
+        """Samples a second that `extract` takes."""
 
-    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+    def extract(self, samples: Samples) -> Mapping[str, torch.Tensor]:
         """The tower's inputs for mono samples. Raises MediaError("unprocessable")."""
 
 
-class WholeMels:
+class PaddedLogMel:
     """Qwen2-Audio's: 30 s, filled up with silence, cut off beyond (vLLM passes truncation=True)."""
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
-        self._extractor = extractor(preprocessor)
+        self._extractor = whisper_extractor(preprocessor)
 
     @property
     def rate(self) -> int:
         return int(self._extractor.sampling_rate)
 
-    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+    def extract(self, samples: Samples) -> Mapping[str, torch.Tensor]:
         made = self._extractor(
             samples,
             sampling_rate=self.rate,
@@ -54,7 +54,7 @@ class WholeMels:
         return {"input_features": made["input_features"], "feature_attention_mask": mask}
 
 
-class ChunkedMels:
+class ChunkedLogMel:
     """Ultravox's: as long as the sound is, cut into chunks of the tower's context.
 
     Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here: at
@@ -62,13 +62,13 @@ class ChunkedMels:
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
-        self._extractor = extractor(preprocessor)
+        self._extractor = whisper_extractor(preprocessor)
 
     @property
     def rate(self) -> int:
         return int(self._extractor.sampling_rate)
 
-    def listen(self, samples: Samples) -> Mapping[str, torch.Tensor]:
+    def extract(self, samples: Samples) -> Mapping[str, torch.Tensor]:
         hop, context = self._extractor.hop_length, self._extractor.nb_max_frames
         made = self._extractor(
             np.pad(samples, (0, max(2 * hop - len(samples), 0))),
@@ -94,7 +94,7 @@ _MIN_FRAMES: Final = 3
 """Two convolution strides and a pooling leave nothing of fewer."""
 
 
-def extractor(preprocessor: Mapping[str, Any]) -> Any:
+def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:
     """The feature extractor of a checkpoint's JSON, the very one that its identity names.
 
     Raises CheckpointError("bad_config") for one of another class.

@@ -24,7 +24,13 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
-from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.qwen_patches import (
+    PatchInputs,
+    RotaryTable,
+    embed_patches,
+    frames,
+    pack_items,
+)
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 from cornplug.encoder_service.wire.messages import WireTensor
 
@@ -66,7 +72,7 @@ class Qwen25VlTower:
         device: torch.device,
     ) -> None:
         self._blocks = blocks
-        self._turns = HalfTurns(rotary)
+        self._rotary = RotaryTable(rotary)
         self._inputs = PatchInputs.of(config, dtype)
         self._patch_size = int(config.patch_size)
         self._window_size = config.window_size
@@ -78,16 +84,16 @@ class Qwen25VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = packed(items, self._device)
+        pixels, grids = pack_items(items, self._device)
         order, lengths = self._windows(grids)
         windows = SegmentOffsets(lengths, self._device)
         whole = SegmentOffsets(frames(grids), self._device)
         # The patches of a window lie together from here on; each frame stays in its place.
-        hidden = embedded(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
-        turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
+        hidden = embed_patches(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
         for number, block in enumerate(self._blocks.blocks):
             segments = whole if number in self._whole_frames else windows
-            hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
         back = torch.argsort(order).to(self._device)
         return list(hidden[back].split([item.tokens for item in items]))
 

@@ -23,7 +23,13 @@ from transformers.vision_utils import get_vision_position_ids
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.qwen_patches import (
+    PatchInputs,
+    RotaryTable,
+    embed_patches,
+    frames,
+    pack_items,
+)
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 from cornplug.encoder_service.wire.messages import WireTensor
 
@@ -66,7 +72,7 @@ class Qwen2VlTower:
         device: torch.device,
     ) -> None:
         self._blocks = blocks
-        self._turns = HalfTurns(rotary)
+        self._rotary = RotaryTable(rotary)
         self._inputs = PatchInputs.of(config, dtype)
         self._device = device
 
@@ -75,12 +81,12 @@ class Qwen2VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = packed(items, self._device)
-        hidden = embedded(pixels, self._blocks.patch_embed.proj)
-        turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
+        pixels, grids = pack_items(items, self._device)
+        hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge))
         segments = SegmentOffsets(frames(grids), self._device)
         for block in self._blocks.blocks:
-            hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
         return list(hidden.split([item.tokens for item in items]))
 
 

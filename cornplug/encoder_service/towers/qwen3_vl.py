@@ -26,7 +26,13 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.qwen_patches import HalfTurns, PatchInputs, embedded, frames, packed
+from cornplug.encoder_service.towers.qwen_patches import (
+    PatchInputs,
+    RotaryTable,
+    embed_patches,
+    frames,
+    pack_items,
+)
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 from cornplug.encoder_service.wire.messages import WireTensor
 
@@ -66,7 +72,7 @@ class Qwen3VlTower:
         device: torch.device,
     ) -> None:
         self._blocks = blocks
-        self._turns = HalfTurns(rotary)
+        self._rotary = RotaryTable(rotary)
         self._inputs = PatchInputs.of(config, dtype)
         self._levels = frozenset(config.deepstack_visual_indexes)
         self._device = device
@@ -76,14 +82,14 @@ class Qwen3VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = packed(items, self._device)
-        hidden = embedded(pixels, self._blocks.patch_embed.proj)
+        pixels, grids = pack_items(items, self._device)
+        hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
         hidden = hidden + self._blocks.positions(grids, self._inputs.merge).to(hidden.dtype)
-        turns = self._turns(hidden, get_vision_position_ids(grids, self._inputs.merge))
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge))
         segments = SegmentOffsets(frames(grids), self._device)
         levels = []
         for number, block in enumerate(self._blocks.blocks):
-            hidden = block(hidden, cu_seqlens=segments, position_embeddings=turns)
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
             if number in self._levels:
                 levels.append(hidden)
         return list(torch.cat([hidden, *levels], dim=-1).split([item.tokens for item in items]))

@@ -18,7 +18,7 @@ from cornplug.encoder_service.towers import input_checks
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.wire.messages import WireTensor
 
-_PICTURE: Final = ("pixel_values", "image_grid_thw")
+_IMAGE: Final = ("pixel_values", "image_grid_thw")
 _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 
 
@@ -43,7 +43,7 @@ class PatchInputs:
 
         Raises EncoderRefused("bad_input").
         """
-        names = _VIDEO if any(name in inputs for name in _VIDEO) else _PICTURE
+        names = _VIDEO if any(name in inputs for name in _VIDEO) else _IMAGE
         input_checks.check_names(inputs, names)
         grid = input_checks.from_wire(names[1], inputs[names[1]], input_checks.INTEGERS).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
@@ -66,9 +66,9 @@ class PatchInputs:
         )
 
 
-def packed(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
-    pixels = input_checks.together([item.tensors[0] for item in items], device)
+    pixels = input_checks.concat_on_device([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
 
 
@@ -77,7 +77,7 @@ def frames(grids: torch.Tensor) -> list[int]:
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
 
 
-def embedded(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
+def embed_patches(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
     """(patches, width): `proj`, whose kernel covers a patch, as the one matmul that it is.
 
     As a convolution over thousands of single patches it takes longer than a whole block.
@@ -85,7 +85,7 @@ def embedded(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
     return linear(pixels, proj.weight.flatten(1), proj.bias)
 
 
-class HalfTurns(nn.Module):
+class RotaryTable(nn.Module):
     """Cosines and sines for `varlen.turned`, by the rotary module of the family in transformers."""
 
     def __init__(self, rotary: nn.Module) -> None:

@@ -125,7 +125,7 @@ class TileTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels = input_checks.together([item.tensors[0] for item in items], self._device)
+        pixels = input_checks.concat_on_device([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
         # A copy: one kept item is not to hold its whole batch.
         return [item.flatten(0, 1).clone() for item in tiles]

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, weight_loader
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.log_mel import ChunkedMels, LogMelFeatures
+from cornplug.encoder_service.towers.log_mel import ChunkedLogMel, LogMelFeatures
 from cornplug.encoder_service.towers.whisper import WhisperEncoder, WhisperShape
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
@@ -48,8 +48,8 @@ class Ultravox:
         return StackingProjector(module, int(spec["stack_factor"]))
 
     @staticmethod
-    def listener(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
-        return ChunkedMels(preprocessor)
+    def feature_extractor(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
+        return ChunkedLogMel(preprocessor)
 
 
 class UltravoxTower:

@@ -125,13 +125,13 @@ class PackedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # (rows, 3, heads, head_dim)
-        q, k = turned(qkv[:, :2], *position_embeddings).unbind(1)
+        q, k = apply_rotary(qkv[:, :2], *position_embeddings).unbind(1)
         made = attention(q, k, qkv[:, 2], cu_seqlens)
         out: torch.Tensor = self.proj(made.flatten(1))
         return out
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of (rows, 2, heads, head_dim), whose halves are the pairs. Computed in float32."""
     # transformers widens whole tensors first; a bfloat16 tower would spend as long on that as on attention.
     first, second = x.chunk(2, dim=-1)

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.log_mel import LogMelFeatures, WholeMels
+from cornplug.encoder_service.towers.log_mel import LogMelFeatures, PaddedLogMel
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 
@@ -139,8 +139,8 @@ class Qwen2Audio:
         return LinearProjector(module)
 
     @staticmethod
-    def listener(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
-        return WholeMels(preprocessor)
+    def feature_extractor(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
+        return PaddedLogMel(preprocessor)
 
 
 class Qwen2AudioTower:

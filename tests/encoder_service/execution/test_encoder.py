@@ -122,14 +122,14 @@ def test_published_and_then_reused(
     reader = memory_store.connect()
     found = get_payload(reader, request.key, deadline_s=1)
     assert found is not None
-    header, payload = found
+    header, data = found
     assert (header.kind, header.dtype, header.shape) == (PayloadKind.EMBEDDING, "float32", (16, 64))
-    assert reader.stat(deadline_s=1).bytes_by_app["test"] >= len(payload)
+    assert reader.stat(deadline_s=1).bytes_by_app["test"] >= len(data)
     second = ok(encoder.submit(request))
     assert (second.origin, second.stored) == ("cached", True)
     inline = ok(encoder.submit(request, inline=True))
     assert inline.tensor is not None
-    assert inline.tensor.data == bytes(payload)
+    assert inline.tensor.data == bytes(data)
     assert passes(encoder) == 1
 
 
@@ -175,7 +175,7 @@ def test_one_model_twice_joins_while_it_runs(
     request = request_for(llava_pair[0], 1)
     first = hold(encoder, gate, request)
     others = [encoder.submit(request) for _ in range(3)]
-    encoder._admission.submit(int).result(5)
+    encoder._admission_threads.submit(int).result(5)
     eventually(lambda: sum(len(f.requests) for f in encoder._batcher._in_flight.values()) == 4)
     gate.open.set()
     origins = [ok(f).origin for f in (first, *others)]
@@ -313,7 +313,7 @@ def test_a_failing_batch_is_retried_one_by_one(
     held = hold(encoder, gate, request_for(llava_pair[0], 1))
     two, three = (encoder.submit(request_for(llava_pair[0], seed)) for seed in (2, 3))
     queued(encoder, 2)
-    poison = encoder._batcher._queue[0].work.item.digests
+    poison = encoder._batcher._queue[0].payload.item.digests
     gate.fails = lambda items: any(item.digests == poison for item in items)
     gate.open.set()
     ok(held)

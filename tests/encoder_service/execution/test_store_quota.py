@@ -34,19 +34,19 @@ def there(store: Store, account: str, numbers: range) -> int:
     return sum(store.contains([key(account, n) for n in numbers], deadline_s=1))
 
 
-def publish(shelf: ResultCache, account: str | None, numbers: range, name: str = "") -> None:
+def publish(cache: ResultCache, account: str | None, numbers: range, name: str = "") -> None:
     for n in numbers:
-        assert shelf.publish(
+        assert cache.publish(
             PayloadKind.EMBEDDING, key(name or str(account), n), ROWS, "http", account=account
         )
 
 
 @pytest.mark.parametrize("part", [0.25, 1.0])
 def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
-    shelf = ResultCache(store, deadline_s=1.0, account_part=part)
-    publish(shelf, None, range(10), "engine")
-    publish(shelf, "acme", range(10))
-    publish(shelf, "flood", range(200))
+    cache = ResultCache(store, deadline_s=1.0, account_fraction=part)
+    publish(cache, None, range(10), "engine")
+    publish(cache, "acme", range(10))
+    publish(cache, "flood", range(200))
     # With the whole store for each, as before there were accounts, all that was there is gone.
     kept = 10 if part < 1 else 0
     assert there(store, "engine", range(10)) == there(store, "acme", range(10)) == kept
@@ -58,12 +58,12 @@ def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
 
 
 def test_what_alone_is_over_the_ceiling_is_not_published(store: Store) -> None:
-    shelf = ResultCache(store, deadline_s=1.0, account_part=0.01)
+    cache = ResultCache(store, deadline_s=1.0, account_fraction=0.01)
     failed: list[str] = []
-    shelf.on_failure = failed.append
-    assert not shelf.publish(PayloadKind.EMBEDDING, key("a", 1), ROWS, "http", account="a")
+    cache.on_failure = failed.append
+    assert not cache.publish(PayloadKind.EMBEDDING, key("a", 1), ROWS, "http", account="a")
     assert failed == ["over_quota"]
-    assert shelf.publish(PayloadKind.EMBEDDING, key("e", 1), ROWS, "engine")
+    assert cache.publish(PayloadKind.EMBEDDING, key("e", 1), ROWS, "engine")
 
 
 def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
@@ -82,18 +82,18 @@ def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
     measured = Measured()
     quota = StoreQuota(measured, 0.5, deadline_s=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
     for _ in range(10):
-        assert quota.make_room("a", 100)
+        assert quota.evict_for("a", 100)
         quota.published("a", b"same", 100)
     quota.published("a", b"next", 300)
-    assert quota.make_room("a", 100)
+    assert quota.evict_for("a", 100)
     assert deleted == []
-    assert quota.make_room("a", 101)
+    assert quota.evict_for("a", 101)
     assert deleted == [b"same"]
-    assert not quota.make_room("a", 501)
+    assert not quota.evict_for("a", 501)
     measured.capacity_bytes = 2000
-    assert not quota.make_room("a", 501)
+    assert not quota.evict_for("a", 501)
     now[0] = 60
-    assert quota.make_room("a", 501)
+    assert quota.evict_for("a", 501)
 
 
 def test_requests_by_http_have_an_account_and_engines_none(
@@ -101,8 +101,8 @@ def test_requests_by_http_have_an_account_and_engines_none(
 ) -> None:
     encoder = make_encoder(store)
     seen: list[str | None] = []
-    real = encoder._shelf.publish
-    encoder._shelf.publish = lambda *a, account=None: seen.append(account) or real(*a, account=account)  # type: ignore[method-assign]
+    real = encoder._cache.publish
+    encoder._cache.publish = lambda *a, account=None: seen.append(account) or real(*a, account=account)  # type: ignore[method-assign]
     for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
         encoder.submit(request_for(llava_pair[0], n), caller=caller).result(10)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]

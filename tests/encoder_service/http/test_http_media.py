@@ -14,7 +14,7 @@ from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.towers.log_mel import ChunkedMels
+from cornplug.encoder_service.towers.log_mel import ChunkedLogMel
 from devkit import checkpoints
 from devkit.checkpoints.audio import mel_json
 
@@ -53,7 +53,7 @@ def test_http_audio_is_encoded_once_for_two_llms(
     assert (one.json()["origin"], other.json()["origin"]) == ("computed", "cached")
     # 4.6 s in chunks of 4: 25 and 4 stacks of 0.16 s.
     assert (one.json()["shape"], other.json()["shape"]) == ([29, 64], [29, 96])
-    made = ChunkedMels(mel_json(80, 4)).listen(SPOKEN[:, 0] / np.float32(32768))
+    made = ChunkedLogMel(mel_json(80, 4)).extract(SPOKEN[:, 0] / np.float32(32768))
     torch.testing.assert_close(
         rows(one.json()), Halves.load(listening[0]).embed([made])[0], atol=1e-6, rtol=0
     )

@@ -35,30 +35,30 @@ class Rig:
     """Lanes whose work is to sleep, so that a second of work is a second."""
 
     def __init__(self, lanes: int) -> None:
-        self.preparation = DecodeLanes(CLASSES, lanes=lanes, limits=DecodeLimits(), max_waiting=64)
+        self.decode_lanes = DecodeLanes(CLASSES, lanes=lanes, limits=DecodeLimits(), max_waiting=64)
         self.order: list[str] = []
 
     def ask(
         self, name: str, qos: ServiceClass, run: Callable[[PreprocessContext], Any], **changes: Any
     ) -> Any:
-        def noted(bench: PreprocessContext) -> Any:
+        def noted(context: PreprocessContext) -> Any:
             self.order.append(name)
-            return run(bench)
+            return run(context)
 
         fields: dict[str, Any] = {"cost": SMALL, "qos": qos, "app": "a", "deadline_s": 30.0, **changes}
-        return self.preparation.submit("image", noted, room=BUDGET.room(qos), **fields)
+        return self.decode_lanes.submit("image", noted, budget_share=BUDGET.share(qos), **fields)
 
     def sleep(
         self, name: str, qos: ServiceClass, seconds: float, **changes: Any
     ) -> QueueTurn[None] | AdmissionRefusal:
         made: QueueTurn[None] | AdmissionRefusal = self.ask(
-            name, qos, lambda bench: time.sleep(seconds), **changes
+            name, qos, lambda context: time.sleep(seconds), **changes
         )
         return made
 
     def held(self, name: str, qos: ServiceClass, go: threading.Event) -> QueueTurn[bool]:
         """Work that ends when it is let go."""
-        made: QueueTurn[bool] = self.ask(name, qos, lambda bench: go.wait(20))
+        made: QueueTurn[bool] = self.ask(name, qos, lambda context: go.wait(20))
         return made
 
 
@@ -66,7 +66,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     one = Rig(lanes=2)
     yield one
-    one.preparation.close()
+    one.decode_lanes.close()
 
 
 def turn(made: QueueTurn[Any] | AdmissionRefusal) -> QueueTurn[Any]:
@@ -82,7 +82,7 @@ def test_turns_are_by_class_and_app_not_by_who_came_first(rig: Rig) -> None:
     made = [rig.sleep(f"n{i}", NIGHTLY, 0.0, cost=LARGE) for i in range(6)]
     made += [rig.sleep("s0", STANDARD, 0.0, app="b"), rig.sleep("s1", STANDARD, 0.0, app="b")]
     made += [rig.sleep("p0", PREMIUM, 0.0)]
-    assert rig.preparation.queue()["nightly"][0] == 6
+    assert rig.decode_lanes.queue()["nightly"][0] == 6
     go.set()
     for each in [*holding, *map(turn, made)]:
         each.future.result(10)
@@ -129,9 +129,9 @@ def test_premium_keeps_its_deadlines_while_decoding_is_the_bottleneck(rig: Rig) 
     late = sum(seconds > 0.5 for seconds in ends)
     assert late <= 0.05 * asked, f"{late} of {asked} were late: {sorted(ends)[-5:]}"
     assert refused > 0, "what cannot be in time is refused at once"
-    assert rig.preparation.predicted_s()["premium"] < rig.preparation.predicted_s()["nightly"]
+    assert rig.decode_lanes.predicted_s()["premium"] < rig.decode_lanes.predicted_s()["nightly"]
     for each in flood:
-        each.leave()
+        each.cancel()
 
 
 def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig: Rig) -> None:
@@ -140,7 +140,7 @@ def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig
     eventually(lambda: rig.order == ["holds"] * 2)
     late = turn(rig.sleep("late", PREMIUM, 0.0, deadline_s=0.05))
     gone = turn(rig.sleep("gone", PREMIUM, 0.0))
-    gone.leave()
+    gone.cancel()
     time.sleep(0.1)
     go.set()
     with pytest.raises(EncoderRefused) as refused:
@@ -149,17 +149,17 @@ def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig
     for each in holding:
         each.future.result(5)
     assert rig.order == ["holds"] * 2
-    eventually(lambda: rig.preparation.queue() == {})
+    eventually(lambda: rig.decode_lanes.queue() == {})
 
 
 def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
-    def fault(bench: PreprocessContext) -> None:
+    def fault(context: PreprocessContext) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         turn(rig.ask("fault", NIGHTLY, fault)).future.result(5)
     go = threading.Event()
-    made = [rig.ask("n", NIGHTLY, lambda bench: go.wait(20)) for _ in range(64)]
+    made = [rig.ask("n", NIGHTLY, lambda context: go.wait(20)) for _ in range(64)]
     full = [each for each in made if isinstance(each, AdmissionRefusal)]
     assert full
     assert full[0].reason == "over_share" or full[0].reason == "overloaded"
@@ -168,22 +168,22 @@ def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
 
 
 def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
-    def reprice(bench: PreprocessContext) -> None:
-        bench.admit(MediumHeader(held_bytes=0, work=25e6), 0)
+    def reprice(context: PreprocessContext) -> None:
+        context.admit(MediumHeader(held_bytes=0, work=25e6), 0)
 
     turn(rig.ask("one", NIGHTLY, reprice)).future.result(5)
-    assert rig.preparation._batcher._fair_queue._states[NIGHTLY].apps["a"] == LARGE
+    assert rig.decode_lanes._batcher._fair_queue._states[NIGHTLY].apps["a"] == LARGE
 
 
 def test_it_says_when_nothing_is_finished(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
-    assert rig.preparation.ready()
-    eventually(lambda: not rig.preparation.ready())
+    assert rig.decode_lanes.ready()
+    eventually(lambda: not rig.decode_lanes.ready())
     go.set()
     for each in holding:
         each.future.result(5)
-    assert rig.preparation.ready()
-    rig.preparation.close()
-    assert not rig.preparation.ready()
+    assert rig.decode_lanes.ready()
+    rig.decode_lanes.close()
+    assert not rig.decode_lanes.ready()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor, WhisperFeatureExtractor
 
-from cornplug.encoder_service.media import audio as sounds
+from cornplug.encoder_service.media import audio
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, PreprocessedMedium
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
@@ -27,13 +27,13 @@ SPOKEN = tone(1.3)
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_header(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.qwen2_audio(tmp_path_factory.mktemp("audio") / "q", seconds=4)
 
 
 @pytest.fixture(scope="module")
-def preparer(heard: Path) -> MediaPreparer:
-    registry = ModelRegistry.open([str(heard)], dtype="float32", device="cpu")
+def preparer(on_header: Path) -> MediaPreparer:
+    registry = ModelRegistry.open([str(on_header)], dtype="float32", device="cpu")
     return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_audio_s=10))
 
 
@@ -41,10 +41,12 @@ def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMed
     return preparer.prepare(str(path), "audio", data, salt=None, deadline_s=5)
 
 
-def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: MediaPreparer, heard: Path) -> None:
-    made = prepare(preparer, heard, wav(SPOKEN)).request.inputs
+def test_a_sound_is_what_transformers_own_processor_makes_of_it(
+    preparer: MediaPreparer, on_header: Path
+) -> None:
+    made = prepare(preparer, on_header, wav(SPOKEN)).request.inputs
     processor = Qwen2AudioProcessor(
-        WhisperFeatureExtractor.from_pretrained(heard), AutoTokenizer.from_pretrained(heard)
+        WhisperFeatureExtractor.from_pretrained(on_header), AutoTokenizer.from_pretrained(on_header)
     )
     theirs = processor(text="<|AUDIO|>", audio=[SPOKEN[:, 0] / np.float32(32768)], sampling_rate=16_000)
     ours = from_wire("x", made["input_features"], FLOATS)
@@ -53,21 +55,25 @@ def test_a_sound_is_what_transformers_own_processor_makes_of_it(preparer: MediaP
     assert torch.equal(mask.long(), torch.as_tensor(theirs["feature_attention_mask"]).long())
 
 
-def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: MediaPreparer, heard: Path) -> None:
-    by_wav, by_flac = (prepare(preparer, heard, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac")))
+def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: MediaPreparer, on_header: Path) -> None:
+    by_wav, by_flac = (
+        prepare(preparer, on_header, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac"))
+    )
     assert by_wav.request == by_flac.request
     served = preparer._registry.served()[0]
-    digest = sounds.decode(wav(SPOKEN), max_s=9).digest()
-    assert by_wav.media == digest
+    digest = audio.decode(wav(SPOKEN), max_s=9).digest()
+    assert by_wav.media_digest == digest
     assert by_wav.request.key == embedding_key(SECRET, served.identity, digest, None)
-    salted = preparer.prepare(str(heard), "audio", wav(SPOKEN), salt="t", deadline_s=5)
+    salted = preparer.prepare(str(on_header), "audio", wav(SPOKEN), salt="t", deadline_s=5)
     assert salted.request.key != by_wav.request.key
 
 
-def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, heard: Path) -> None:
-    made = prepare(preparer, heard, wav(tone(1.3, 48_000), 48_000)).request.inputs
+def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, on_header: Path) -> None:
+    made = prepare(preparer, on_header, wav(tone(1.3, 48_000), 48_000)).request.inputs
     ours = from_wire("x", made["input_features"], FLOATS)
-    theirs = from_wire("x", prepare(preparer, heard, wav(SPOKEN)).request.inputs["input_features"], FLOATS)
+    theirs = from_wire(
+        "x", prepare(preparer, on_header, wav(SPOKEN)).request.inputs["input_features"], FLOATS
+    )
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().mean() < 0.05
 
@@ -82,19 +88,19 @@ def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, heard: 
     ],
 )
 def test_what_the_model_cannot_hear_is_a_media_error(
-    data: bytes, reason: str, preparer: MediaPreparer, heard: Path
+    data: bytes, reason: str, preparer: MediaPreparer, on_header: Path
 ) -> None:
     with pytest.raises(MediaError) as e:
-        prepare(preparer, heard, data)
+        prepare(preparer, on_header, data)
     assert e.value.reason == reason
 
 
-def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPreparer, heard: Path) -> None:
+def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
     with pytest.raises(EncoderRefused, match="audio only") as e:
-        preparer.prepare(str(heard), "image", png(picture(1)), salt=None, deadline_s=5)
+        preparer.prepare(str(on_header), "image", png(picture(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:
-        preparer.prepare_for_sglang(str(heard), png(picture(1)), salt=None, deadline_s=5)
+        preparer.prepare_for_sglang(str(on_header), png(picture(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
 
 
@@ -115,9 +121,9 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
     assert torch.equal(pixels, theirs["pixel_values_videos"])
     served = registry.served()[0]
     assert made.request.identity == served.identity_for("video") != served.identity
-    assert denser.media != made.media
+    assert denser.media_digest != made.media_digest
     assert denser.request.key != made.request.key
-    by_pictures = preparer.prepare_frames(
+    by_images = preparer.prepare_frames(
         str(qwen),
         [png(Image.fromarray(f)) for f in shown],
         sampling=FrameSampling(fps=2.0),
@@ -125,7 +131,7 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
         deadline_s=5,
     )
     # The same frames at the same times: the same video.
-    assert by_pictures.request == made.request
+    assert by_images.request == made.request
 
 
 def test_a_picture_has_no_frames_to_sample(qwen: Path) -> None:

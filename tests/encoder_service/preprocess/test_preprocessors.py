@@ -34,12 +34,12 @@ def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path
     recipe, token = RECIPES[name]
     path = recipe(tmp_path / "m")
     (loaded,) = ModelRegistry.open([str(path)], dtype="float32", device="cpu").loaded()
-    reader = ImagePreprocessor(loaded, MediumLimits())
+    preprocessor = ImagePreprocessor(loaded, MediumLimits())
     whole: Any = AutoProcessor.from_pretrained(path)
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = picture(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        found = reader.read(png(image), FrameSampling()).inputs
+        found = preprocessor.read(png(image), FrameSampling()).inputs
         for field in loaded.checkpoint.family.inputs["image"]:
             assert torch.equal(found[field], wanted[field])
 

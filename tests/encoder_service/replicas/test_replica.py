@@ -21,7 +21,7 @@ from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.replicas.ipc import OpenModels, ReplicaReady, SharedBuffer
-from cornplug.encoder_service.replicas.pool import ReplicaMeters, cores, devices_of, open_replicas
+from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
 from cornplug.encoder_service.replicas.process import ReplicaProcess
 from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.scheduling.batcher import Answer
@@ -186,7 +186,7 @@ def test_all_dead_is_said_at_once_and_passes(
         assert (answer.reason, bool(answer.retry_after_s)) == ("overloaded", True)
         assert "no replica" in answer.message
     registry = CollectorRegistry()
-    registry.register(ReplicaMeters(replicas))
+    registry.register(ReplicaMetrics(replicas))
     died = [
         registry.get_sample_value("cornplug_encoder_replica_ends_total", {"replica": n, "reason": "died"})
         for n in "01"

@@ -245,18 +245,18 @@ def wait_of(qos: ServiceClass) -> PendingRequest:
 
 
 def test_a_class_keeps_its_seats_however_many_others_come() -> None:
-    room = QueueLimit([GOLD, TIN], slots=8)
-    entered = [room.enter(wait_of(TIN)) for _ in range(20)]
+    limit = QueueLimit([GOLD, TIN], slots=8)
+    entered = [limit.enter(wait_of(TIN)) for _ in range(20)]
     assert entered.count(None) == 4
     gold = [wait_of(GOLD) for _ in range(20)]
-    outcomes = [room.enter(pending) for pending in gold]
+    outcomes = [limit.enter(pending) for pending in gold]
     assert outcomes.count(None) == 4
     assert entered[-1] is not None
     assert outcomes[-1] is not None
     assert outcomes[-1][0] == "over_share"
-    room.leave(gold[0])
-    room.leave(gold[0])
-    assert len(room) == 7
-    assert room.enter(wait_of(GOLD)) is None
-    assert not room.drain(0.0)
-    assert room.enter(wait_of(TIN)) == ("overloaded", "the service is stopping")
+    limit.leave(gold[0])
+    limit.leave(gold[0])
+    assert len(limit) == 7
+    assert limit.enter(wait_of(GOLD)) is None
+    assert not limit.drain(0.0)
+    assert limit.enter(wait_of(TIN)) == ("overloaded", "the service is stopping")

@@ -56,8 +56,8 @@ def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
 ) -> None:
     name, halves = tower
     items = [halves.tower.prepare(medium(name, kind, grid, seed)) for seed, (kind, grid) in enumerate(batch)]
-    together = halves.projector.project(halves.tower.encode(items), items)
-    for item, ours, (_, (t, h, w)) in zip(items, together, batch, strict=True):
+    batched = halves.projector.project(halves.tower.encode(items), items)
+    for item, ours, (_, (t, h, w)) in zip(items, batched, batch, strict=True):
         alone = halves.projector.project(halves.tower.encode([item]), [item])[0]
         assert ours.shape == (t * h * w // 4, halves.projector.hidden_size)
         torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)

@@ -123,11 +123,11 @@ def test_equals_the_reference(name: str, tiny: Tiny) -> None:
 @each_case
 def test_a_batch_gives_the_same_as_one_by_one(name: str, tiny: Tiny) -> None:
     made, halves = CASES[name].inputs(tiny(name)), Halves.load(tiny(name))
-    together = halves.embed(made)
-    for whole, one in zip(together, made, strict=True):
+    batched = halves.embed(made)
+    for whole, one in zip(batched, made, strict=True):
         torch.testing.assert_close(whole, halves.embed([one])[0], atol=2e-6, rtol=0)
         assert whole.is_contiguous()
-    assert len({row.numpy().tobytes() for row in together}) == len(made)
+    assert len({row.numpy().tobytes() for row in batched}) == len(made)
 
 
 @each_case

@@ -53,8 +53,8 @@ def test_half_precision_on_a_gpu_is_near(name: str, tiny: Tiny) -> None:
     items = items_of(name, path, half)
     wanted = InProcessExecutor(CPU).run(task(exact, items_of(name, path, exact)))
     executor = InProcessExecutor(GPU)
-    together = executor.run(task(half, items)).embeddings
-    for i, (ours, theirs) in enumerate(zip(together, wanted.embeddings, strict=True)):
+    batched = executor.run(task(half, items)).embeddings
+    for i, (ours, theirs) in enumerate(zip(batched, wanted.embeddings, strict=True)):
         assert torch.nn.functional.cosine_similarity(ours.float(), theirs, dim=-1).min() > 0.98
         alone = executor.run(task(half, items[i : i + 1])).embeddings[0]
         assert torch.nn.functional.cosine_similarity(ours.float(), alone.float(), dim=-1).min() > 0.99

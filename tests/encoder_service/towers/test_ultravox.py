@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.towers.log_mel import ChunkedMels
+from cornplug.encoder_service.towers.log_mel import ChunkedLogMel
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 from devkit.checkpoints.audio import mel_json
@@ -21,7 +21,7 @@ from ..recordings import tone
 from ..tower_rig import Halves, edit_config, nudged, wire
 
 SPOKEN = tone(1.0)[:, 0].astype(np.float32) / 32768
-MADE = ChunkedMels(mel_json(80, 4)).listen(SPOKEN)
+MADE = ChunkedLogMel(mel_json(80, 4)).extract(SPOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_transformer_projector_is_refused_not_guessed(tmp_path: Path) -> None:
     [(1, [100], 7), (10, [1000], 63), (35, [3000, 500], 188 + 32), (0.001, [2], 1), (30, [3000], 188)],
 )
 def test_sounds_are_chunked_as_ultravox_s_own_tests_say(seconds: float, lens: list[int], tokens: int) -> None:
-    made = ChunkedMels(mel_json(80)).listen(np.zeros(int(seconds * 16_000), np.float32))
+    made = ChunkedLogMel(mel_json(80)).extract(np.zeros(int(seconds * 16_000), np.float32))
     assert made["audio_lens"].tolist() == lens
     assert made["audio_features"].shape[0] == len(lens)
     assert sum(-(-length // 16) for length in lens) == tokens

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 
 from cornplug.encoder_service.towers import varlen_attention
-from cornplug.encoder_service.towers.qwen_patches import HalfTurns
+from cornplug.encoder_service.towers.qwen_patches import RotaryTable
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> Non
     offsets = SegmentOffsets(lengths, CPU).offsets
     with torch.inference_mode():
         wanted = theirs(hidden, offsets, rotary(hidden, positions))
-        made = ours(hidden, SegmentOffsets(lengths, CPU), HalfTurns(rotary)(hidden, positions))
+        made = ours(hidden, SegmentOffsets(lengths, CPU), RotaryTable(rotary)(hidden, positions))
     torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
 
 
@@ -134,10 +134,10 @@ def test_a_compiled_block_takes_other_batches_without_being_compiled_again() -> 
     with torch.inference_mode():
         for lengths in ([4, 6], [3, 3, 3], [12], [1, 2, 3, 4, 5]):
             rows = sum(lengths)
-            hidden, turns = torch.randn(rows, 64), (torch.randn(rows, 16), torch.randn(rows, 16))
+            hidden, cos_sin = torch.randn(rows, 64), (torch.randn(rows, 16), torch.randn(rows, 16))
             batch: dict[str, Any] = {
                 "cu_seqlens": SegmentOffsets(lengths, CPU),
-                "position_embeddings": turns,
+                "position_embeddings": cos_sin,
             }
             torch.testing.assert_close(compiled(hidden, **batch), plain(hidden, **batch), atol=1e-5, rtol=0)
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -12,26 +12,26 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.preprocess.sandbox import ipc as wire
+from cornplug.encoder_service.preprocess.sandbox import ipc
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
 """Longest that a process may take to start."""
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 """How often who waits for an answer looks whether anybody still wants it."""
 _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 """Of the environment: no setting of ours, and no key."""
 
-Killed = Callable[[str], None]
+OnKilled = Callable[[str], None]
 """Hears why a process was ended: too_slow, too_late, gone, crashed, stopping."""
 
 
 class DecoderProcess:
     """For one thread at a time. `stop` may be called by any."""
 
-    def __init__(self, *, max_bytes: int, killed: Killed) -> None:
+    def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
         self._max_bytes = max_bytes
-        self._killed = killed
+        self._on_killed = on_killed
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._stopped = False
@@ -55,29 +55,29 @@ class DecoderProcess:
         if self._stopped:
             raise EncoderRefused("the service is stopping", reason="overloaded")
         self._was_started = True
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(START_S)
-        self._sock = ours
-        with theirs:
+        service_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        service_end.settimeout(START_S)
+        self._sock = service_end
+        with child_end:
             self._process = subprocess.Popen(
                 [
                     # -P: the packages of this process, whatever lies in the working directory.
                     *(sys.executable, "-P", "-m", "cornplug.encoder_service.preprocess.sandbox.process"),
-                    *(str(self._max_bytes), str(theirs.fileno())),
+                    *(str(self._max_bytes), str(child_end.fileno())),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
             )
         try:
-            wire.receive(ours, wire.FromDecoder)
+            ipc.receive(service_end, ipc.FromDecoder)
         except (OSError, msgspec.MsgspecError) as e:
             self._discard()
             raise EncoderRefused(f"no decoding process starts: {e}", reason="internal") from e
 
     def begin(
         self,
-        job: wire.Job,
+        job: ipc.Job,
         parts: Sequence[bytes],
         *,
         end_s: float,
@@ -91,9 +91,9 @@ class DecoderProcess:
         for fresh in (False, True):
             self.start()
             assert self._sock is not None
-            memory = wire.memory(parts)
+            memory = ipc.memory(parts)
             try:
-                wire.send(self._sock, job, memory)
+                ipc.send(self._sock, job, memory)
                 return AssignedJob(self, end_s, limit_s, wanted)
             except OSError:
                 self._discard()  # it died while it was idle: once more, with a new one
@@ -117,7 +117,7 @@ class DecoderProcess:
 
     def kill(self, why: str) -> None:
         """End it in the middle of a job."""
-        self._killed("stopping" if self._stopped else why)
+        self._on_killed("stopping" if self._stopped else why)
         self._discard()
 
     def _discard(self) -> None:
@@ -145,15 +145,15 @@ class AssignedJob:
         """It cannot be believed: let a new process do what comes next."""
         self._process.kill("crashed")
 
-    def tell(self, message: wire.DecodeGo | wire.DecodeStop) -> None:
+    def tell(self, message: ipc.DecodeGo | ipc.DecodeStop) -> None:
         """Raises MediaError("crashed") where the process has ended."""
         assert self._process._sock is not None
         try:
-            wire.send(self._process._sock, message)
+            ipc.send(self._process._sock, message)
         except OSError:
             raise self._crashed() from None
 
-    def answer(self) -> tuple[wire.MediumOpened | wire.MediumDecoded, int | None]:
+    def answer(self) -> tuple[ipc.MediumOpened | ipc.MediumDecoded, int | None]:
         """What it says next, and the descriptor of its result, which the caller closes.
 
         Raises MediaError: what the decoder did, "too_slow", "too_much_memory", "crashed"; and
@@ -161,7 +161,7 @@ class AssignedJob:
         waits any more.
         """
         message, fd = self._receive()
-        if isinstance(message, wire.DecodeFailed):
+        if isinstance(message, ipc.DecodeFailed):
             if fd is not None:
                 os.close(fd)
             raise MediaError(message.message, reason=message.reason)
@@ -177,9 +177,9 @@ class AssignedJob:
             if not self._wanted():
                 self._process.kill("gone")
                 raise EncoderRefused("nobody waits for it any more", reason="too_late")
-            sock.settimeout(min(left, _LOOK_S))
+            sock.settimeout(min(left, _POLL_S))
             try:
-                return wire.receive(sock, wire.MediumOpened | wire.MediumDecoded | wire.DecodeFailed)
+                return ipc.receive(sock, ipc.MediumOpened | ipc.MediumDecoded | ipc.DecodeFailed)
             except TimeoutError:
                 continue
             except (OSError, msgspec.MsgspecError):

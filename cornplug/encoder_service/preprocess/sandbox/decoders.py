@@ -8,9 +8,7 @@ from typing import Final, Protocol
 
 from PIL import Image
 
-from cornplug.encoder_service.media import audio as sounds
-from cornplug.encoder_service.media import image as media
-from cornplug.encoder_service.media import video as clips
+from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.audio import AudioSamples
 from cornplug.encoder_service.media.image import COMMON
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
@@ -37,94 +35,111 @@ class MediumHeader:
     seconds: float = 0.0
 
     @classmethod
-    def of_picture(cls, width: int, height: int) -> MediumHeader:
+    def of_image(cls, width: int, height: int) -> MediumHeader:
         pixels = width * height
         return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
 
     @classmethod
-    def of_clip(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
+    def of_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
         frame = source.width * source.height
         pixels = len(indices) * frame
         made = (max(indices, default=-1) + 1) * frame
         return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
 
     @classmethod
-    def of_sound(cls, seconds: float, rate: int) -> MediumHeader:
+    def of_audio(cls, seconds: float, rate: int) -> MediumHeader:
         samples = round(seconds * rate)
         return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
 
 
-Heard = Callable[[MediumHeader], None]
+OnHeader = Callable[[MediumHeader], None]
 """Hears a header before anything is decoded; what it raises ends the decoding."""
 
 
 class MediumDecoder(Protocol):
     """Raises MediaError as `media`, `sounds` and `clips` do, and what `heard` raises."""
 
-    def picture(
-        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    def image(
+        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
     ) -> Image.Image:
         """RGB, as the rule of `media` has it."""
 
-    def picture_for_sglang(
-        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    def image_for_sglang(
+        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
     ) -> Image.Image:
         """RGB, as SGLang receives it."""
 
-    def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples: ...
+    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
-    def clip(
-        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
+    def video(
+        self,
+        data: bytes,
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
     ) -> VideoFrames: ...
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: VideoLimits, heard: Heard) -> VideoFrames:
+    def frames(
+        self, images: Sequence[bytes], fps: float, limits: VideoLimits, on_header: OnHeader
+    ) -> VideoFrames:
         """A video given as its images."""
 
 
 class InProcessDecoder:
     """Decodes right here: for media that are no stranger's."""
 
-    def picture(
-        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    def image(
+        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
     ) -> Image.Image:
-        before = _picture(heard)
-        return media.as_received(media.decode(data, max_pixels, before=before, formats=formats))
+        before = _image_header(on_header)
+        return image.as_received(image.decode(data, max_pixels, before=before, formats=formats))
 
-    def picture_for_sglang(
-        self, data: bytes, max_pixels: int, heard: Heard, formats: Sequence[str] = COMMON
+    def image_for_sglang(
+        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
     ) -> Image.Image:
-        return media.as_sglang_receives(data, max_pixels, before=_picture(heard), formats=formats)
+        return image.as_sglang_receives(data, max_pixels, before=_image_header(on_header), formats=formats)
 
-    def sound(self, data: bytes, max_s: float, heard: Heard) -> AudioSamples:
-        return sounds.decode(data, max_s=max_s, before=lambda s, rate: heard(MediumHeader.of_sound(s, rate)))
+    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
+        return audio.decode(
+            data, max_s=max_s, before=lambda s, rate: on_header(MediumHeader.of_audio(s, rate))
+        )
 
-    def clip(
-        self, data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
+    def video(
+        self,
+        data: bytes,
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
     ) -> VideoFrames:
-        return clips.decode(data, lambda source: chosen(source, choose, limits, heard), limits)
+        return video.decode(data, lambda source: choose_frames(source, choose, limits, on_header), limits)
 
-    def frames(self, pictures: Sequence[bytes], fps: float, limits: VideoLimits, heard: Heard) -> VideoFrames:
+    def frames(
+        self, images: Sequence[bytes], fps: float, limits: VideoLimits, on_header: OnHeader
+    ) -> VideoFrames:
         def before(source: VideoHeader) -> None:
-            heard(MediumHeader.of_clip(source, range(source.total)))
+            on_header(MediumHeader.of_video(source, range(source.total)))
 
-        return clips.decode_frames(pictures, fps, limits, before=before)
+        return video.decode_frames(images, fps, limits, before=before)
 
 
-def chosen(
-    source: VideoHeader, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits, heard: Heard
+def choose_frames(
+    source: VideoHeader,
+    choose: Callable[[VideoHeader], Sequence[int]],
+    limits: VideoLimits,
+    on_header: OnHeader,
 ) -> tuple[int, ...]:
     """The frames that are wanted, rising, once `heard` has been told of them.
 
     Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `heard`.
     """
-    indices = clips.sampled(source, choose(source), limits)
-    heard(MediumHeader.of_clip(source, indices))
+    indices = video.sampled(source, choose(source), limits)
+    on_header(MediumHeader.of_video(source, indices))
     return indices
 
 
-def _picture(heard: Heard) -> media.Before:
-    return lambda width, height: heard(MediumHeader.of_picture(width, height))
+def _image_header(on_header: OnHeader) -> image.Before:
+    return lambda width, height: on_header(MediumHeader.of_image(width, height))
 
 
-def anything(header: MediumHeader) -> None:
+def accept_any(header: MediumHeader) -> None:
     """Objects to nothing."""

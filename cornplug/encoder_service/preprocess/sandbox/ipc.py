@@ -23,19 +23,19 @@ MAX_MESSAGE: Final = 64 << 10
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
-class PictureJob(msgspec.Struct, frozen=True, tag="picture"):
+class ImageJob(msgspec.Struct, frozen=True, tag="image"):
     max_pixels: int
     formats: tuple[str, ...]
     for_sglang: bool
     limit_s: float
 
 
-class SoundJob(msgspec.Struct, frozen=True, tag="sound"):
+class AudioJob(msgspec.Struct, frozen=True, tag="audio"):
     max_s: float
     limit_s: float
 
 
-class ClipJob(msgspec.Struct, frozen=True, tag="clip"):
+class VideoJob(msgspec.Struct, frozen=True, tag="video"):
     max_s: float
     max_frames: int
     max_pixels: int
@@ -92,7 +92,7 @@ class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Job = PictureJob | SoundJob | ClipJob | FramesJob
+Job = ImageJob | AudioJob | VideoJob | FramesJob
 ToDecoder = Job | DecodeGo | DecodeStop
 FromDecoder = DecoderReady | MediumOpened | MediumDecoded | DecodeFailed
 

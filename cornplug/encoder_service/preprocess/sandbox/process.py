@@ -19,11 +19,9 @@ from typing import Final
 import numpy as np
 from PIL import AvifImagePlugin, Image
 
-from cornplug.encoder_service.media import audio as sounds
-from cornplug.encoder_service.media import image as media
-from cornplug.encoder_service.media import video as clips
+from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
-from cornplug.encoder_service.preprocess.sandbox import ipc as wire
+from cornplug.encoder_service.preprocess.sandbox import ipc
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 1 << 20
@@ -31,7 +29,7 @@ _GRACE_S: Final = 2.0
 """The service kills who is late; this process does so itself when nobody else did."""
 
 
-class _NotWanted(Exception):
+class _JobStopped(Exception):
     """The service has other uses for the memory that this would take."""
 
 
@@ -43,94 +41,92 @@ class DecoderLoop:
 
     def run(self) -> None:
         """Raises OSError once the service has gone."""
-        wire.send(self._sock, wire.DecoderReady())
+        ipc.send(self._sock, ipc.DecoderReady())
         while True:
-            job, fd = wire.receive(self._sock, wire.ToDecoder)
-            if fd is None or isinstance(job, wire.DecodeGo | wire.DecodeStop):
+            job, fd = ipc.receive(self._sock, ipc.ToDecoder)
+            if fd is None or isinstance(job, ipc.DecodeGo | ipc.DecodeStop):
                 continue  # its job has failed meanwhile
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
-                self._answer(job, _bytes(fd))
-            except _NotWanted:
+                self._answer(job, _read_all(fd))
+            except _JobStopped:
                 continue
             except MediaError as e:
-                wire.send(self._sock, wire.DecodeFailed(e.reason, str(e)[:1000]))
+                ipc.send(self._sock, ipc.DecodeFailed(e.reason, str(e)[:1000]))
             except MemoryError:
-                wire.send(
-                    self._sock, wire.DecodeFailed("too_much_memory", "decoding it takes too much memory")
-                )
+                ipc.send(self._sock, ipc.DecodeFailed("too_much_memory", "decoding it takes too much memory"))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _answer(self, job: wire.Job, data: bytes) -> None:
+    def _answer(self, job: ipc.Job, data: bytes) -> None:
         shape, memory = self._decoded(job, data)
         try:
-            wire.send(self._sock, wire.MediumDecoded(shape), memory)
+            ipc.send(self._sock, ipc.MediumDecoded(shape), memory)
         finally:
             os.close(memory)
 
-    def _decoded(self, job: wire.Job, data: bytes) -> tuple[tuple[int, ...], int]:
+    def _decoded(self, job: ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
         """The result's shape, and the memfd that it is in."""
         match job:
-            case wire.PictureJob():
-                image = self._picture(job, data)
-                return (image.height, image.width, 3), wire.memory(_bands(image))
-            case wire.SoundJob():
-                samples = self._sound(job, data)
-                return samples.shape, wire.memory([np.ascontiguousarray(samples).data])
-            case wire.ClipJob():
+            case ipc.ImageJob():
+                rgb = self._image(job, data)
+                return (rgb.height, rgb.width, 3), ipc.memory(_bands(rgb))
+            case ipc.AudioJob():
+                samples = self._audio(job, data)
+                return samples.shape, ipc.memory([np.ascontiguousarray(samples).data])
+            case ipc.VideoJob():
                 limits = VideoLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
-                clip = clips.decode(data, lambda source: self._go(_source(source)), limits)
-            case wire.FramesJob():
-                clip = self._frames(job, data)
-        return clip.frames.shape, wire.memory(np.ascontiguousarray(frame).data for frame in clip.frames)
+                frames = video.decode(data, lambda source: self._confirm(_source(source)), limits)
+            case ipc.FramesJob():
+                frames = self._frames(job, data)
+        return frames.frames.shape, ipc.memory(np.ascontiguousarray(frame).data for frame in frames.frames)
 
-    def _picture(self, job: wire.PictureJob, data: bytes) -> Image.Image:
+    def _image(self, job: ipc.ImageJob, data: bytes) -> Image.Image:
         def before(width: int, height: int) -> None:
-            self._go(wire.MediumOpened(width=width, height=height))
+            self._confirm(ipc.MediumOpened(width=width, height=height))
 
         if job.for_sglang:
-            return media.as_sglang_receives(data, job.max_pixels, before=before, formats=job.formats)
-        return media.as_received(media.decode(data, job.max_pixels, before=before, formats=job.formats))
+            return image.as_sglang_receives(data, job.max_pixels, before=before, formats=job.formats)
+        return image.as_received(image.decode(data, job.max_pixels, before=before, formats=job.formats))
 
-    def _sound(self, job: wire.SoundJob, data: bytes) -> sounds.Samples:
+    def _audio(self, job: ipc.AudioJob, data: bytes) -> audio.Samples:
         def before(seconds: float, rate: int) -> None:
-            self._go(wire.MediumOpened(seconds=seconds, rate=rate))
+            self._confirm(ipc.MediumOpened(seconds=seconds, rate=rate))
 
-        return sounds.decode(data, max_s=job.max_s, before=before).samples
+        return audio.decode(data, max_s=job.max_s, before=before).samples
 
-    def _frames(self, job: wire.FramesJob, data: bytes) -> VideoFrames:
+    def _frames(self, job: ipc.FramesJob, data: bytes) -> VideoFrames:
         def before(source: VideoHeader) -> None:
-            self._go(_source(source))
+            self._confirm(_source(source))
 
         ends = np.cumsum(job.sizes).tolist()
-        pictures = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
+        images = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
         limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, image_formats=job.formats)
-        return clips.decode_frames(pictures, job.fps, limits, before=before)
+        return video.decode_frames(images, job.fps, limits, before=before)
 
-    def _go(self, opened: wire.MediumOpened) -> tuple[int, ...]:
+    def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
         """Say what there is, and wait until it is wanted: which frames."""
-        wire.send(self._sock, opened)
-        answer, fd = wire.receive(self._sock, wire.ToDecoder)
+        ipc.send(self._sock, opened)
+        answer, fd = ipc.receive(self._sock, ipc.ToDecoder)
         if fd is not None:
             os.close(fd)
-        if not isinstance(answer, wire.DecodeGo):
-            raise _NotWanted
+        if not isinstance(answer, ipc.DecodeGo):
+            raise _JobStopped
         return answer.indices
 
 
-def _bands(image: Image.Image) -> Iterator[bytes]:
+def _bands(rgb: Image.Image) -> Iterator[bytes]:
     """Its pixels, some rows at a time: a whole copy would be as large as the image."""
-    rows = max(1, _BAND_BYTES // (3 * image.width))
-    for top in range(0, image.height, rows):
-        yield image.crop((0, top, image.width, min(top + rows, image.height))).tobytes()
+    rows = max(1, _BAND_BYTES // (3 * rgb.width))
+    for top in range(0, rgb.height, rows):
+        yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
 
 
-def _source(source: VideoHeader) -> wire.MediumOpened:
-    return wire.MediumOpened(width=source.width, height=source.height, total=source.total, fps=source.fps)
+def _source(source: VideoHeader) -> ipc.MediumOpened:
+    return ipc.MediumOpened(width=source.width, height=source.height, total=source.total, fps=source.fps)
 
 
-def _bytes(fd: int) -> bytes:
+def _read_all(fd: int) -> bytes:
     try:
         size = os.fstat(fd).st_size
         if size == 0:

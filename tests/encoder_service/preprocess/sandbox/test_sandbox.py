@@ -21,7 +21,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import (
     InProcessDecoder,
     MediumDecoder,
     MediumHeader,
-    anything,
+    accept_any,
 )
 from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
 from cornplug.errors import EncoderRefused, MediaError
@@ -40,7 +40,7 @@ class Cell:
 
     def __init__(self, *, max_bytes: int = 2 << 30) -> None:
         self.killed: list[str] = []
-        self.process = DecoderProcess(max_bytes=max_bytes, killed=self.killed.append)
+        self.process = DecoderProcess(max_bytes=max_bytes, on_killed=self.killed.append)
 
     def decoder(
         self, *, limit_s: float = 30.0, deadline_s: float = 60.0, wanted: Callable[[], bool] = lambda: True
@@ -70,7 +70,7 @@ def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> t
     return made.indices, made.source, made.frames.shape, made.frames.tobytes(), made.digest()
 
 
-def pictures() -> Iterator[tuple[str, bytes]]:
+def images() -> Iterator[tuple[str, bytes]]:
     yield from ((name, data) for name, (data, _) in hostile_pictures.odd().items())
     yield from ((name, data) for name, (data, _) in hostile_pictures.hostile().items())
 
@@ -78,11 +78,11 @@ def pictures() -> Iterator[tuple[str, bytes]]:
 @pytest.mark.filterwarnings("ignore")
 def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> None:
     """Good and bad ones: the same pixels, or refused for the same reason in the same words."""
-    for name, data in pictures():
-        for way in ("picture", "picture_for_sglang"):
+    for name, data in images():
+        for way in ("image", "image_for_sglang"):
 
             def decode(decoder: MediumDecoder, data: bytes = data, way: str = way) -> Any:
-                return getattr(decoder, way)(data, MAX_PIXELS, anything)
+                return getattr(decoder, way)(data, MAX_PIXELS, accept_any)
 
             assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), (name, way)
     assert cell.killed == []
@@ -95,7 +95,7 @@ def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> No
 )
 def test_sounds_are_what_they_are_without_a_jail(cell: Cell, data: bytes) -> None:
     def decode(decoder: MediumDecoder) -> Any:
-        return decoder.sound(data, 5.0, anything)
+        return decoder.audio(data, 5.0, accept_any)
 
     assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder())
 
@@ -111,14 +111,14 @@ def test_videos_are_what_they_are_without_a_jail(cell: Cell) -> None:
         return range(source.total * 50)
 
     def from_file(decoder: MediumDecoder) -> Any:
-        return decoder.clip(film, some, LIMITS, anything)
+        return decoder.video(film, some, LIMITS, accept_any)
 
     def badly_chosen(decoder: MediumDecoder) -> Any:
-        return decoder.clip(film, all_of_too_many, LIMITS, anything)
+        return decoder.video(film, all_of_too_many, LIMITS, accept_any)
 
     def from_pictures(decoder: MediumDecoder) -> Any:
         frames = [saved(Image.fromarray(np.asarray(frame)), "PNG") for frame in shown]
-        return decoder.frames(frames, 2.0, LIMITS, anything)
+        return decoder.frames(frames, 2.0, LIMITS, accept_any)
 
     for decode in (from_file, badly_chosen, from_pictures):
         assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), decode.__name__
@@ -131,12 +131,12 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell
     for decoder in (InProcessDecoder(), cell.decoder()):
         began = time.process_time()
         with pytest.raises(MediaError) as refused:
-            decoder.picture(attack, 64_000_000, anything)
+            decoder.image(attack, 64_000_000, accept_any)
         assert refused.value.reason == "too_many_scans"
         assert time.process_time() - began < 1.0
     # What real encoders write is far below it.
     progressive = saved(hostile_pictures.picture(1), "JPEG", progressive=True)
-    assert InProcessDecoder().picture(progressive, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert InProcessDecoder().image(progressive, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
     assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
 
 
@@ -151,18 +151,18 @@ def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
     cell.process.start()
     before = cell.process.pid
     with pytest.raises(MediaError) as refused:
-        cell.decoder(limit_s=0.2).picture(slow(), 64_000_000, anything)
+        cell.decoder(limit_s=0.2).image(slow(), 64_000_000, accept_any)
     assert refused.value.reason == "too_slow"
     with pytest.raises(EncoderRefused) as late:
-        cell.decoder(deadline_s=0.4).picture(slow(), 64_000_000, anything)
+        cell.decoder(deadline_s=0.4).image(slow(), 64_000_000, accept_any)
     assert late.value.reason == "too_late"
     left = time.monotonic() + 0.3
     with pytest.raises(EncoderRefused):
-        cell.decoder(wanted=lambda: time.monotonic() < left).picture(slow(), 64_000_000, anything)
+        cell.decoder(wanted=lambda: time.monotonic() < left).image(slow(), 64_000_000, accept_any)
     assert cell.killed[:1] == ["too_slow"]
     assert set(cell.killed) <= {"too_slow", "too_late", "gone"}
     good = saved(hostile_pictures.picture(1), "PNG")
-    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
     assert cell.process.pid != before
     cell.process.close()
 
@@ -171,53 +171,53 @@ def test_memory_is_limited() -> None:
     cell = Cell(max_bytes=500 << 20)
     huge = saved(Image.new("RGB", (12_000, 12_000)), "PNG")
     with pytest.raises(MediaError) as refused:
-        cell.decoder().picture(huge, 150_000_000, anything)
+        cell.decoder().image(huge, 150_000_000, accept_any)
     assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
     good = saved(hostile_pictures.picture(1), "PNG")
-    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
     cell.process.close()
 
 
 def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
     good = saved(hostile_pictures.picture(1), "PNG")
-    cell.decoder().picture(good, MAX_PIXELS, anything)
+    cell.decoder().image(good, MAX_PIXELS, accept_any)
     assert cell.process.pid is not None
     os.kill(cell.process.pid, signal.SIGKILL)
     idle = cell.process._process
     assert idle is not None
     eventually(lambda: idle.poll() is not None)
     # While it was idle: nobody hears of it.
-    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
 
     def kill(header: MediumHeader) -> None:
         assert cell.process.pid is not None
         os.kill(cell.process.pid, signal.SIGKILL)
 
     with pytest.raises(MediaError) as refused:
-        cell.decoder().picture(good, MAX_PIXELS, kill)
+        cell.decoder().image(good, MAX_PIXELS, kill)
     assert refused.value.reason == "crashed"
-    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
 
 
 def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
-    heard: list[MediumHeader] = []
+    on_header: list[MediumHeader] = []
 
     def object_to(header: MediumHeader) -> None:
-        heard.append(header)
+        on_header.append(header)
         raise EncoderRefused("no room", reason="overloaded")
 
     before = cell.process.pid
     attack = slow()
     began = time.monotonic()
     with pytest.raises(EncoderRefused, match="no room"):
-        cell.decoder().picture(attack, 64_000_000, object_to)
+        cell.decoder().image(attack, 64_000_000, object_to)
     with pytest.raises(EncoderRefused, match="no room"):
-        cell.decoder().sound(wav(tone(1.3)), 5.0, object_to)
+        cell.decoder().audio(wav(tone(1.3)), 5.0, object_to)
     assert time.monotonic() - began < 1.5
-    assert [h.pixels for h in heard] == [7900 * 7900, 0]
-    assert heard[1].seconds == pytest.approx(1.3, abs=0.05)
+    assert [h.pixels for h in on_header] == [7900 * 7900, 0]
+    assert on_header[1].seconds == pytest.approx(1.3, abs=0.05)
     good = saved(hostile_pictures.picture(1), "PNG")
-    assert cell.decoder().picture(good, MAX_PIXELS, anything).size == hostile_pictures.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_pictures.SIDE
     assert cell.process.pid == before
 
 
