@@ -101,7 +101,7 @@ class ModelFamily:
 
     name: str
     """`model_type` of config.json."""
-    network: str
+    tower_class: str
     """The class that runs it: "module:Class" under `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
     """The tower's inputs of each modality: the processor's outputs by their Hugging Face names."""

@@ -51,7 +51,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="gemma3",
-    network="gemma3:Gemma3",
+    tower_class="gemma3:Gemma3",
     # The 4x4 average is no weight of the LLM's: rows of one tower serve every size, 16 times fewer.
     shares_features=True,
     tower_spec=_tower,

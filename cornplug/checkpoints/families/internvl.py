@@ -89,7 +89,7 @@ def _before_cut(config: Json, name: str) -> bool:
 FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="internvl",
-    network="internvl:InternVl",
+    tower_class="internvl:InternVl",
     tower_prefixes=("vision_tower.", "model.vision_tower."),
     shares_features=False,
     tower_spec=_tower,

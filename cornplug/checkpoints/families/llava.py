@@ -21,7 +21,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 
 FAMILY: Final = ModelFamily(
     name="llava",
-    network="llava:Llava",
+    tower_class="llava:Llava",
     inputs={"image": ("pixel_values",)},
     tower_prefixes=(
         "vision_tower.vision_model.",

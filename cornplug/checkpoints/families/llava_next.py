@@ -41,7 +41,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="llava_next",
-    network="llava:LlavaTiles",
+    tower_class="llava:LlavaTiles",
     inputs={"image": ("pixel_values", "image_sizes")},
     # `image_newline` belongs to no module; as "newline" it stands beside the projector's linears.
     projector_prefixes=(*llava.FAMILY.projector_prefixes, "image_", "model.image_"),

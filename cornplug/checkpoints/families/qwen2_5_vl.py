@@ -44,7 +44,7 @@ def _projector(config: Json) -> Spec:
 
 FAMILY: Final = ModelFamily(
     name="qwen2_5_vl",
-    network="qwen2_5_vl:Qwen25Vl",
+    tower_class="qwen2_5_vl:Qwen25Vl",
     inputs=QWEN_INPUTS,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=("visual.merger.", "model.visual.merger."),

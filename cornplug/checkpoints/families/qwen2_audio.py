@@ -119,7 +119,7 @@ def _projector(config: Json) -> Spec:
 
 FAMILY: Final = ModelFamily(
     name="qwen2_audio",
-    network="whisper:Qwen2Audio",
+    tower_class="whisper:Qwen2Audio",
     inputs={"audio": ("input_features", "feature_attention_mask")},
     tower_prefixes=("audio_tower.", "model.audio_tower."),
     projector_prefixes=("multi_modal_projector.", "model.multi_modal_projector."),

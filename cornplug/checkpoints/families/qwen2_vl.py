@@ -110,7 +110,7 @@ QWEN_LANGUAGE_MODEL: Final = (
 
 FAMILY: Final = ModelFamily(
     name="qwen2_vl",
-    network="qwen2_vl:Qwen2Vl",
+    tower_class="qwen2_vl:Qwen2Vl",
     inputs=QWEN_INPUTS,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=("visual.merger.", "model.visual.merger."),

@@ -69,7 +69,7 @@ def _video(preprocessor: Json) -> Spec:
 
 FAMILY: Final = ModelFamily(
     name="qwen3_vl",
-    network="qwen3_vl:Qwen3Vl",
+    tower_class="qwen3_vl:Qwen3Vl",
     inputs=QWEN_INPUTS,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=tuple(

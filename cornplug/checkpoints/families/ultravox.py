@@ -51,7 +51,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 
 FAMILY: Final = ModelFamily(
     name="ultravox",
-    network="ultravox:Ultravox",
+    tower_class="ultravox:Ultravox",
     inputs={"audio": ("audio_features", "audio_lens")},
     tower_prefixes=("audio_tower.",),
     projector_prefixes=("multi_modal_projector.",),

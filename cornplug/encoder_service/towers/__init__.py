@@ -1,4 +1,4 @@
-"""Finds the class that runs a family: `ModelFamily.network`, imported when it is asked for."""
+"""Finds the class that runs a family: `ModelFamily.tower_class`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def architecture(family: ModelFamily) -> TowerArchitecture:
     """The class that loads this family's halves."""
-    module, _, name = family.network.partition(":")
+    module, _, name = family.tower_class.partition(":")
     return cast(TowerArchitecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
 
 

@@ -4,7 +4,7 @@
                               (CPU)            (rows, width)         (rows, hidden)
                                   └─ shared by models ─┘  └─ per model ─┘
 
-A family names its `TowerArchitecture` in `Family.network`; several may share one.
+A family names its `TowerArchitecture` in `Family.tower_class`; several may share one.
 """
 
 from __future__ import annotations

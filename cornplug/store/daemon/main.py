@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(message)s"
         )
         if options.detach:
-            _leave_the_starters_cores()
+            _reset_cpu_affinity()
         _raise_descriptor_limit()
         return _serve(options)
     except ConfigError as e:
@@ -151,7 +151,7 @@ def _serve_claimed(claim: SocketClaim, options: argparse.Namespace, secret: byte
         arena.close()
 
 
-def _leave_the_starters_cores() -> None:
+def _reset_cpu_affinity() -> None:
     """Run on any core: a vLLM worker that starts us is bound to the very cores that it keeps busy,
     and there an answer takes seconds. The kernel keeps the process inside its container's cores."""
     cores = os.sysconf("SC_NPROCESSORS_CONF")
