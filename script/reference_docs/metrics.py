@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.replicas.pool import ReplicaMeters
+from cornplug.encoder_service.replicas.pool import ReplicaMetrics
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.metrics import LABELS, METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
@@ -63,7 +63,7 @@ def engines() -> list[Series]:
 def service() -> list[Series]:
     """Metrics of the encoder service."""
     registry = ServiceMetrics(lambda: 0.0).registry
-    registry.register(ReplicaMeters(()))
+    registry.register(ReplicaMetrics(()))
     return sorted(_registered(registry))
 
 
