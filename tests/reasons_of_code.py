@@ -10,8 +10,8 @@ from typing import Final
 
 _WORDS: Final = frozenset({"reason", "outcome", "outcomes", "unusable", "why", "_off", "failed"})
 """Names of variables, fields and parameters that hold such a word."""
-_TYPES: Final = frozenset({"Reason", "Outcome", "Full"})
-_TABLES: Final = frozenset({"_STATUS", "_ROOM"})
+_TYPES: Final = frozenset({"Reason", "Outcome", "QueueFull"})
+_TABLES: Final = frozenset({"_STATUS", "_NO_SPACE"})
 _COUNTERS: Final = frozenset({"cornplug_misses_total", "cornplug_saves_total"})
 _PASSED_ON: Final = frozenset({"reason", "outcome", "e.reason", "answer.value"})
 """Expressions that hand on a word which was found where it was made."""
@@ -131,7 +131,7 @@ def _strings(node: ast.expr) -> Iterator[str]:
 
 def _places(trees: Iterable[ast.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(function or class, positions of its arguments that are a reason), whatever module it is of."""
-    found: dict[str, set[int]] = {"on_failure": {0}, "_killed": {0}}
+    found: dict[str, set[int]] = {"on_failure": {0}, "_on_killed": {0}}
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):

@@ -41,9 +41,9 @@ def test_tower_audio_embeddings_equal_vllm(tmp_path: Path) -> None:
         architecture, cpu = towers.architecture(checkpoint.family), torch.device("cpu")
         tower = architecture.load_tower(checkpoint, torch.float32, cpu)
         projector = architecture.load_projector(checkpoint, torch.float32, cpu)
-        listener = towers.listener(checkpoint)
+        extractor = towers.feature_extractor(checkpoint)
         for i, seconds in enumerate(SECONDS):
-            fields = listener.listen(waveform(seconds))
+            fields = extractor.extract(waveform(seconds))
             made |= {f"{name}/{i}/{field}": tensor.contiguous() for field, tensor in fields.items()}
             item = tower.prepare({field: to_wire(tensor) for field, tensor in fields.items()})
             ours[f"{name}/{i}/="] = projector.project(tower.encode([item]), [item])[0]
