@@ -26,11 +26,11 @@ from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.encoder_backoff import BackOff
+from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.load_policy import encode_deadline_s
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
-from cornplug.errors import CornplugError, EncoderError, EncoderRefused, EncoderUnavailable, StoreUnavailable
+from cornplug.errors import CornplugError, EncoderError, EncoderRefused, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.store.payload import put_payload
@@ -50,7 +50,7 @@ class EmbeddingPrefetcher:
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
-        self._backoff = BackOff()
+        self._policy = EncoderRequestPolicy()
         self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
         # Not asyncio's own: those may all be busy decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
@@ -93,17 +93,15 @@ class EmbeddingPrefetcher:
     async def _encoded(
         self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None, began: float
     ) -> str:
-        if tower.served_identity is None:
-            raise EncoderUnavailable("no service is known to serve this model", reason="not_served")
-        if self._backoff.spares(began):
-            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        if (refusal := self._encoder.refusal) is not None:
-            raise refusal  # before a large image's tensors are packed for nobody
+        identity = self._policy.identity_to_ask(
+            tower, identified=True, refusal=self._encoder.refusal, now=began
+        )
+        expected = ExpectedEmbedding(key, placeholder_tokens.rows_of(item))
         inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
-        deadline_s = self._deadline_s(placeholder_tokens.rows_of(item)) - (time.monotonic() - began)
+        deadline_s = self._deadline_s(expected.rows) - (time.monotonic() - began)
         request = EncodeRequest(
             id=0,
-            identity=tower.served_identity,
+            identity=identity,
             key=key,
             cache_salt=salt,
             inputs=inputs,
@@ -112,15 +110,13 @@ class EmbeddingPrefetcher:
         )
         try:
             answer = await asyncio.wrap_future(self._encoder.submit(request))
+            source = self._policy.replied(answer, expected)
         except EncoderError as e:
-            self._backoff.failed(e, time.monotonic())
+            self._policy.failed(e, time.monotonic())
             raise
-        self._backoff.answered()
-        if answer.key != key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
         if answer.tensor is not None:
             await self._in_thread(self._put, answer.key, answer.tensor)
-        return f"service_{answer.origin}"
+        return source
 
     def _deadline_s(self, rows: int) -> float:
         ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()

@@ -15,7 +15,6 @@ images: each rank reads for itself, then they agree on the embeddings that every
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -24,6 +23,7 @@ import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
@@ -110,14 +110,12 @@ class EmbeddingSource:
             if found is None:
                 raise CodecError("it was there a moment ago", reason="evicted")
             header, payload = found
-            if header.shape != (rows_of(item), width) or header.dtype != self._dtype:
-                raise CodecError(f"{header.dtype} {header.shape}", reason="wrong_shape")
-            dtype = getattr(torch, header.dtype)
-            if len(payload) != math.prod(header.shape) * dtype.itemsize:
-                raise CodecError(f"{len(payload)} bytes for {header.shape}", reason="wrong_shape")
+            expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
+            expected.check(header.dtype, header.shape, len(payload))
         except CornplugError as e:
             self._miss(e.reason)
             return None
+        dtype = getattr(torch, header.dtype)
         tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
         # The copy with it: from memory that is not pinned, CUDA returns when the host is done.
         self._rule.read(len(payload), time.perf_counter() - began)

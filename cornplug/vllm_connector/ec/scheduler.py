@@ -24,7 +24,7 @@ from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, t
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import BackgroundIdentity
-from cornplug.engine_common.encoder_backoff import BackOff
+from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import (
@@ -32,7 +32,6 @@ from cornplug.errors import (
     CornplugError,
     EncoderError,
     EncoderRefused,
-    EncoderUnavailable,
     StoreError,
 )
 from cornplug.metrics import Tally
@@ -59,8 +58,7 @@ class _Item:
     """One medium on its way. Touched by the engine's thread alone, but for `answer`."""
 
     identifier: str
-    key: bytes
-    rows: int
+    expected: ExpectedEmbedding
     size: int
     """Payload bytes."""
     deadline: float
@@ -97,7 +95,7 @@ class ECScheduler:
         """Of this step."""
         self._news = threading.Event()
         """The service has answered something."""
-        self._backoff = BackOff()
+        self._policy = EncoderRequestPolicy()
         self._rule = FetchRule(runtime.config.store.load_when)
         # The API process warns if there is none: every identifier is foreign then.
         self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
@@ -226,7 +224,9 @@ class ECScheduler:
         deadline = now + self._rule.encode_deadline_s(
             rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
         )
-        item = _Item(feature.identifier, key, rows, self._bytes(rows), deadline, now)
+        expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
+        size = rows * self._width * ITEM_BYTES[self._dtype]
+        item = _Item(feature.identifier, expected, size, deadline, now)
         if not self._rule.pays(rows=rows, size_bytes=item.size):
             self._fail(item, "cheaper")
             return item
@@ -248,20 +248,15 @@ class ECScheduler:
         if item.answer is not None and item.answer.done():
             try:
                 self._take(item, item.answer.result())
-            except EncoderError as e:
-                self._backoff.failed(e, time.monotonic())
-                self._fail(item, e.reason)
             except CornplugError as e:
-                self._fail(item, e.reason)
+                self._fail(item, self._policy.failed(e, time.monotonic()))
         elif now >= item.deadline:
-            late = EncoderUnavailable("no embedding inside the deadline", reason="encoder_timeout")
-            self._backoff.failed(late, now)
-            self._fail(item, late.reason)
+            self._fail(item, self._policy.late(now))
 
     def _from_store(self, item: _Item, source: str) -> bool:
         began = time.monotonic()
         try:
-            found = get_payload(self._run.store, item.key, deadline_s=self._run.deadline_s)
+            found = get_payload(self._run.store, item.expected.key, deadline_s=self._run.deadline_s)
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return False
@@ -269,22 +264,19 @@ class ECScheduler:
             return False
         header, payload = found
         self._rule.read(len(payload), time.monotonic() - began)
+        item.expected.check(header.dtype, header.shape, len(payload))
         self._arrive(item, ArrivedEmbedding(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
     def _ask(self, item: _Item, feature: Any, request: Request) -> None:
-        """Have the service encode it. Raises EncoderUnavailable where it is not asked."""
-        tower = self._tower.found
-        if tower is None or tower.served_identity is None:
-            reason = "not_served" if self._tower.wait(0) else "identifying"
-            raise EncoderUnavailable("no service is known to serve this model", reason=reason)
-        refusal = self._encoder.refusal
-        if refusal is not None:
-            # Known before pixels are packed, which takes tens of milliseconds.
-            raise refusal
-        if self._backoff.spares(time.monotonic()):
-            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
-        self._preparer.submit(self._send, item, feature, tower.served_identity, request)
+        """Have the service encode it. Raises EncoderError if it is not asked."""
+        identity = self._policy.identity_to_ask(
+            self._tower.found,
+            identified=self._tower.wait(0),
+            refusal=self._encoder.refusal,
+            now=time.monotonic(),
+        )
+        self._preparer.submit(self._send, item, feature, identity, request)
 
     def _send(self, item: _Item, feature: Any, identity: bytes, asking: Request) -> None:
         """On the preparing thread: large images take milliseconds to pack."""
@@ -293,7 +285,7 @@ class ECScheduler:
             request = EncodeRequest(
                 id=0,
                 identity=identity,
-                key=item.key,
+                key=item.expected.key,
                 cache_salt=asking.cache_salt,
                 inputs=self._inputs.of(feature),
                 app=self._run.app,
@@ -310,10 +302,7 @@ class ECScheduler:
         answer.add_done_callback(lambda _: self._news.set())
 
     def _take(self, item: _Item, answer: EncodeReply) -> None:
-        self._backoff.answered()
-        if answer.key != item.key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
-        source = f"service_{answer.origin}"
+        source = self._policy.replied(answer, item.expected)
         if answer.tensor is not None:
             tensor = answer.tensor
             self._arrive(
@@ -325,15 +314,8 @@ class ECScheduler:
             self._fail(item, "evicted")
 
     def _arrive(self, item: _Item, arrived: ArrivedEmbedding, source: str) -> None:
-        wanted = (item.rows, self._width)
-        if arrived.shape != wanted or arrived.dtype != self._dtype or len(arrived.data) != item.size:
-            self._fail(item, "wrong_shape")
-        else:
-            item.arrived, item.source = arrived, source
-            self._observe(item)
-
-    def _bytes(self, rows: int) -> int:
-        return rows * self._width * ITEM_BYTES[self._dtype]
+        item.arrived, item.source = arrived, source
+        self._observe(item)
 
     def _fail(self, item: _Item, reason: str) -> None:
         item.failed = reason

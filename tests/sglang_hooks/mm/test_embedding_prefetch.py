@@ -247,7 +247,21 @@ def test_prefetch_reply_for_other_key_is_miss(here: Stage) -> None:
         id=1, key=KEYS[3], origin="computed", stored=True, tensor=None, service_time_s=0
     )
     assert here.prepare(KEYS[0]) == [None]
-    assert here.missed() == {"encoder_bad_response": 1}
+    assert here.prepare(KEYS[1]) == [None]
+    assert here.missed() == {"encoder_bad_response": 1, "encoder_backoff": 1}, "as in vLLM's room"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [WireTensor("float32", (3, 6), bytes(72)), WireTensor("float32", (4, 6), bytes(95))],
+    ids=["rows", "bytes"],
+)
+def test_prefetch_of_inline_reply_of_wrong_shape_stores_nothing(here: Stage, tensor: WireTensor) -> None:
+    """Every engine of the host would find it under this key."""
+    here.service.answer = encoded("computed", tensor)
+    assert here.prepare(KEYS[0]) == [None]
+    assert here.missed() == {"wrong_shape": 1}
+    assert here.store.contains([KEYS[0]], deadline_s=1) == b"\x00"
 
 
 def test_prefetch_of_remote_features_is_miss(here: Stage) -> None:

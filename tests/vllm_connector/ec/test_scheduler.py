@@ -427,7 +427,7 @@ def test_ec_scheduler_two_timeouts_count_as_one_failure(stage: Callable[..., Sta
     here.asked(3)
     here.answer()
     assert here.half.available(fourth, 0)
-    assert here.half._backoff._failures == 0
+    assert here.half._policy._backoff._failures == 0
     # The late answer is nobody's.
     here.answer(0)
     assert here.half.available(first, 0)
@@ -444,7 +444,7 @@ def test_ec_scheduler_backoff_grows_to_ten_seconds(stage: Callable[..., Stage]) 
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
         before = here.now()
         assert here.half.available(request, 0)
-        pauses.append(round(here.half._backoff._ask_after - before, 1))
+        pauses.append(round(here.half._policy._backoff._ask_after - before, 1))
         here.skew += pauses[-1] + 0.1
     assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
 

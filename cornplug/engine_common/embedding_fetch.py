@@ -1,0 +1,90 @@
+"""The policy of getting an embedding from the encoder service, for both engines' drivers.
+
+    not in the store ──may ask──> asked ──valid reply────────> "service_*"
+                          │         └─ error, late, invalid ─> a miss; the service's failures start a back-off
+                          └─ unidentified, not served, down, backed off ─> a miss
+
+No I/O, no threads and no clock: vLLM's room polls an engine's loop, SGLang's awaits on an event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cornplug.codec import ITEM_BYTES
+from cornplug.encoder_service.wire.messages import EncodeReply
+from cornplug.engine_common.encoder_backoff import BackOff
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnavailable
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedEmbedding:
+    """The embedding that an engine needs."""
+
+    key: bytes
+    rows: int
+    width: int | None = None
+    """Columns; None where the process does not know the language model's."""
+    dtype: str | None = None
+    """torch's name without "torch."; None as for `width`."""
+
+    def check(self, dtype: str, shape: Sequence[int], size_bytes: int) -> None:
+        """Raise CodecError("wrong_shape") unless an entry or a reply is of this form."""
+        wanted = (self.rows, shape[-1] if self.width is None and shape else self.width)
+        if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
+            raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
+        if size_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise CodecError(f"{size_bytes} bytes for {dtype} {tuple(shape)}", reason="wrong_shape")
+
+
+class EncoderRequestPolicy:
+    """Whether to ask the service, and whether to believe its replies. Times are of one monotonic clock, in
+    seconds. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._backoff = BackOff()
+
+    def identity_to_ask(
+        self, tower: TowerIdentity | None, *, identified: bool, refusal: EncoderError | None, now: float
+    ) -> bytes:
+        """The model identity of a request to the service.
+
+        Args:
+            tower: the engine's, None if there is none, or none yet: `identified` tells which.
+            refusal: the reason why the connection would fail a request at once.
+
+        Raises EncoderError without a request: before pixels are packed, which takes tens of milliseconds.
+        """
+        if tower is None or tower.served_identity is None:
+            reason = "not_served" if identified else "identifying"
+            raise EncoderUnavailable("no service is known to serve this model", reason=reason)
+        if refusal is not None:
+            raise refusal
+        if self._backoff.spares(now):
+            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
+        return tower.served_identity
+
+    def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
+        """The source of an embedding, as metrics label it. If the reply holds no tensor, the store has it.
+
+        Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
+        """
+        self._backoff.answered()
+        if reply.key != expected.key:
+            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
+        if reply.tensor is not None:
+            expected.check(reply.tensor.dtype, reply.tensor.shape, len(reply.tensor.data))
+        return f"service_{reply.origin}"
+
+    def failed(self, error: CornplugError, now: float) -> str:
+        """The reason of the miss after a request that ended so. The service's failures start a back-off."""
+        if isinstance(error, EncoderError):
+            self._backoff.failed(error, now)
+        return error.reason
+
+    def late(self, now: float) -> str:
+        """`failed`, for a request without a reply inside its deadline."""
+        return self.failed(EncoderUnavailable("no reply in time", reason="encoder_timeout"), now)
