@@ -23,9 +23,9 @@ from cornplug.encoder_service.media import image as media
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 
-from . import hostile_pictures
+from . import hostile_images
 from .conftest import eventually
-from .hostile_pictures import picture, saved
+from .hostile_images import picture, saved
 
 pytestmark = pytest.mark.integration
 
@@ -38,8 +38,8 @@ ANSWER_TIMEOUT_S: Final = 8.0
 GROWTH_BYTES: Final = 150 << 20
 """Eight bytes for each of two images at the limit, and what an allocator keeps."""
 
-HOSTILE: Final = hostile_pictures.hostile()
-ODD: Final = hostile_pictures.odd()
+HOSTILE: Final = hostile_images.hostile()
+ODD: Final = hostile_images.odd()
 
 
 class Living:

@@ -23,7 +23,7 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
-from .hostile_pictures import many_scans, saved
+from .hostile_images import many_scans, saved
 from .services import Served
 
 HEAVY = 64_000_000

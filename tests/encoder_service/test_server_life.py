@@ -27,7 +27,7 @@ from cornplug.encoder_service.http import head_timeout
 from devkit.processes import EncoderProcess
 
 from .conftest import eventually, picture, png
-from .hostile_pictures import many_scans
+from .hostile_images import many_scans
 
 ITEMS = 24
 CALLERS = 3
