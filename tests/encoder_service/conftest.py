@@ -29,7 +29,7 @@ SECRET = b"s" * 32
 torch.set_num_threads(1)
 
 
-def picture(seed: int, width: int = 70, height: int = 60) -> Image.Image:
+def sample_image(seed: int, width: int = 70, height: int = 60) -> Image.Image:
     """An image of coarse random patches: it survives resizing, unlike noise."""
     small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height))
@@ -86,7 +86,7 @@ class Requests:
         loaded = self.registry.by_name(str(path))
         assert loaded is not None
         if (path, seed) not in self._made:
-            self._made[path, seed] = inputs_of(path, picture(seed))
+            self._made[path, seed] = inputs_of(path, sample_image(seed))
         salt = changes.get("cache_salt")
         fields: dict[str, Any] = {
             "id": 1,

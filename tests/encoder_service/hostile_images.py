@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 SIDE: Final = (70, 60)
 
 
-def picture(seed: int, width: int = SIDE[0], height: int = SIDE[1]) -> Image.Image:
+def sample_image(seed: int, width: int = SIDE[0], height: int = SIDE[1]) -> Image.Image:
     """An image of coarse random patches: it survives resizing, unlike noise."""
     small = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height))
@@ -58,7 +58,7 @@ def tiff_of(width: int, height: int, *, compression: int = 1, strip: bytes = b"\
 
 def tiff_that_loops() -> bytes:
     """A TIFF whose directory says that the next one is itself."""
-    data = bytearray(saved(picture(1), "TIFF"))
+    data = bytearray(saved(sample_image(1), "TIFF"))
     (first,) = struct.unpack_from("<I", data, 4)
     (tags,) = struct.unpack_from("<H", data, first)
     struct.pack_into("<I", data, first + 2 + 12 * tags, first)
@@ -83,14 +83,14 @@ def bmp_of(width: int, height: int) -> bytes:
 
 def jpeg_of(width: int, height: int) -> bytes:
     """A JPEG whose frame header claims these sides."""
-    data = bytearray(saved(picture(1), "JPEG"))
+    data = bytearray(saved(sample_image(1), "JPEG"))
     at = data.index(b"\xff\xc0")
     struct.pack_into(">HH", data, at + 5, height, width)
     return bytes(data)
 
 
 def gif_of(width: int, height: int) -> bytes:
-    data = bytearray(saved(picture(1).convert("P"), "GIF"))
+    data = bytearray(saved(sample_image(1).convert("P"), "GIF"))
     struct.pack_into("<HH", data, 6, width, height)
     return bytes(data)
 
@@ -122,18 +122,18 @@ def _exif_loop() -> bytes:
 
 
 _WHOLE: Final = {
-    "png": saved(picture(1), "PNG"),
-    "jpeg": saved(picture(1), "JPEG"),
-    "webp": saved(picture(1), "WEBP"),
-    "gif": saved(picture(1).convert("P"), "GIF"),
-    "tiff": saved(picture(1), "TIFF"),
-    "bmp": saved(picture(1), "BMP"),
-    "ico": saved(picture(1), "ICO"),
-    "avif": saved(picture(1), "AVIF"),
-    "jp2": saved(picture(1), "JPEG2000"),
-    "tga": saved(picture(1), "TGA"),
-    "qoi": saved(picture(1), "QOI"),
-    "ppm": saved(picture(1), "PPM"),
+    "png": saved(sample_image(1), "PNG"),
+    "jpeg": saved(sample_image(1), "JPEG"),
+    "webp": saved(sample_image(1), "WEBP"),
+    "gif": saved(sample_image(1).convert("P"), "GIF"),
+    "tiff": saved(sample_image(1), "TIFF"),
+    "bmp": saved(sample_image(1), "BMP"),
+    "ico": saved(sample_image(1), "ICO"),
+    "avif": saved(sample_image(1), "AVIF"),
+    "jp2": saved(sample_image(1), "JPEG2000"),
+    "tga": saved(sample_image(1), "TGA"),
+    "qoi": saved(sample_image(1), "QOI"),
+    "ppm": saved(sample_image(1), "PPM"),
 }
 
 
@@ -202,7 +202,7 @@ def hostile() -> Mapping[str, tuple[bytes, str]]:
 
 def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
     """Name -> (bytes, the RGB image that they stand for)."""
-    base, other = picture(1), picture(2)
+    base, other = sample_image(1), sample_image(2)
     palette = base.quantize(16)
     clear = palette.copy()
     clear.info["transparency"] = palette.getpixel((0, 0))

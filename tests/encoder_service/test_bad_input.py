@@ -25,7 +25,7 @@ from devkit.processes import EncoderProcess
 
 from . import hostile_images
 from .conftest import eventually
-from .hostile_images import picture, saved
+from .hostile_images import sample_image, saved
 
 pytestmark = pytest.mark.integration
 
@@ -50,7 +50,7 @@ class Living:
         self.model = model
         self.http = httpx.Client(base_url=process.url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
         self.others = 0
-        self._good = saved(picture(99), "PNG")
+        self._good = saved(sample_image(99), "PNG")
         self._want: str | None = None
         self.harm: list[str] = []
         self._stop = threading.Event()
@@ -80,7 +80,7 @@ class Living:
         self.http.close()
 
     def _use(self) -> None:
-        images = [saved(picture(seed), "PNG") for seed in range(100, 104)]
+        images = [saved(sample_image(seed), "PNG") for seed in range(100, 104)]
         want: dict[int, str] = {}
         with httpx.Client(base_url=self.process.url, timeout=30, trust_env=False) as http:
             while not self._stop.wait(0.05):
@@ -152,7 +152,7 @@ def test_an_odd_picture_is_what_the_rule_says(living: Living, name: str) -> None
 
 @pytest.mark.parametrize("kind", ["text/html", "image/svg+xml", "application/x-msdownload", "x" * 500])
 def test_names_and_types_of_a_client_mean_nothing(living: Living, kind: str) -> None:
-    data = saved(picture(1), "PNG")
+    data = saved(sample_image(1), "PNG")
     files = {"image": ("../../etc/passwd\x00.svg", data, kind)}
     answer = living.http.post("/v1/encode", data={"model": living.model}, files=files)
     assert answer.json()["key"] == living.encode(data).json()["key"]
@@ -164,7 +164,7 @@ def short(value: object) -> str:
     return text if len(text) < 50 else f"{text[:25]}..{text[-25:]}"
 
 
-GOOD: Final = base64.b64encode(saved(picture(1), "PNG")).decode()
+GOOD: Final = base64.b64encode(saved(sample_image(1), "PNG")).decode()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_many_who_hold_a_line_open_harm_nobody(living: Living) -> None:
 def test_all_of_the_corpus_in_one_request(living: Living) -> None:
     """64 at a time, each its own line; good ones among them."""
     data = [data for data, _ in HOSTILE.values() if len(data) < 25_000]
-    data = [*data[:60], saved(picture(7), "PNG")]
+    data = [*data[:60], saved(sample_image(7), "PNG")]
     body = {"model": living.model, "items": [{"image": base64.b64encode(d).decode()} for d in data]}
     answer = living.http.post("/v1/encode", json=body)
     assert answer.status_code == 200
@@ -315,7 +315,9 @@ def test_all_of_the_corpus_in_one_request(living: Living) -> None:
     assert np.isfinite(array).all()
 
 
-_FILES: Final = [saved(picture(1), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO")]
+_FILES: Final = [
+    saved(sample_image(1), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO")
+]
 
 
 @st.composite

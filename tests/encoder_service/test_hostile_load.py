@@ -22,7 +22,7 @@ from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
-from .conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
+from .conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
 from .hostile_images import many_scans, saved
 from .services import Served
 
@@ -87,7 +87,7 @@ def test_a_jpeg_of_nine_thousand_scans_costs_its_sender_a_422(serve: Serve, llav
     served = serve()
     answer = ask(served.url, llava, many_scans(7900, 7900, 9000))
     assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_many_scans")
-    assert ask(served.url, llava, png(picture(1))).status_code == 200
+    assert ask(served.url, llava, png(sample_image(1))).status_code == 200
 
 
 def test_decoders_that_are_held_are_killed_and_others_are_served(
@@ -102,7 +102,7 @@ def test_decoders_that_are_held_are_killed_and_others_are_served(
         for attack in attacks:
             answer = attack.result()
             assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_slow")
-    assert ask(served.url, llava, png(picture(1))).status_code == 200
+    assert ask(served.url, llava, png(sample_image(1))).status_code == 200
     assert httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
     assert metric(served.url, 'cornplug_encoder_decoders_killed_total{reason="too_slow"}') == 2
 
@@ -123,13 +123,13 @@ def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(serve: Serv
     }
     served = serve(classes=classes)
     key = {"authorization": "Bearer k"}
-    assert ask(served.url, llava, png(picture(0)), headers=key).status_code == 200
+    assert ask(served.url, llava, png(sample_image(0)), headers=key).status_code == 200
     heavy = many_scans(2000, 2000, 95)
     with ThreadPoolExecutor(7) as nightly:
         asked = [nightly.submit(ask, served.url, llava, heavy, deadline_s=60) for _ in range(7)]
         eventually(lambda: metric(served.url, "cornplug_encoder_preparing_requests") >= 4, 20)
         for i in range(2):
-            answer = ask(served.url, llava, png(picture(i + 1)), headers=key)
+            answer = ask(served.url, llava, png(sample_image(i + 1)), headers=key)
             assert answer.status_code == 200, answer.text
         assert sum(not each.done() for each in asked) >= 2, "they went first"
         assert {each.result().status_code for each in asked} == {200}
@@ -166,7 +166,7 @@ def test_what_never_fits_is_refused_from_its_header(serve: Serve, llava: str) ->
     served = serve(max_prepared_bytes=1 << 20)
     answer = ask(served.url, llava, saved(Image.new("1", (3000, 3000)), "PNG"))
     assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_large_prepared")
-    assert ask(served.url, llava, png(picture(1))).status_code == 200
+    assert ask(served.url, llava, png(sample_image(1))).status_code == 200
 
 
 def test_the_budget_keeps_each_class_its_part() -> None:

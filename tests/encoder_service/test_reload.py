@@ -31,7 +31,7 @@ from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, E
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
-from .conftest import SECRET, MakeEncoder, eventually, inputs_of, picture, png
+from .conftest import SECRET, MakeEncoder, eventually, inputs_of, png, sample_image
 from .execution.test_encoder import Gate, hold
 from .test_unix_socket import RealService
 
@@ -62,7 +62,7 @@ def request_of(registry: ModelRegistry, path: Path, seed: int) -> EncodeRequest:
         identity=model,
         key=identity.embedding_key(SECRET, model, bytes([seed]) * 32, None),
         cache_salt=None,
-        inputs=inputs_of(path, picture(seed)),
+        inputs=inputs_of(path, sample_image(seed)),
         app="test",
         deadline_s=60.0,
     )
@@ -202,7 +202,9 @@ def test_other_preprocessing_is_another_model_and_is_applied(
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
     def prepared() -> EncodeRequest:
-        return preparer.prepare(str(pair[0]), "image", png(picture(1)), salt=None, deadline_s=1.0).request
+        return preparer.prepare(
+            str(pair[0]), "image", png(sample_image(1)), salt=None, deadline_s=1.0
+        ).request
 
     before = prepared()
     file = pair[0] / "preprocessor_config.json"

@@ -26,7 +26,7 @@ from cornplug.encoder_service import server as service
 from cornplug.encoder_service.http import head_timeout
 from devkit.processes import EncoderProcess
 
-from .conftest import eventually, picture, png
+from .conftest import eventually, png, sample_image
 from .hostile_images import many_scans
 
 ITEMS = 24
@@ -68,7 +68,7 @@ def test_sigterm_under_load_ends_streams_then_the_process(
                 eventually(lambda: all(caller.rows for caller in callers), 30)
                 os.kill(process.pid, signal.SIGTERM)
                 eventually(lambda: probe.get("/ready").status_code == 503, 5)
-                late = probe.post("/v1/encode", data={"model": model}, files={"image": png(picture(1))})
+                late = probe.post("/v1/encode", data={"model": model}, files={"image": png(sample_image(1))})
                 still = [len(caller.rows) for caller in callers]
                 assert [stream.result() for stream in streams] == [200] * CALLERS
         assert process.stop() == 0

@@ -36,7 +36,7 @@ from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 
-from .conftest import SECRET, MakeEncoder, Requests, eventually, picture
+from .conftest import SECRET, MakeEncoder, Requests, eventually, sample_image
 from .execution.test_encoder import Gate, passes
 
 __all__ = ["gate"]
@@ -294,7 +294,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
         assert [m.hidden_size for m in client.describe(5)] == [64, 96]
         first = client.submit(request).result(10)
         with EncoderClient(f"http://127.0.0.1:{real.port}") as http:
-            ref = http.encode(picture(1), model=str(llava_pair[1]))
+            ref = http.encode(sample_image(1), model=str(llava_pair[1]))
             # Another model, the same tower, the same pixels: its features were kept.
             assert (ref.shape, ref.origin) == ((16, 96), "cached")
         assert "2 models, 1 tower, 2 projectors" in real.log.read_text()

@@ -21,7 +21,7 @@ from cornplug.encoder_service import towers
 from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem
 from cornplug.encoder_service.wire.messages import WireTensor
 
-from .conftest import picture, to_wire
+from .conftest import sample_image, to_wire
 from .recordings import tone
 from .ultravox_reference import UltravoxModel
 
@@ -49,13 +49,13 @@ def rows(output: Any) -> torch.Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-def pictures(*large: int) -> list[Any]:
+def sample_images(*large: int) -> list[Any]:
     """Three images of several shapes, and one of width and height `large`."""
     sizes = [(70, 60), (200, 90), (56, 56), large or (90, 250)]
-    return [picture(i, *size) for i, size in enumerate(sizes)]
+    return [sample_image(i, *size) for i, size in enumerate(sizes)]
 
 
-def _read_picture(path: Path, image: Any) -> Made:
+def _read_image(path: Path, image: Any) -> Made:
     asked = Checkpoint.open(str(path)).family.processor_defaults.get("image", {})
     made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt", **asked)
     return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
@@ -73,7 +73,7 @@ def _videos() -> list[Any]:
     return [
         torch.stack(
             [
-                torch.from_numpy(np.array(picture(10 * i + n, width, height))).permute(2, 0, 1)
+                torch.from_numpy(np.array(sample_image(10 * i + n, width, height))).permute(2, 0, 1)
                 for n in range(count)
             ]
         )
@@ -95,8 +95,8 @@ MEDIA: dict[Modality, Medium] = {
         reference=lambda model, made: rows(model.get_video_features(**made)),
     ),
     "image": Medium(
-        media=pictures,
-        process=_read_picture,
+        media=sample_images,
+        process=_read_image,
         reference=lambda model, made: rows(model.get_image_features(**made)),
     ),
 }

@@ -17,7 +17,7 @@ from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, Embe
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 
-from ..conftest import SECRET, MakeEncoder, picture, png
+from ..conftest import SECRET, MakeEncoder, png, sample_image
 from ..services import Behaviour, Misbehaving, Served, drips_body, half, raves, resets, says, says_nothing
 
 KIND = 'multipart/mixed; boundary="b0"'
@@ -85,7 +85,7 @@ def counted(app: Any) -> tuple[Any, list[str]]:
 
 def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> None:
     counting, asked = counted(app)
-    items = [png(picture(seed)) for seed in range(40)]
+    items = [png(sample_image(seed)) for seed in range(40)]
     with Served(counting) as server, EncoderClient(server.url, deadline_s=60) as client:
         found = dict(client.encode_many(items, model=llava, cache_salt="s"))
         assert len(asked) <= 8
@@ -98,7 +98,7 @@ def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> 
 
 
 def test_encode_many_bad_item_fails_alone(app: Any, llava: str) -> None:
-    items = [png(picture(seed)) if seed % 5 else b"no image" for seed in range(20)]
+    items = [png(sample_image(seed)) if seed % 5 else b"no image" for seed in range(20)]
     with Served(app) as server, EncoderClient(server.url, deadline_s=60) as client:
         found = dict(client.encode_many(items, model=llava))
         assert {i for i, r in found.items() if isinstance(r, EncoderRefused)} == {0, 5, 10, 15}
@@ -133,7 +133,7 @@ def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any,
             await (many if bad.requests[-1].count(b"filename=") > 1 else single)(reader, writer)
     else:
         behave = FAULTS[fault]  # type: ignore[assignment]
-    items = [png(picture(seed)) for seed in range(6)]
+    items = [png(sample_image(seed)) for seed in range(6)]
     with Misbehaving(behave) as bad, Served(app) as good:
         urls = {bad.url: 1e6, good.url: 1.0}
         with EncoderClient(urls, deadline_s=3 if fault in ("silence", "dripping") else 20) as client:
@@ -145,7 +145,7 @@ def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any,
 
 def test_encode_many_service_dying_midway_keeps_its_answers(app: Any, llava: str) -> None:
     """What came is not asked for again."""
-    items = [png(picture(seed)) for seed in range(4)]
+    items = [png(sample_image(seed)) for seed in range(4)]
     with Served(app) as good, EncoderClient(good.url, deadline_s=60) as client:
         made = client.encode(items[0], model=llava)
         head = (
@@ -183,7 +183,7 @@ def test_async_encoder_client_closed_iterator_leaves_no_tasks(app: Any, llava: s
         before = len(asyncio.all_tasks())
         async with AsyncEncoderClient(server.url, deadline_s=60) as client:
             results = client.encode_many(
-                (png(picture(seed % 5)) for seed in itertools.count()), model=llava, concurrency=8
+                (png(sample_image(seed % 5)) for seed in itertools.count()), model=llava, concurrency=8
             )
             async for _index, _result in results:
                 break

@@ -27,7 +27,7 @@ from cornplug.store.payload import get_payload
 from cornplug.testing.store import fill, present
 from devkit.processes import EncoderProcess
 
-from ..conftest import SECRET, MakeEncoder, picture, png
+from ..conftest import SECRET, MakeEncoder, png, sample_image
 from ..services import (
     Misbehaving,
     Served,
@@ -79,8 +79,11 @@ def test_encoder_client_path_bytes_and_pil_give_same_key(
     client: EncoderClient, llava: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "photo.png"
-    picture(1).save(file)
-    refs = [client.encode(image, model=llava) for image in (str(file), file, png(picture(1)), picture(1))]
+    sample_image(1).save(file)
+    refs = [
+        client.encode(image, model=llava)
+        for image in (str(file), file, png(sample_image(1)), sample_image(1))
+    ]
     assert len({ref.key for ref in refs}) == 1
     assert (refs[0].shape, refs[0].dtype) == ((16, 64), "float32")
     assert [ref.origin for ref in refs] == ["computed", "cached", "cached", "cached"]
@@ -95,15 +98,15 @@ def test_encoder_client_errors_name_cause(client: EncoderClient, llava: str, tmp
         client.encode(b"no image", model=llava)
     assert refused.value.reason == "unknown_format"
     with pytest.raises(EncoderRefused, match="nobody"):
-        client.encode(picture(1), model="nobody")
+        client.encode(sample_image(1), model="nobody")
     with pytest.raises(MediaError, match="cannot read"):
         client.encode(tmp_path / "absent.png", model=llava)
     with pytest.raises(MediaError, match="one of"):
         client.encode(model=llava)
     with pytest.raises(MediaError, match="one of"):
-        client.encode(picture(1), audio=b"RIFF", model=llava)
+        client.encode(sample_image(1), audio=b"RIFF", model=llava)
     with EncoderClient("http://127.0.0.1:9", deadline_s=1) as down, pytest.raises(EncoderUnavailable) as e:
-        down.encode(picture(1), model=llava)
+        down.encode(sample_image(1), model=llava)
     assert e.value.reason == "encoder_down"
 
 
@@ -113,7 +116,7 @@ def test_encoder_client_default_uses_configured_urls(
     monkeypatch.setenv("CORNPLUG_ENCODER_URLS", f"{two[0].url} , {two[1].url}")
     assert load().encoder.urls == (two[0].url, two[1].url)
     with EncoderClient() as client:
-        assert client.encode(picture(1), model=llava).shape == (16, 64)
+        assert client.encode(sample_image(1), model=llava).shape == (16, 64)
 
 
 def test_encoder_client_sends_key_app_class_and_trace(llava: str) -> None:
@@ -186,17 +189,17 @@ def test_encoder_client_faulty_service_fails_in_time_or_over(fault: str, app: An
         deadline_s = 0.3 if reason == "encoder_timeout" else 2.0
         began = time.monotonic()
         with EncoderClient(bad.url, deadline_s=deadline_s) as client, pytest.raises(EncoderUnavailable) as e:
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         assert e.value.reason == reason
         assert time.monotonic() - began < deadline_s + 1
         bad.requests.clear()
-        content = MediaPayload.of(picture(1)).content
+        content = MediaPayload.of(sample_image(1)).content
         # Weighted so that the bad one is first.
         urls = {bad.url: 1e6, good.url: 1.0}
         assert rendezvous.ranking(content, urls)[0] == bad.url
         with EncoderClient(urls, deadline_s=3 if reason == "encoder_timeout" else 10) as client:
-            assert client.encode(picture(1), model=llava).shape == (16, 64)
-            assert client.encode(picture(1), model=llava).origin == "cached"
+            assert client.encode(sample_image(1), model=llava).shape == (16, 64)
+            assert client.encode(sample_image(1), model=llava).origin == "cached"
         assert len(bad.requests) >= 1
 
 
@@ -211,7 +214,7 @@ def test_encoder_client_honours_retry_after(app: Any, llava: str) -> None:
     with Misbehaving(twice) as server, EncoderClient(server.url, deadline_s=5) as client:
         began = time.monotonic()
         with pytest.raises(EncoderRefused) as e:
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         assert 0.6 < time.monotonic() - began < 2
         assert e.value.reason == "damaged"
         assert len(server.requests) == 3
@@ -223,7 +226,7 @@ def test_encoder_client_late_service_fails_over(status: int, reason: str, app: A
     with Misbehaving(says(status, refusal)) as busy, Served(app) as good:
         with EncoderClient({busy.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
             for _ in range(3):
-                assert client.encode(picture(1), model=llava).shape == (16, 64)
+                assert client.encode(sample_image(1), model=llava).shape == (16, 64)
         assert len(busy.requests) == 1
 
 
@@ -232,10 +235,10 @@ def test_encoder_client_pause_beyond_deadline_fails_at_once(llava: str) -> None:
     with Misbehaving(busy) as server, EncoderClient(server.url, deadline_s=5) as client:
         began = time.monotonic()
         with pytest.raises(EncoderRefused) as e:
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         assert e.value.reason == "overloaded"
         with pytest.raises(EncoderUnavailable) as again:
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         assert again.value.reason == "encoder_backoff"
         assert time.monotonic() - began < 1
         assert len(server.requests) == 1
@@ -249,7 +252,7 @@ def test_encoder_client_bad_request_is_not_retried(status: int, app: Any, llava:
             EncoderClient({server.url: 1e6, good.url: 1.0}, deadline_s=10) as client,
             pytest.raises(EncoderRefused, match="never"),
         ):
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         assert len(server.requests) == 1
 
 
@@ -258,7 +261,7 @@ def test_encoder_client_failure_of_one_medium_opens_no_circuit(app: Any, llava: 
     with Misbehaving(internal) as bad, Served(app) as good:
         with EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
             for _ in range(3):
-                assert client.encode(picture(1), model=llava).shape == (16, 64)
+                assert client.encode(sample_image(1), model=llava).shape == (16, 64)
         assert len(bad.requests) == 3
 
 
@@ -269,19 +272,19 @@ def test_encoder_client_repeats_go_to_cached_service(two: list[Served], llava: s
     """Each image's tower runs once, wherever it is kept, and both services are used."""
     urls = [served.url for served in two]
     firsts = Counter(
-        rendezvous.ranking(MediaPayload.of(picture(seed)).content, rendezvous.services(urls))[0]
+        rendezvous.ranking(MediaPayload.of(sample_image(seed)).content, rendezvous.services(urls))[0]
         for seed in range(12)
     )
     assert set(firsts) == set(urls)
     with EncoderClient(urls, deadline_s=60) as client, EncoderClient(urls[::-1], deadline_s=60) as another:
-        first = [client.encode(picture(seed), model=llava) for seed in range(12)]
-        again = [another.encode(picture(seed), model=llava) for seed in range(12)]
+        first = [client.encode(sample_image(seed), model=llava) for seed in range(12)]
+        again = [another.encode(sample_image(seed), model=llava) for seed in range(12)]
     assert {ref.origin for ref in first} == {"computed"}
     assert {ref.origin for ref in again} == {"cached"}
 
 
 def test_encoder_client_many_with_killed_service_answers_all(two: list[Served], llava: str) -> None:
-    items = [png(picture(seed)) for seed in range(60)]
+    items = [png(sample_image(seed)) for seed in range(60)]
     with EncoderClient([served.url for served in two], deadline_s=60) as client:
         found: dict[int, Any] = {}
         for index, result in client.encode_many(items, model=llava, concurrency=4):
@@ -295,7 +298,7 @@ def test_encoder_client_many_with_killed_service_answers_all(two: list[Served], 
 @pytest.mark.integration
 def test_encoder_client_killed_process_fails_over(short_path: Path, llava_pair: tuple[Path, Path]) -> None:
     model = str(llava_pair[0])
-    items = [png(picture(seed)) for seed in range(80)]
+    items = [png(sample_image(seed)) for seed in range(80)]
     processes = [EncoderProcess([model], "--no-store", socket=short_path / f"{i}.sock") for i in range(2)]
     with processes[0] as a, processes[1] as b, EncoderClient([a.url, b.url], deadline_s=30) as client:
         found = {}
@@ -307,7 +310,7 @@ def test_encoder_client_killed_process_fails_over(short_path: Path, llava_pair: 
 
 
 def test_encoder_client_many_items_come_with_their_errors(client: EncoderClient, llava: str) -> None:
-    items = [picture(1), b"no image", {"image": png(picture(2))}, "absent.png"]
+    items = [sample_image(1), b"no image", {"image": png(sample_image(2))}, "absent.png"]
     found = dict(client.encode_many(items, model=llava))
     assert sorted(found) == [0, 1, 2, 3]
     assert isinstance(found[0], EmbeddingRef)
@@ -325,8 +328,8 @@ def test_encoder_client_many_takes_items_lazily(client: EncoderClient, llava: st
         nonlocal taken
         for seed in range(1000):
             taken += 1
-            client.encode(picture(0), model=llava)
-            yield png(picture(seed % 3))
+            client.encode(sample_image(0), model=llava)
+            yield png(sample_image(seed % 3))
 
     results = client.encode_many(items(), model=llava, concurrency=3)
     for _ in range(5):
@@ -338,12 +341,12 @@ def test_encoder_client_many_takes_items_lazily(client: EncoderClient, llava: st
 def test_async_encoder_client_encode_and_many_equal_sync(app: Any, llava: str) -> None:
     async def use() -> None:
         async with AsyncEncoderClient("http://e", transport=asgi(app)) as client:
-            ref = await client.encode(picture(1), model=llava)
+            ref = await client.encode(sample_image(1), model=llava)
             assert ref.shape == (16, 64)
             assert len(await client.models()) == 3
             with pytest.raises(EncoderRefused):
                 await client.encode(b"", model=llava)
-            found = {i: r async for i, r in client.encode_many([picture(1), b"x"], model=llava)}
+            found = {i: r async for i, r in client.encode_many([sample_image(1), b"x"], model=llava)}
             assert isinstance(found[0], EmbeddingRef)
             assert isinstance(found[1], EncoderRefused)
 
@@ -360,7 +363,7 @@ def test_encoder_client_close_fails_calls_of_other_threads(llava: str) -> None:
 
         def wait() -> None:
             with pytest.raises(EncoderUnavailable) as e:
-                client.encode(picture(1), model=llava)
+                client.encode(sample_image(1), model=llava)
             errors.append(e.value)
 
         waiter = threading.Thread(target=wait)
@@ -371,7 +374,7 @@ def test_encoder_client_close_fails_calls_of_other_threads(llava: str) -> None:
         waiter.join(5)
         assert [e.reason for e in errors] == ["closed"]
         with pytest.raises(EncoderUnavailable):
-            client.encode(picture(1), model=llava)
+            client.encode(sample_image(1), model=llava)
         client.close()
 
 
@@ -399,7 +402,7 @@ def test_encoder_client_store_read_keeps_no_lease(
     app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
     mine = memory_store.connect()
     with EncoderClient("http://e", transport=asgi(app), store=mine) as client:
-        ref = client.encode(picture(1), model=llava)
+        ref = client.encode(sample_image(1), model=llava)
         assert ref.in_store
         found = get_payload(mine, ref.key, deadline_s=1)
         assert found is not None
@@ -414,7 +417,7 @@ def test_encoder_client_refs_outlive_eviction(make_encoder: MakeEncoder, config:
     app = create_app(make_encoder(store.connect(), kept_bytes=0), config.encoder, secret=SECRET)
     mine, other = store.connect(), store.connect()
     with EncoderClient("http://e", transport=asgi(app), store=mine) as client:
-        held = client.encode(picture(1), model=llava).tensor()
+        held = client.encode(sample_image(1), model=llava).tensor()
         want = held.clone()
         for i in range(200):
             fill(other, i, bytes(8192))
@@ -429,7 +432,7 @@ def test_encoder_client_without_entry_gets_inline_bytes(
     app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
     elsewhere = MemoryStore(capacity_bytes=1 << 20).connect()
     with EncoderClient("http://e", transport=asgi(app), store=elsewhere) as client:
-        want = client.encode(picture(1), model=llava)
+        want = client.encode(sample_image(1), model=llava)
     assert not want.in_store
     mine = memory_store.connect()
     lease = mine.lease([want.key], ttl_s=9, deadline_s=1)[0]
@@ -437,6 +440,6 @@ def test_encoder_client_without_entry_gets_inline_bytes(
     mine.raw(lease.location)[0] ^= 1
     mine.release([lease.token], deadline_s=1)
     with EncoderClient("http://e", transport=asgi(app), store=mine) as near:
-        ref = near.encode(picture(1), model=llava)
+        ref = near.encode(sample_image(1), model=llava)
     assert not ref.in_store
     assert ref.numpy().tobytes() == want.numpy().tobytes()

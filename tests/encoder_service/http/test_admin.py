@@ -14,7 +14,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.models.registry import ModelRegistry
 from devkit import checkpoints
 
-from ..conftest import MakeEncoder, picture, png
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
 
 JSON = {"content-type": "application/json"}
@@ -46,7 +46,7 @@ def reload(service: Service, body: bytes = b"{}", peer: str = "127.0.0.1", **hea
 
 
 def embedding(service: Service, model: Path) -> dict[str, Any]:
-    answer = service.post(data={"model": str(model)}, files={"image": png(picture(1))})
+    answer = service.post(data={"model": str(model)}, files={"image": png(sample_image(1))})
     assert answer.status_code == 200, answer.text
     row: dict[str, Any] = answer.json()
     return row

@@ -18,7 +18,7 @@ from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.qos import QosClasses
 
-from ..conftest import SECRET, MakeEncoder, inputs_of, picture, png
+from ..conftest import SECRET, MakeEncoder, inputs_of, png, sample_image
 from ..http_service import Service
 from ..media.test_image import bomb
 
@@ -37,7 +37,7 @@ def llava(llava_pair: tuple[Path, Path]) -> str:
 
 
 def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
-    data = png(picture(1))
+    data = png(sample_image(1))
     form = service.post(data={"model": llava}, files={"image": data})
     assert form.status_code == 200, form.text
     answer = form.json()
@@ -46,7 +46,7 @@ def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
     assert answer["origin"] == "computed"
     loaded = service.encoder.registry.by_name(llava)
     assert loaded is not None
-    key = identity.embedding_key(SECRET, loaded.served.identity, digest_image(picture(1)), None)
+    key = identity.embedding_key(SECRET, loaded.served.identity, digest_image(sample_image(1)), None)
     assert answer["key"] == key.hex()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     for image in (url, url.partition(",")[2]):
@@ -65,16 +65,16 @@ def test_encode_by_http_equals_engine_inputs(service: Service, qwen: Path) -> No
     """What HTTP gives is what the tower gives for the processor's own outputs."""
     loaded = service.encoder.registry.by_name(str(qwen))
     assert loaded is not None
-    item = loaded.tower.prepare(inputs_of(qwen, picture(1)))
+    item = loaded.tower.prepare(inputs_of(qwen, sample_image(1)))
     want = loaded.projector.project(loaded.tower.encode([item]), [item])[0]
-    answer = service.post(data={"model": str(qwen)}, files={"image": png(picture(1))}).json()
+    answer = service.post(data={"model": str(qwen)}, files={"image": png(sample_image(1))}).json()
     got = np.frombuffer(base64.b64decode(answer["data"]), np.float32).reshape(answer["shape"])
     np.testing.assert_array_equal(got, want.numpy())
 
 
 def test_encode_cache_salt_changes_key(service: Service, llava: str) -> None:
     keys = {
-        service.post(data={"model": llava, **salt}, files={"image": png(picture(1))}).json()["key"]
+        service.post(data={"model": llava, **salt}, files={"image": png(sample_image(1))}).json()["key"]
         for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
     }
     assert len(keys) == 3
@@ -87,7 +87,7 @@ def image64(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
-        ({"image": image64(png(picture(1)))}, 422, "bad_input"),
+        ({"image": image64(png(sample_image(1)))}, 422, "bad_input"),
         ({"model": "M"}, 422, "bad_input"),
         ({"model": "M", "image": "x", "key": "00"}, 422, "bad_input"),
         ({"model": "M", "image": "!!"}, 422, "bad_input"),
@@ -96,10 +96,10 @@ def image64(data: bytes) -> str:
         ({"model": "M", "image": "file:///etc/passwd"}, 422, "remote_url"),
         ({"model": "M", "image": ""}, 422, "empty"),
         ({"model": "M", "image": image64(b"no image")}, 422, "unknown_format"),
-        ({"model": "M", "image": image64(png(picture(1))[:80])}, 422, "damaged"),
+        ({"model": "M", "image": image64(png(sample_image(1))[:80])}, 422, "damaged"),
         ({"model": "M", "image": image64(bomb(60_000, 60_000))}, 413, "too_many_pixels"),
-        ({"model": "M", "image": image64(png(picture(1))), "deadline_s": -1}, 422, "bad_input"),
-        ({"model": "nobody", "image": image64(png(picture(1)))}, 404, "unknown_model"),
+        ({"model": "M", "image": image64(png(sample_image(1))), "deadline_s": -1}, 422, "bad_input"),
+        ({"model": "nobody", "image": image64(png(sample_image(1)))}, 404, "unknown_model"),
     ],
 )
 def test_encode_bad_fields_are_refused_and_counted(
@@ -110,7 +110,7 @@ def test_encode_bad_fields_are_refused_and_counted(
     answer = service.post(json=body)
     assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
     assert answer.json()["error"]["message"]
-    assert service.post(data={"model": llava}, files={"image": png(picture(1))}).status_code == 200
+    assert service.post(data={"model": llava}, files={"image": png(sample_image(1))}).status_code == 200
     assert (
         f'cornplug_encoder_refusals_total{{qos="default",reason="{reason}"}} 1.0'
         in service.call("GET", "/metrics").text
@@ -153,7 +153,7 @@ def test_encode_key_selects_class_and_deadline(make_encoder: MakeEncoder, config
     gold = {"share": 0.5, "deadline_s": 1e-9, "api_keys": ["k"], "apps": ["shop"]}
     classes = QosClasses(QosConfig.model_validate({"classes": {"gold": gold}}))
     service = Service(make_encoder(classes=classes), config)
-    form = {"data": {"model": llava}, "files": {"image": png(picture(1))}}
+    form = {"data": {"model": llava}, "files": {"image": png(sample_image(1))}}
     late = service.post(headers={"authorization": "Bearer k", "x-cornplug-app": "shop"}, **form)
     assert late.json()["error"]["reason"] == "too_late"
     assert service.post(headers={"authorization": "Bearer wrong"}, **form).status_code == 200
@@ -164,7 +164,7 @@ def test_encode_key_selects_class_and_deadline(make_encoder: MakeEncoder, config
 
 def test_encode_overloaded_has_retry_after(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     encoder = make_encoder(max_waiting=0)
-    answer = Service(encoder, config).post(data={"model": llava}, files={"image": png(picture(1))})
+    answer = Service(encoder, config).post(data={"model": llava}, files={"image": png(sample_image(1))})
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["retry_after_s"] > 0
@@ -177,7 +177,7 @@ def test_encode_too_late_is_504(
     real = TileTower.prepare
     monkeypatch.setattr(TileTower, "prepare", lambda *a: (release.wait(0.2), real(*a))[1])
     answer = Service(make_encoder(), config).post(
-        data={"model": llava, "deadline_s": "0.01"}, files={"image": png(picture(1))}
+        data={"model": llava, "deadline_s": "0.01"}, files={"image": png(sample_image(1))}
     )
     assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "too_late")
 
@@ -187,7 +187,7 @@ def test_app_models_health_metrics_and_openapi_answer(service: Service, llava: s
     assert rows[0]["name"] == llava
     assert rows[0]["tower_fp"] == rows[1]["tower_fp"] != rows[2]["tower_fp"]
     assert service.call("GET", "/health").json() == {"status": "ok"}
-    service.post(data={"model": llava}, files={"image": png(picture(1))})
+    service.post(data={"model": llava}, files={"image": png(sample_image(1))})
     metrics = service.call("GET", "/metrics").text
     assert "cornplug_encoder_tower_passes_total 1.0" in metrics
     assert 'cornplug_encoder_answers_total{app="http",origin="computed",qos="default"} 1.0' in metrics

@@ -22,7 +22,7 @@ from cornplug.encoder_service.telemetry.history import ServiceHistory, quantile
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from devkit.processes import EncoderProcess
 
-from ..conftest import MakeEncoder, eventually, picture, png
+from ..conftest import MakeEncoder, eventually, png, sample_image
 from ..http_service import Service
 
 HOSTILE = "<img src=x onerror=document.title='owned'>"
@@ -88,9 +88,10 @@ def test_dashboard_status_lists_models_and_counts(service: Service, llava_pair: 
     a, b, qwen = first["models"]
     assert a["tower_fp"] == b["tower_fp"] != qwen["tower_fp"]
     assert (
-        service.post(data={"model": str(llava_pair[0])}, files={"image": png(picture(1))}).status_code == 200
+        service.post(data={"model": str(llava_pair[0])}, files={"image": png(sample_image(1))}).status_code
+        == 200
     )
-    assert service.post(data={"model": "nope"}, files={"image": png(picture(1))}).status_code == 404
+    assert service.post(data={"model": "nope"}, files={"image": png(sample_image(1))}).status_code == 404
     now = service.call("GET", "/v1/status").json()
     assert now["instance"] == first["instance"]
     assert now["answers"] == {"computed": 1, "coalesced": 0, "cached": 0}
@@ -205,7 +206,7 @@ def test_dashboard_page_in_chromium_shows_figures(
     assert browser.execute_script("return document.querySelectorAll('#plots svg .grid').length") >= 18
 
     def post() -> httpx.Response:
-        form: Any = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(picture(1))}}
+        form: Any = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(sample_image(1))}}
         return httpx.post(f"{process.url}/v1/encode", **form, headers={"x-cornplug-app": HOSTILE}, timeout=30)
 
     assert post().status_code == 200
@@ -215,7 +216,7 @@ def test_dashboard_page_in_chromium_shows_figures(
     says(browser, "#facts", "answered\n1")
     requests = "return document.querySelector('#plots figure:first-child').innerHTML"
     eventually(lambda: 'd="M' in browser.execute_script(requests))
-    assert browser.execute_script("return document.images.length") == 1, "the app's name became a picture"
+    assert browser.execute_script("return document.images.length") == 1, "the app's name became an image"
     assert "owned" not in browser.title
 
     browser.set_window_size(390, 800)

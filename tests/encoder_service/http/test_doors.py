@@ -25,7 +25,7 @@ from cornplug.errors import ConfigError
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
 
-from ..conftest import SECRET, MakeEncoder, picture, png
+from ..conftest import SECRET, MakeEncoder, png, sample_image
 from ..http_service import Service
 
 QOS = QosConfig.model_validate(
@@ -60,7 +60,7 @@ def encode(
     service: Service, model: Path, *, headers: Any = None, seed: int = 1, **fields: Any
 ) -> httpx.Response:
     return service.post(
-        data={"model": str(model), **fields}, files={"image": png(picture(seed))}, headers=headers or {}
+        data={"model": str(model), **fields}, files={"image": png(sample_image(seed))}, headers=headers or {}
     )
 
 
@@ -130,7 +130,7 @@ def test_encode_tenant_key_sets_salt(make: Make, llava_pair: Any) -> None:
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     service = make(store)
     (loaded, *_) = service.encoder.registry.loaded()
-    digest = image.digest_image(picture(1))
+    digest = image.digest_image(sample_image(1))
 
     def made(salt: str | None) -> str:
         return identity.embedding_key(SECRET, loaded.served.identity, digest, salt).hex()
@@ -298,7 +298,7 @@ def test_encode_uploads_stay_in_memory(make: Make, llava_pair: Any, monkeypatch:
             return form
 
     monkeypatch.setattr(requests, "_InMemory", Watched)
-    big = png(picture(1)) + bytes(3 << 20)
+    big = png(sample_image(1)) + bytes(3 << 20)
     service = make()
     assert service.post(data={"model": str(llava_pair[0])}, files={"image": big}).status_code == 200
     assert rolled == [False]
@@ -309,7 +309,7 @@ def test_encode_uploads_stay_in_memory(make: Make, llava_pair: Any, monkeypatch:
 
 def saved(kind: str) -> bytes:
     out = io.BytesIO()
-    picture(1).save(out, kind)
+    sample_image(1).save(out, kind)
     return out.getvalue()
 
 

@@ -12,7 +12,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.models.registry import ModelRegistry
 from devkit import checkpoints
 
-from ..conftest import MakeEncoder, picture, png
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
 from ..recordings import encoded, tone, wav, wav_header
 
@@ -41,7 +41,7 @@ def test_http_audio_by_form_json_and_containers_agree(service: Service, heard: P
     flac = base64.b64encode(encoded(SPOKEN, "flac", "flac")).decode()
     by_json = service.post(json={"model": str(heard), "audio": flac}).json()
     assert (by_json["key"], by_json["data"]) == (form.json()["key"], form.json()["data"])
-    items = [{"audio": flac}, {"image": base64.b64encode(png(picture(1))).decode()}]
+    items = [{"audio": flac}, {"image": base64.b64encode(png(sample_image(1))).decode()}]
     many = service.post(json={"model": str(heard), "items": items})
     rows = {row["index"]: row for row in map(json.loads, many.text.splitlines())}
     assert rows[0]["data"] == by_json["data"]
@@ -55,7 +55,7 @@ HOSTILE = {
     "over the limit": (wav(tone(11.0)), "too_long"),
     "cut short": (wav(SPOKEN)[:5000], "damaged"),
     "flac cut short": (encoded(SPOKEN, "flac", "flac")[:3000], ""),
-    "a picture": (png(picture(1)), ""),
+    "a picture": (png(sample_image(1)), ""),
     "a text": (b"hello" * 100, "unknown_format"),
     "a playlist": (b"#EXTM3U\nfile:///etc/passwd\n", ""),
     "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", ""),
@@ -74,7 +74,7 @@ def test_http_audio_hostile_file_is_refused(service: Service, heard: Path, name:
 
 
 def test_http_audio_model_refuses_images(service: Service, heard: Path) -> None:
-    answer = service.post(data={"model": str(heard)}, files={"image": png(picture(1))})
+    answer = service.post(data={"model": str(heard)}, files={"image": png(sample_image(1))})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "modality")
     assert "audio" in answer.json()["error"]["message"]
     (row,) = service.call("GET", "/v1/models").json()["models"]

@@ -20,7 +20,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.towers.tiles import TileTower
 
-from ..conftest import MakeEncoder, eventually, picture, png
+from ..conftest import MakeEncoder, eventually, png, sample_image
 from ..http_service import Service
 
 
@@ -48,7 +48,7 @@ def lines(answer: httpx.Response) -> dict[int, dict[str, Any]]:
 
 
 def test_http_items_equal_single_requests(service: Service, llava: str) -> None:
-    images = [png(picture(seed)) for seed in (1, 2, 3, 1)]
+    images = [png(sample_image(seed)) for seed in (1, 2, 3, 1)]
     rows = lines(service.post(json={"model": llava, "items": [{"image": image64(i)} for i in images]}))
     for index, image in enumerate(images):
         alone = service.post(data={"model": llava}, files={"image": image}).json()
@@ -60,7 +60,7 @@ def test_http_items_equal_single_requests(service: Service, llava: str) -> None:
 
 
 def test_http_form_files_are_items(service: Service, llava: str) -> None:
-    files = [("image", png(picture(seed))) for seed in (1, 2)]
+    files = [("image", png(sample_image(seed))) for seed in (1, 2)]
     by_form = lines(service.post(data={"model": llava}, files=files))
     items = [{"image": image64(data)} for _, data in files]
     by_json = lines(service.post(json={"model": llava, "items": items}))
@@ -70,7 +70,7 @@ def test_http_form_files_are_items(service: Service, llava: str) -> None:
 def test_http_bad_item_fails_alone(service: Service, llava: str) -> None:
     items = [
         {"image": "!!"},
-        {"image": image64(png(picture(1)))},
+        {"image": image64(png(sample_image(1)))},
         {"image": "https://x.org/a"},
         {"image": ""},
     ]
@@ -104,7 +104,7 @@ def test_http_full_service_refuses_items_with_503(
     make_encoder: MakeEncoder, config: Config, llava: str
 ) -> None:
     service = Service(make_encoder(max_waiting=0), config)
-    answer = service.post(json={"model": llava, "items": [{"image": image64(png(picture(1)))}] * 2})
+    answer = service.post(json={"model": llava, "items": [{"image": image64(png(sample_image(1)))}] * 2})
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
 
@@ -116,7 +116,7 @@ def test_http_form_with_too_many_files_is_refused(service: Service, llava: str, 
 
 
 def test_http_parts_hold_raw_bytes(service: Service, llava: str) -> None:
-    images = [png(picture(1)), b"no image", png(picture(2))]
+    images = [png(sample_image(1)), b"no image", png(sample_image(2))]
     answer = service.post(
         json={"model": llava, "items": [{"image": image64(i)} for i in images]},
         headers={"accept": "multipart/mixed"},
@@ -135,7 +135,7 @@ def test_http_parts_hold_raw_bytes(service: Service, llava: str) -> None:
 
 def test_http_single_medium_as_lines_is_one_line(service: Service, llava: str) -> None:
     accept = {"accept": "application/x-ndjson"}
-    rows = lines(service.post(data={"model": llava}, files={"image": png(picture(1))}, headers=accept))
+    rows = lines(service.post(data={"model": llava}, files={"image": png(sample_image(1))}, headers=accept))
     assert rows[0]["shape"] == [16, 64]
 
 
@@ -164,7 +164,7 @@ def test_http_disconnect_cancels_unshared_work(
     held = Held(monkeypatch)
 
     def body(seeds: range) -> dict[str, Any]:
-        return {"model": llava, "items": [{"image": image64(png(picture(seed)))} for seed in seeds]}
+        return {"model": llava, "items": [{"image": image64(png(sample_image(seed)))} for seed in seeds]}
 
     async def scenario() -> httpx.Response:
         transport = httpx.ASGITransport(service.app)
@@ -228,7 +228,7 @@ def test_http_draining_service_refuses_and_is_not_ready(
     service.gate.close()
     for answer in (
         service.call("GET", "/ready"),
-        service.post(data={"model": llava}, files={"image": png(picture(1))}),
+        service.post(data={"model": llava}, files={"image": png(sample_image(1))}),
     ):
         assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "draining")
         assert answer.headers["retry-after"] == "1"
@@ -247,7 +247,7 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
 def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     small = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 200_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
-    image = png(picture(1))
+    image = png(sample_image(1))
 
     async def scenario() -> list[int]:
         go = asyncio.Event()
@@ -298,7 +298,7 @@ def test_http_endless_preprocessing_is_too_late(
         return real(preparer, model, modality, data, **options)
 
     monkeypatch.setattr(MediaPreparer, "prepare", prepare)
-    items = [{"image": image64(b"slow")}, {"image": image64(png(picture(1)))}]
+    items = [{"image": image64(b"slow")}, {"image": image64(png(sample_image(1)))}]
     service.encoder.start_decoding()
     began = time.monotonic()
     rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 0.5}))

@@ -18,7 +18,7 @@ from cornplug.encoder_service.towers.log_mel import ChunkedLogMel
 from devkit import checkpoints
 from devkit.checkpoints.audio import mel_json
 
-from ..conftest import MakeEncoder, picture
+from ..conftest import MakeEncoder, sample_image
 from ..http_service import Service
 from ..recordings import encoded, moving, tone, video, wav
 from ..tower_rig import Halves
@@ -118,6 +118,6 @@ def test_http_video_images_of_other_size_are_refused(
         return base64.b64encode(out.getvalue()).decode()
 
     service = Service(make_encoder(registry=qwen_registry), config)
-    url = f"data:video/jpeg;base64,{jpeg(picture(1))},{jpeg(picture(1, 40, 40))}"
+    url = f"data:video/jpeg;base64,{jpeg(sample_image(1))},{jpeg(sample_image(1, 40, 40))}"
     answer = service.post(json={"model": str(qwen), "video": url})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "frame_size")

@@ -20,7 +20,7 @@ from cornplug.encoder_service import server
 from cornplug.encoder_service.http.head_timeout import HeadTimeoutProtocol
 from cornplug.encoder_service.towers.tiles import TileTower
 
-from ..conftest import MakeEncoder, eventually, picture, png
+from ..conftest import MakeEncoder, eventually, png, sample_image
 from ..http_service import Service
 
 
@@ -71,7 +71,7 @@ def test_http_closed_connection_cancels_work(
 
     monkeypatch.setattr(TileTower, "encode", encode)
     service = Service(make_encoder(max_batch_items=1), config)
-    images = [base64.b64encode(png(picture(seed))).decode() for seed in range(1 + items)]
+    images = [base64.b64encode(png(sample_image(seed))).decode() for seed in range(1 + items)]
     waiting = service.encoder.waiting
     with ExitStack() as stack:
         stack.callback(let_go.set)

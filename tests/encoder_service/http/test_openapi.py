@@ -10,7 +10,7 @@ import pytest
 
 from cornplug.config import Config
 
-from ..conftest import MakeEncoder, picture, png
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
 
 SETTINGS = {
@@ -77,7 +77,7 @@ def test_openapi_every_answer_matches_schema(service: Service, llava_pair: tuple
 
 def _give_examples(service: Service, model: str) -> None:
     """Only this test knows a model that is served, and an image: so that there are answers to check."""
-    image = base64.b64encode(png(picture(1))).decode()
+    image = base64.b64encode(png(sample_image(1))).decode()
     document = service.app.openapi()
     content = document["paths"]["/v1/encode"]["post"]["requestBody"]["content"]
     content["application/json"]["examples"] = {

@@ -23,10 +23,10 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
 from cornplug.errors import ConfigError, EncoderRefused
 
-from ..conftest import MakeEncoder, picture, png
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
 
-BODY = png(picture(1))
+BODY = png(sample_image(1))
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -17,7 +17,7 @@ from cornplug.encoder_service.media import audio
 from cornplug.errors import MediaError
 from cornplug.identity import samples_digest
 
-from ..conftest import picture, png
+from ..conftest import png, sample_image
 from ..recordings import encoded, tone, wav, wav_header
 
 MAX_S = 5.0
@@ -139,7 +139,7 @@ def test_audio_bad_files_are_refused_with_reason(data: bytes, reason: str) -> No
 
 def test_audio_image_file_is_refused() -> None:
     with pytest.raises(MediaError) as e:
-        decode(png(picture(1)))
+        decode(png(sample_image(1)))
     assert e.value.reason == "unknown_format"
 
 

@@ -15,7 +15,7 @@ from cornplug.encoder_service.media.image import FORMATS, as_received, decode, d
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
-from ..conftest import picture, png
+from ..conftest import png, sample_image
 
 MAX = 1_000_000
 
@@ -29,22 +29,22 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        png(picture(1)),
-        saved(picture(1), "WEBP", lossless=True),
-        saved(picture(1), "BMP"),
-        saved(picture(1), "TIFF"),
-        saved(picture(1), "PPM"),
+        png(sample_image(1)),
+        saved(sample_image(1), "WEBP", lossless=True),
+        saved(sample_image(1), "BMP"),
+        saved(sample_image(1), "TIFF"),
+        saved(sample_image(1), "PPM"),
     ],
 )
 def test_image_lossless_containers_give_one_digest(data: bytes) -> None:
-    image = picture(1)
+    image = sample_image(1)
     want = pixels_digest("RGB", 70, 60, image.tobytes())
     assert digest_image(decode(data, MAX, formats=FORMATS)) == want
     assert digest_image(image) == want
 
 
 def test_image_changed_pixel_or_shape_changes_digest() -> None:
-    image = picture(1)
+    image = sample_image(1)
     other = image.copy()
     r, g, b = other.getpixel((5, 5))
     other.putpixel((5, 5), (r ^ 1, g, b))
@@ -58,25 +58,29 @@ def test_image_transparency_becomes_white() -> None:
     assert as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
     grey = Image.new("LA", (1, 1), (7, 0))
     assert as_received(grey).getpixel((0, 0)) == (255, 255, 255)
-    palette = picture(2).convert("P")
+    palette = sample_image(2).convert("P")
     palette.info["transparency"] = palette.getpixel((0, 0))
     assert as_received(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_image_rgb_with_transparent_colour_is_unchanged() -> None:
-    image = picture(3)
+    image = sample_image(3)
     image.info["transparency"] = (1, 2, 3)
-    assert as_received(image).tobytes() == picture(3).tobytes()
+    assert as_received(image).tobytes() == sample_image(3).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "YCbCr"])
 def test_image_other_modes_become_rgb(mode: str) -> None:
-    image = picture(4).convert("L").convert("I").convert(mode) if mode == "I;16" else picture(4).convert(mode)
+    image = (
+        sample_image(4).convert("L").convert("I").convert(mode)
+        if mode == "I;16"
+        else sample_image(4).convert(mode)
+    )
     assert as_received(image).tobytes() == image.convert("RGB").tobytes()
 
 
 def test_image_exif_orientation_is_applied_once() -> None:
-    turned = picture(5, 70, 60)
+    turned = sample_image(5, 70, 60)
     exif = Image.Exif()
     exif[0x0112] = 6
     data = saved(turned, "PNG", exif=exif.tobytes())
@@ -93,10 +97,10 @@ def test_image_pixels_equal_vllm() -> None:
     images = [
         Image.fromarray(rng.integers(0, 256, (9, 11, 4), dtype=np.uint8), "RGBA"),
         Image.fromarray(rng.integers(0, 256, (9, 11, 2), dtype=np.uint8), "LA"),
-        picture(1).convert("P"),
-        picture(1).convert("L"),
-        picture(1).convert("CMYK"),
-        picture(1),
+        sample_image(1).convert("P"),
+        sample_image(1).convert("L"),
+        sample_image(1).convert("CMYK"),
+        sample_image(1),
     ]
     images[2].info["transparency"] = 3
     for image in images:
@@ -122,14 +126,14 @@ def bomb(width: int, height: int) -> bytes:
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "unknown_format"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "unknown_format"),
         (b"hello, this is text" * 50, "unknown_format"),
-        (png(picture(1))[:100], "damaged"),
-        (saved(picture(1), "JPEG")[:400], "damaged"),
-        (saved(picture(1), "BMP")[:-100], "damaged"),
+        (png(sample_image(1))[:100], "damaged"),
+        (saved(sample_image(1), "JPEG")[:400], "damaged"),
+        (saved(sample_image(1), "BMP")[:-100], "damaged"),
         (bomb(5_000, 5_000), "too_many_pixels"),
         (bomb(60_000, 60_000), "too_many_pixels"),
         (bomb(2**31 - 1, 2**31 - 1), "too_many_pixels"),
         (bomb(1000, 1000), "damaged"),
-        (png(picture(1, 1001, 1000)), "too_many_pixels"),
+        (png(sample_image(1, 1001, 1000)), "too_many_pixels"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -143,7 +147,7 @@ def test_image_bad_files_are_refused_with_reason(data: bytes, reason: str) -> No
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "ICO", "TGA", "JPEG2000"])
 def test_image_damaged_file_decodes_or_is_refused(kind: str) -> None:
     """Never another exception: 150 mutations of each format."""
-    whole = saved(picture(6, 32, 32), kind)
+    whole = saved(sample_image(6, 32, 32), kind)
     rng = random.Random(kind)
     refused = 0
     for i in range(150):

@@ -18,7 +18,7 @@ from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
 
-from ..conftest import picture, png
+from ..conftest import png, sample_image
 from ..recordings import moving, tone, turned_by_90, video, wav
 
 LIMITS = VideoLimits(max_s=20, max_frames=40, max_pixels=10_000)
@@ -82,7 +82,7 @@ def test_video_digest_ignores_container_only() -> None:
 
 
 def test_video_sent_as_images_equals_file() -> None:
-    still = [picture(i) for i in range(4)]
+    still = [sample_image(i) for i in range(4)]
     decoded = decode_frames([png(p) for p in still], 2.0, LIMITS)
     assert np.array_equal(decoded.frames, np.stack([np.asarray(p) for p in still]))
     assert decoded.times_s == [0, 0.5, 1, 1.5]
@@ -93,11 +93,11 @@ def test_video_sent_as_images_equals_file() -> None:
     ("images", "fps", "reason"),
     [
         ([], 1, "empty"),
-        ([png(picture(1)), png(picture(2, 40, 30))], 1, "frame_size"),
-        ([png(picture(1))], 0, "frame_rate"),
-        ([png(picture(1))], float("nan"), "frame_rate"),
-        ([png(picture(1, 9, 9))] * 41, 1, "too_many_frames"),
-        ([png(picture(1, 99, 99))] * 5, 1, "too_many_pixels"),
+        ([png(sample_image(1)), png(sample_image(2, 40, 30))], 1, "frame_size"),
+        ([png(sample_image(1))], 0, "frame_rate"),
+        ([png(sample_image(1))], float("nan"), "frame_rate"),
+        ([png(sample_image(1, 9, 9))] * 41, 1, "too_many_frames"),
+        ([png(sample_image(1, 99, 99))] * 5, 1, "too_many_pixels"),
         ([b"no image"], 1, "unknown_format"),
     ],
 )
@@ -113,7 +113,7 @@ def test_video_bad_images_are_refused_with_reason(images: list[bytes], fps: floa
         (b"", "empty"),
         (b"\0" * 5000, "unknown_format"),
         (wav(tone(0.5)), "no_video"),
-        (png(picture(1)), "unknown_format"),
+        (png(sample_image(1)), "unknown_format"),
         (video(moving(2, 128, 96)), "too_many_pixels"),
         (video(moving(30), fps=1), "too_long"),
         (FILES["matroska"][: len(FILES["matroska"]) // 2], "damaged"),

@@ -20,7 +20,7 @@ from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
 from devkit import checkpoints
 
-from ..conftest import SECRET, picture, png
+from ..conftest import SECRET, png, sample_image
 from ..recordings import encoded, moving, tone, video, wav
 
 SPOKEN = tone(1.3)
@@ -97,10 +97,10 @@ def test_what_the_model_cannot_hear_is_a_media_error(
 
 def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
     with pytest.raises(EncoderRefused, match="audio only") as e:
-        preparer.prepare(str(on_header), "image", png(picture(1)), salt=None, deadline_s=5)
+        preparer.prepare(str(on_header), "image", png(sample_image(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:
-        preparer.prepare_for_sglang(str(on_header), png(picture(1)), salt=None, deadline_s=5)
+        preparer.prepare_for_sglang(str(on_header), png(sample_image(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
 
 
@@ -139,6 +139,6 @@ def test_a_picture_has_no_frames_to_sample(qwen: Path) -> None:
     preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     with pytest.raises(EncoderRefused, match="of a video") as e:
         preparer.prepare(
-            str(qwen), "image", png(picture(1)), salt=None, deadline_s=5, sampling=FrameSampling(fps=1)
+            str(qwen), "image", png(sample_image(1)), salt=None, deadline_s=5, sampling=FrameSampling(fps=1)
         )
     assert e.value.reason == "bad_input"

@@ -15,7 +15,7 @@ from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
 from devkit import checkpoints
 
-from ..conftest import picture, png
+from ..conftest import png, sample_image
 from ..tower_rig import F32, Halves, rows, whole_model
 
 RECIPES: dict[str, tuple[Callable[..., Path], str]] = {
@@ -37,7 +37,7 @@ def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path
     preprocessor = ImagePreprocessor(loaded, MediumLimits())
     whole: Any = AutoProcessor.from_pretrained(path)
     for seed, size in enumerate([(70, 60), (200, 90)]):
-        image = picture(seed, *size)
+        image = sample_image(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
         found = preprocessor.read(png(image), FrameSampling()).inputs
         for field in loaded.checkpoint.family.inputs["image"]:
@@ -50,7 +50,7 @@ def test_a_picture_in_several_crops_is_one_item(tmp_path: Path) -> None:
     whole: Any = AutoProcessor.from_pretrained(path)
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
     made = whole.image_processor(
-        images=picture(0, 200, 60),
+        images=sample_image(0, 200, 60),
         return_tensors="pt",
         pan_and_scan_max_num_crops=4,
         pan_and_scan_min_ratio_to_activate=1.2,

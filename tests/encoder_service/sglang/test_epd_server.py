@@ -30,7 +30,7 @@ from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
-from ..conftest import SECRET, MakeEncoder, picture, png
+from ..conftest import SECRET, MakeEncoder, png, sample_image
 
 RECEIVERS = {"encoder.receivers": "10.1.0.0/16"}
 
@@ -112,7 +112,7 @@ def sent_grid(header: bytes) -> list[list[int]]:
 
 def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        images = [picture(1), picture(2, 90, 40)]
+        images = [sample_image(1), sample_image(2, 90, 40)]
         answer = await service.encode([url(p) for p in images])
         assert (answer.status_code, answer.json()) == (200, None), answer.text
         frames = await service.received()
@@ -152,7 +152,7 @@ def test_epd_server_receivers_register_before_or_after(run: Run, registers_first
         second_port = second.bind_to_random_port("tcp://127.0.0.1")
         if registers_first:
             await register()
-        encoding = asyncio.create_task(service.encode([url(picture(1))], embedding_port=None))
+        encoding = asyncio.create_task(service.encode([url(sample_image(1))], embedding_port=None))
         if not registers_first:
             await asyncio.sleep(0.2)
             await register()
@@ -165,16 +165,16 @@ def test_epd_server_receivers_register_before_or_after(run: Run, registers_first
 
 def test_epd_server_stored_image_costs_no_tower_pass(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        same = {"url": url(picture(3)), "detail": "low"}
+        same = {"url": url(sample_image(3)), "detail": "low"}
         proof = salt_proof(SECRET, "tenant")
-        salted = {"url": url(picture(3)), "cornplug_salt": "tenant", "cornplug_salt_proof": proof}
-        answers = [await service.encode([item]) for item in (url(picture(3)), same, salted)]
+        salted = {"url": url(sample_image(3)), "cornplug_salt": "tenant", "cornplug_salt_proof": proof}
+        answers = [await service.encode([item]) for item in (url(sample_image(3)), same, salted)]
         assert [answer.status_code for answer in answers] == [200, 200, 200]
         sent = [await service.received() for _ in range(3)]
         assert sent[0][1] == sent[1][1]
         assert b"cornplug_encoder_tower_passes_total 2.0" in service.encoder.meters.text()
         (loaded,) = service.encoder.registry.loaded()
-        digest = digest_image(picture(3))
+        digest = digest_image(sample_image(3))
         for salt in (None, "tenant"):
             key = identity.embedding_key(SECRET, loaded.served.identity, digest, salt)
             assert store.contains([key], deadline_s=1) == b"\x01"
@@ -185,7 +185,7 @@ def test_epd_server_stored_image_costs_no_tower_pass(run: Run) -> None:
 
 def test_epd_server_refusal_has_status_and_sends_nothing(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        good = url(picture(1))
+        good = url(sample_image(1))
         for items, status, reason in (
             (["http://example.org/a.png"], 422, "remote_url"),
             (["file:///etc/passwd"], 422, "remote_url"),
@@ -193,7 +193,7 @@ def test_epd_server_refusal_has_status_and_sends_nothing(run: Run) -> None:
             ([good, "data:image/png;base64,AAAA"], 422, "unknown_format"),
             (["data:image/png,AAAA"], 422, "bad_input"),
             ([good[:400]], 422, None),
-            ([url(picture(1, 500, 400))], 413, "too_many_pixels"),
+            ([url(sample_image(1, 500, 400))], 413, "too_many_pixels"),
         ):
             answer = await service.encode(items)
             assert answer.status_code == status, answer.text
@@ -215,7 +215,7 @@ def test_epd_server_refusal_has_status_and_sends_nothing(run: Run) -> None:
 
 def test_epd_server_default_has_no_sglang_routes(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        assert (await service.encode([url(picture(1))])).status_code == 404
+        assert (await service.encode([url(sample_image(1))])).status_code == 404
         for path in ("/scheduler_receive_url", "/send", "/scheduler_receive_meta_data"):
             assert (await service.client.post(path, json={"req_id": "r"})).status_code == 404
         await service.silence()
@@ -226,7 +226,7 @@ def test_epd_server_default_has_no_sglang_routes(run: Run) -> None:
 def test_epd_server_foreign_receiver_is_refused(run: Run) -> None:
     async def scenario(service: Service) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0", "no-such-host.invalid"):
-            answer = await service.encode([url(picture(1))], prefill_host=host)
+            answer = await service.encode([url(sample_image(1))], prefill_host=host)
             assert (answer.status_code, answer.json()["reason"]) == (403, "forbidden_receiver")
         ask = {"req_id": "r", "receive_count": 1, "receive_url": f"127.0.0.1:{service.port}"}
         assert (await service.client.post("/scheduler_receive_url", json=ask)).status_code == 403
@@ -237,7 +237,7 @@ def test_epd_server_foreign_receiver_is_refused(run: Run) -> None:
 
 def test_epd_server_receiver_in_network_is_accepted(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        assert (await service.encode([url(picture(1))])).status_code == 200
+        assert (await service.encode([url(sample_image(1))])).status_code == 200
         await service.received()
 
     run(scenario, address="203.0.113.9", receivers="10.0.0.0/8, 127.0.0.0/8")
@@ -247,10 +247,10 @@ def test_epd_server_receiver_in_network_is_accepted(run: Run) -> None:
 
 def test_epd_server_no_receiver_in_time_is_504(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        answer = await service.encode([url(picture(1))], embedding_port=None)
+        answer = await service.encode([url(sample_image(1))], embedding_port=None)
         assert (answer.status_code, answer.json()["reason"]) == (504, "no_receiver")
         service.pull.close(linger=0)
-        answer = await service.encode([url(picture(1))])
+        answer = await service.encode([url(sample_image(1))])
         assert (answer.status_code, answer.json()["reason"]) == (502, "undeliverable")
 
     run(scenario, language_only_timeout_s=1.0)
@@ -260,14 +260,14 @@ def test_epd_server_url_names_one_of_several_models(
     run: Run, registry: Any, qwen: Path, llava_pair: Any
 ) -> None:
     async def scenario(service: Service) -> None:
-        unnamed = await service.encode([url(picture(1))])
+        unnamed = await service.encode([url(sample_image(1))])
         assert unnamed.status_code == 404
         assert "/sglang/NAME" in unnamed.json()["message"]
         for name in (qwen.name, str(qwen)):
-            assert (await service.encode([url(picture(1))], f"/sglang/{name}/encode")).status_code == 200
+            assert (await service.encode([url(sample_image(1))], f"/sglang/{name}/encode")).status_code == 200
             await service.received()
-        assert (await service.encode([url(picture(1))], "/sglang/other/encode")).status_code == 404
-        llava = await service.encode([url(picture(1))], f"/sglang/{llava_pair[0]}/encode")
+        assert (await service.encode([url(sample_image(1))], "/sglang/other/encode")).status_code == 404
+        llava = await service.encode([url(sample_image(1))], f"/sglang/{llava_pair[0]}/encode")
         assert llava.status_code == 422
         assert "llava" in llava.json()["message"]
         assert (await service.client.get(f"/sglang/{qwen.name}/health")).status_code == 200
@@ -277,7 +277,7 @@ def test_epd_server_url_names_one_of_several_models(
 
 def test_epd_server_pixels_equal_sglang(run: Run) -> None:
     async def scenario(service: Service) -> None:
-        glass = picture(4).convert("RGBA")
+        glass = sample_image(4).convert("RGBA")
         glass.putalpha(90)
         assert (await service.encode([url(glass)])).status_code == 200
         frames = await service.received()
@@ -291,7 +291,7 @@ def test_epd_server_pixels_equal_sglang(run: Run) -> None:
 )
 def test_epd_server_salt_without_proof_is_refused(run: Run, proof: str | None) -> None:
     async def scenario(service: Service) -> None:
-        item = {"url": url(picture(3)), "cornplug_salt": "t", "cornplug_salt_proof": proof}
+        item = {"url": url(sample_image(3)), "cornplug_salt": "t", "cornplug_salt_proof": proof}
         answer = await service.encode([item])
         assert (answer.status_code, answer.json()["reason"]) == (403, "forbidden_salt")
         await service.silence()

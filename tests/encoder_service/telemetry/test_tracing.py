@@ -23,7 +23,7 @@ from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing, open_tracing
 from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
-from ..conftest import SECRET, MakeEncoder, Requests, eventually, picture, png
+from ..conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
 from ..execution.test_encoder import Gate, gate, hold, no, ok, queued  # noqa: F401
 
 TRACE = "a" * 32
@@ -164,7 +164,7 @@ def test_tracing_http_requests_join_by_headers(
     async def call() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as client:
             await client.get("/health", headers=CALLER)
-            form = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(picture(1))}}
+            form = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(sample_image(1))}}
             return [
                 await client.post("/v1/encode", **form, headers=headers)  # type: ignore[arg-type]
                 for headers in (CALLER, {"traceparent": "nonsense"})

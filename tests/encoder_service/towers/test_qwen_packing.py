@@ -78,9 +78,9 @@ def test_windows_of_one_size_lie_side_by_side_in_each_frame(tmp_path: Path) -> N
 
 def test_a_video_of_one_frame_is_the_picture(tower: tuple[str, Halves]) -> None:
     name, halves = tower
-    picture, video = (halves.tower.prepare(medium(name, kind, (1, 4, 6), 3)) for kind in ("image", "video"))
-    assert picture.digests == video.digests
-    assert torch.equal(halves.tower.encode([picture])[0], halves.tower.encode([video])[0])
+    image, video = (halves.tower.prepare(medium(name, kind, (1, 4, 6), 3)) for kind in ("image", "video"))
+    assert image.digests == video.digests
+    assert torch.equal(halves.tower.encode([image])[0], halves.tower.encode([video])[0])
 
 
 def test_frames_of_a_video_do_not_see_each_other(tower: tuple[str, Halves]) -> None:

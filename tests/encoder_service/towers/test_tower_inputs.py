@@ -16,14 +16,14 @@ from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
-from ..conftest import inputs_of, picture, to_wire
+from ..conftest import inputs_of, sample_image, to_wire
 from ..tower_rig import CPU, F32, Halves, edit_config
 
 
 def test_only_the_needed_layers_are_loaded(tmp_path: Path) -> None:
     """The last layer may even be damaged: it lies past the cut."""
     path = checkpoints.llava(tmp_path / "m")
-    inputs = inputs_of(path, picture(0))
+    inputs = inputs_of(path, sample_image(0))
     tower = Halves.load(path).tower
     before = tower.encode([tower.prepare(inputs)])[0]
     change(

@@ -28,8 +28,8 @@ from ..tower_rig import (
     edit_config,
     fine_tuned_and_quantised,
     nudged,
-    pictures,
     rewritten,
+    sample_images,
     whole_model,
     wire,
 )
@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "llava_next": Case(recipe=checkpoints.llava_next),
-    "llava_onevision": Case(recipe=checkpoints.llava_onevision, media=lambda: pictures(330, 340)),
+    "llava_onevision": Case(recipe=checkpoints.llava_onevision, media=lambda: sample_images(330, 340)),
     "gemma3": Case(recipe=checkpoints.gemma3),
     "internvl": Case(recipe=checkpoints.internvl),
     "qwen2_vl": Case(recipe=checkpoints.qwen2_vl),

@@ -25,7 +25,7 @@ from cornplug.encoder_service.wire.embedding_handle import PREFIX, EmbeddingHand
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
-from ..conftest import SECRET, MakeEncoder, picture
+from ..conftest import SECRET, MakeEncoder, sample_image
 
 HANDLE = EmbeddingHandle(
     family="qwen2_vl",
@@ -115,12 +115,12 @@ def test_embedding_handle_of_service_names_model_and_media(
     client: EncoderClient, llava_pair: tuple[Path, Path], qwen: Path
 ) -> None:
     for model in (llava_pair[0], qwen):
-        ref = client.encode(picture(1), model=str(model), cache_salt="tenant")
+        ref = client.encode(sample_image(1), model=str(model), cache_salt="tenant")
         assert ref.handle is not None
         said = EmbeddingHandle.checked(ref.handle, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))
         assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
-        assert said.media == digest_image(picture(1))
+        assert said.media == digest_image(sample_image(1))
         assert said.key == ref.key
         assert said.key == identity.embedding_key(SECRET, said.identity, said.media, "tenant")
         assert said.dtype == ref.dtype
@@ -137,7 +137,7 @@ def test_embedding_handle_comes_with_stored_embedding(
     app = create_app(make_encoder(memory_store.connect()), config.encoder, secret=SECRET)
     mine = memory_store.connect()
     with EncoderClient("http://e", transport=httpx.ASGITransport(app), store=mine) as client:
-        ref = client.encode(picture(1), model=str(qwen))
+        ref = client.encode(sample_image(1), model=str(qwen))
     assert ref.in_store
     assert ref.handle is not None
     assert EmbeddingHandle.read(ref.handle).key == ref.key

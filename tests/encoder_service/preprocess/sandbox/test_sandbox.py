@@ -135,7 +135,7 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell
         assert refused.value.reason == "too_many_scans"
         assert time.process_time() - began < 1.0
     # What real encoders write is far below it.
-    progressive = saved(hostile_images.picture(1), "JPEG", progressive=True)
+    progressive = saved(hostile_images.sample_image(1), "JPEG", progressive=True)
     assert InProcessDecoder().image(progressive, MAX_PIXELS, accept_any).size == hostile_images.SIDE
     assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
 
@@ -161,7 +161,7 @@ def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
         cell.decoder(wanted=lambda: time.monotonic() < left).image(slow(), 64_000_000, accept_any)
     assert cell.killed[:1] == ["too_slow"]
     assert set(cell.killed) <= {"too_slow", "too_late", "gone"}
-    good = saved(hostile_images.picture(1), "PNG")
+    good = saved(hostile_images.sample_image(1), "PNG")
     assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
     assert cell.process.pid != before
     cell.process.close()
@@ -173,13 +173,13 @@ def test_memory_is_limited() -> None:
     with pytest.raises(MediaError) as refused:
         cell.decoder().image(huge, 150_000_000, accept_any)
     assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
-    good = saved(hostile_images.picture(1), "PNG")
+    good = saved(hostile_images.sample_image(1), "PNG")
     assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
     cell.process.close()
 
 
 def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
-    good = saved(hostile_images.picture(1), "PNG")
+    good = saved(hostile_images.sample_image(1), "PNG")
     cell.decoder().image(good, MAX_PIXELS, accept_any)
     assert cell.process.pid is not None
     os.kill(cell.process.pid, signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
     assert time.monotonic() - began < 1.5
     assert [h.pixels for h in on_header] == [7900 * 7900, 0]
     assert on_header[1].seconds == pytest.approx(1.3, abs=0.05)
-    good = saved(hostile_images.picture(1), "PNG")
+    good = saved(hostile_images.sample_image(1), "PNG")
     assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
     assert cell.process.pid == before
 
