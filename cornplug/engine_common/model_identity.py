@@ -27,7 +27,7 @@ class TowerIdentity:
     served_identity: bytes | None
     """The identity that an encoder service would list for this model; None where only engines
     with the same settings can share, which the service lacks."""
-    picture_inputs: tuple[str, ...] = ()
+    image_inputs: tuple[str, ...] = ()
     """The outputs of the image processor that the service takes, by name."""
 
 

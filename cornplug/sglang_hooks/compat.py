@@ -31,7 +31,7 @@ that a server before the mending and one after it share nothing."""
 
 
 class Hook(NamedTuple):
-    """A function of ours on one of SGLang's. Its signature, by `sglang.srt.plugins.hook_registry.HookType`:
+    """A hook on a function of SGLang. Its signature, by `sglang.srt.plugins.hook_registry.HookType`:
 
     before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result
     or None; around(original, *args, **kwargs) -> result; replace: a function or a class.

@@ -3,11 +3,11 @@
     in the store ──────────────────────────────> the scheduler takes it from there
     else: ask the encoder service ──stored─────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
-    where the tower is quicker than the store ─> a counted miss, nobody is asked
+    where the tower is quicker than the store ─> a counted miss, without a lookup
 
-In the tokenizer process: only this request waits, inside the deadline, which follows from the time
-that the scheduler process has measured of its own tower. How the embedding came to be in the store
-travels with the item, and the scheduler counts the hit when it takes it.
+In the tokenizer process: only this request waits, inside the deadline, which follows from the scheduler
+process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
+counts the hit when it takes it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EmbeddingPrefetcher:
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )
         expected = ExpectedEmbedding(key, placeholder_tokens.rows_of(item))
-        inputs = await self._in_thread(_inputs, item, tower.picture_inputs)
+        inputs = await self._in_thread(_inputs, item, tower.image_inputs)
         deadline_s = self._deadline_s(expected.rows) - (time.monotonic() - began)
         request = EncodeRequest(
             id=0,
@@ -130,7 +130,7 @@ class EmbeddingPrefetcher:
         return self._run.store.contains([key], deadline_s=self._run.deadline_s) == b"\x01"
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Store what the service itself could not."""
+        """Store an embedding that the service could not store."""
         outcome = put_payload(
             self._run.store,
             tensor.data,

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_WAITING_BYTES = 1 << 30
-"""Embeddings asked for or in hand, beyond which requests that have none yet wait their turn."""
+"""Bytes of requested and arrived embeddings, beyond which requests without any of them wait."""
 _IDLE_WAIT_S = 0.005
 """Longest that an idle engine notices a new request later than it would without us."""
 
@@ -76,7 +76,7 @@ class _Item:
 
 
 class ECScheduler:
-    """One per engine core; the engine's thread only looks at what other threads have put."""
+    """One per engine core. The engine's thread polls; answers of the service arrive on other threads."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
@@ -94,7 +94,7 @@ class ECScheduler:
         self._allocated: set[str] = set()
         """Of this step."""
         self._news = threading.Event()
-        """The service has answered something."""
+        """Set by every answer of the service."""
         self._policy = EncoderRequestPolicy()
         self._rule = FetchRule(runtime.config.store.load_when)
         # The API process warns if there is none: every identifier is foreign then.
@@ -103,8 +103,10 @@ class ECScheduler:
     # -- the engine's questions -------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
-        """False while something that `request` needs is on its way. Polled hundreds of times a
-        second, so it only looks."""
+        """False while an embedding that `request` needs is on its way.
+
+        Polled hundreds of times a second: it waits for nothing.
+        """
         last = request.mm_features[-1].mm_position if request.mm_features else None
         if last is None or last.offset + last.length <= computed:
             return True  # They are in the order of their places, as vLLM's own scheduler has it.
@@ -134,13 +136,13 @@ class ECScheduler:
     def arrived(self, identifier: str) -> bool:
         """Whether its bytes are in hand. Asked only where the engine itself does not have it."""
         if identifier in self._held:
-            # Then its cache was reset, of which nobody told us.
+            # Then its cache was reset: vLLM notifies no connector of that.
             self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.arrived is not None and not weights_guard.replaced()
 
     def allocated(self, identifier: str) -> None:
-        """The engine made room: for what arrived, or for what it encodes itself."""
+        """The engine made room for an embedding, which has arrived or which it encodes itself."""
         self._allocated.add(identifier)
         item = self._drop(identifier)
         if item is not None and item.arrived is not None and not weights_guard.replaced():
@@ -148,7 +150,7 @@ class ECScheduler:
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
         """The embeddings that this step's forward needs."""
-        # What one step evicts and then takes in again is held.
+        # An embedding that one step evicts and then takes in again is held.
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
@@ -167,7 +169,7 @@ class ECScheduler:
         )
 
     def finished(self, request: Request) -> None:
-        """Drop what only this request was waiting for."""
+        """Drop the items that only this request was waiting for."""
         for feature in request.mm_features:
             item = self._items.get(feature.identifier)
             if item is not None:
@@ -176,7 +178,7 @@ class ECScheduler:
                     self._drop(feature.identifier)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Count what became of embeddings that a worker offered; learn what its work took."""
+        """Count the outcomes of a worker's offers, and take its measurements."""
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
         for size, seconds in acks.copied:
@@ -192,8 +194,10 @@ class ECScheduler:
         self._preparer.shutdown(wait=False, cancel_futures=True)
 
     def _idle_wait(self) -> None:
-        """Where the engine has nothing to do but wait for the service, wait instead of asking 650
-        times a second: that takes two cores (its own and the worker's) from whoever encodes."""
+        """Wait a moment, in an engine whose requests all wait for the service.
+
+        Polling 650 times a second would take two cores (its own and the worker's) from the encoder.
+        """
         if any(not item.settled for item in self._items.values()):
             self._news.wait(_IDLE_WAIT_S)
             self._news.clear()
@@ -215,7 +219,7 @@ class ECScheduler:
         return item
 
     def _begin(self, feature: Any, request: Request, now: float) -> _Item | None:
-        """Take a medium from the store, or ask the service; None where we must do neither."""
+        """A new item, loaded from the store or requested from the service; None if it is not shared."""
         key = key_of(feature.identifier)
         if key is None or weights_guard.replaced() or not self._run.config.engine.share_embeddings:
             return None
@@ -244,7 +248,7 @@ class ECScheduler:
         return item
 
     def _look(self, item: _Item, now: float) -> None:
-        """See whether the service has answered, or the time is up."""
+        """Settle an item if the service has answered, or its deadline has passed."""
         if item.answer is not None and item.answer.done():
             try:
                 self._take(item, item.answer.result())
