@@ -168,7 +168,7 @@ class VllmServer(EngineServer):
         env: Mapping[str, str] | None = None,
         bed: str | None = None,
         vllm: Path | None = None,
-        ready_s: float = 300,
+        ready_s: float = 600,
     ) -> None:
         port = port or free_port()
         given = {arg.partition("=")[0] for arg in args}

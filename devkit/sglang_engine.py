@@ -87,7 +87,7 @@ class SglangServer(EngineServer):
         log: Path,
         port: int | None = None,
         env: Mapping[str, str] | None = None,
-        ready_s: float = 300,
+        ready_s: float = 600,
         python: Path | None = None,
     ) -> None:
         python = python or sglang_python()

@@ -23,7 +23,7 @@ from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import together
 from devkit.sglang_engine import SglangServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 
 HIDDEN, LAYERS, RANK = 64, 2, 8
 V_ARGS = ("--block-size", "32", "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(RANK))

@@ -29,7 +29,7 @@ from devkit import checkpoints
 from devkit.engines import Answer, EncoderProcess, EngineServer
 from devkit.sglang_engine import sglang_python
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 VLLM: Mapping[str, Callable[[Path], Path]] = {
     "llava": checkpoints.llava,

@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
 ]
 

@@ -95,7 +95,7 @@ LINES = {
 QUICK = ("no-images", "encoder-decoder")
 
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 
 def _ours(line: Line, folder: Path) -> VllmServer:
