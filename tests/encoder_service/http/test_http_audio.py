@@ -55,7 +55,7 @@ HOSTILE = {
     "over the limit": (wav(tone(11.0)), "too_long"),
     "cut short": (wav(SPOKEN)[:5000], "damaged"),
     "flac cut short": (encoded(SPOKEN, "flac", "flac")[:3000], ""),
-    "a picture": (png(sample_image(1)), ""),
+    "an image": (png(sample_image(1)), ""),
     "a text": (b"hello" * 100, "unknown_format"),
     "a playlist": (b"#EXTM3U\nfile:///etc/passwd\n", ""),
     "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", ""),
