@@ -1,7 +1,7 @@
 """Run the shared encoder: load vision and audio towers once, serve engines by socket and apps by HTTP.
 
-SIGTERM and SIGINT drain: nothing new is taken, what waits is answered, the exit status is 0.
-SIGHUP serves the weights that are on disk now, without a pause (`reloading`).
+SIGTERM and SIGINT drain: new requests are refused, waiting ones are answered, the exit status is 0.
+SIGHUP serves the weights that are on disk now, without a pause (`WeightReloader`).
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ from cornplug.store.host_memory import host_memory
 log = logging.getLogger(__name__)
 
 _LAST_S: Final = 2.0
-"""What is cut off at the end of `encoder.drain_s` has so long to hear so."""
+"""Time to send the last refusals, to requests that are cut off at the end of `encoder.drain_s`."""
 
 CPU_BATCH_TOKENS: Final = 2048
-"""A few images keep a core as busy as many do; more in one batch only make each other wait."""
+"""A few images use a core fully; more in one batch only wait for each other."""
 
 UNREAD_S: Final = 30.0
 """Longest time that a client may leave its answer unread."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after its shutdown, and exit with them."""
+    """uvicorn without its signal handlers, which would raise a signal again after the shutdown, and exit with
+    it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,14 +74,14 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundListeners:
-    """Taken before any weight is read, so that a wrong port or path costs no minute."""
+    """The listening sockets, bound before any weight is read: a wrong port or path fails at once."""
 
     unix: SocketClaim
     http: socket.socket
 
     @classmethod
     def open(cls, config: Config) -> BoundListeners:
-        """Raises ConfigError that names the address which is taken."""
+        """Bind both sockets. Raises ConfigError that names the address which is taken."""
         encoder = config.encoder
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
         http = socket.socket(family, socket.SOCK_STREAM)
@@ -105,19 +106,19 @@ class BoundListeners:
         return cls(unix=unix, http=http)
 
     def close(self) -> None:
-        """Take the socket's file away and let the next service have the lock."""
+        """Remove the socket's file and release the lock for the next service."""
         self.unix.close()
         self.http.close()
 
 
 def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
-    """How HTTP is served."""
+    """uvicorn's settings for the HTTP server."""
     most = config.max_connections or connections_allowed()
     return uvicorn.Config(
         app,
         http=limited(most),
         ws="none",
-        # Who asks is who has connected: what a header says of it is not believed, from this host either.
+        # The client is the peer of the connection: headers about it are not believed, from this host either.
         proxy_headers=False,
         server_header=False,
         # Connections that are taken in one turn of the loop, before any is closed for them.
@@ -179,7 +180,7 @@ def _reload(encoder: EncoderCore) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service until it is told to stop. Raises ConfigError or CheckpointError at start."""
+    """Run the service until a signal ends it. Raises ConfigError or CheckpointError at start."""
     args = parser((__doc__ or "").partition("\n")[0]).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -187,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     raise_descriptors()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    # Refused before minutes of loading, as what is listened to.
+    # Checked before minutes of loading, as the addresses are.
     UrlRules.of(config.encoder)
     check_exposure(config.encoder, config.qos)
     listeners = BoundListeners.open(config)
@@ -201,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
             registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
-        # No engine's loop waits here; a store that fails costs what would have been shared.
+        # No engine's loop waits here; a store that fails costs only the sharing.
         cache = ResultCache(
             store, deadline_s=config.store.background_timeout_s, account_fraction=config.encoder.tenant_part
         )
@@ -240,7 +241,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistry, list[ReplicaExecutor]]:
-    """The models, and the processes that compute them; none with --replicas 0: then this one does."""
+    """The models, and the processes that compute them; with --replicas 0 this process computes, and there are
+    none."""
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
@@ -255,7 +257,7 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
 
 
 def _sglang_urls(registry: ModelRegistry, port: int) -> list[str]:
-    """What `--encoder-urls` of SGLang takes, for each family that its protocol serves."""
+    """The URLs for `--encoder-urls` of SGLang, one for each family that its protocol serves."""
     served = [model for model in registry.served() if model.family in SGLANG_FAMILIES]
     if len(served) == len(registry.served()) == 1:
         return [f"http://HOST:{port}"]

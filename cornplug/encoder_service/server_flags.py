@@ -13,7 +13,7 @@ from cornplug.errors import ConfigError
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError before anything is read, which may take minutes."""
+    """Raises ConfigError before weights are read, which may take minutes."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
     kind, _, number = args.device.partition(":")
@@ -27,7 +27,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of settings, for `config.load`."""
+    """The settings that flags override, for `config.load`."""
     given = {
         "encoder.socket": args.socket,
         "encoder.host": args.host,
@@ -43,7 +43,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags, each with its unit and default."""
+    """The parser of all flags; each help text has its unit and default."""
     out = argparse.ArgumentParser(
         prog="cornplug encoder",
         description=description,

@@ -1,7 +1,7 @@
 """The unix socket for engines of this host and user: a handshake, then frames of `wire/messages.py`.
 
-A connection that sends anything but frames of ours is closed, alone. When a client goes,
-what it waited for is cancelled, and no tower runs for it.
+A connection that sends other bytes is closed; the others go on. When a client goes, its requests are
+cancelled, and no tower runs for them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class UnixServer:
         self._server = await asyncio.start_unix_server(self._accept, sock=self._listener)
 
     def stop_accepting(self) -> None:
-        """Take no new connection; those that are open go on."""
+        """Take no new connection; open ones go on."""
         if self._server is not None:
             self._server.close()
 
@@ -76,9 +76,9 @@ class UnixServer:
                 return
             await _Connection(self._encoder, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # The client has gone: nobody is left to tell.
+            pass  # The client has gone.
         except asyncio.CancelledError:
-            pass  # `close`: the task ends here, and asyncio (3.11) would log a cancelled one as an error.
+            pass  # `close`: the task ends here; asyncio (3.11) would log a cancelled one as an error.
         finally:
             writer.close()
 

@@ -1,10 +1,10 @@
-"""Below the queue: batches to executors as they fall idle, embeddings to the store, answers to who waits.
+"""Takes batches to executors, their embeddings to the store, and answers to the waiting requests.
 
-    Batcher ─take─> a lane of an executor ─Made─> publishing threads ─land─> Replies
-                    (one thread each)             store, then answers
+    Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> ReplySink
+                    (one thread each)                    store, then answers
 
-A batch is formed when a lane is free for it, as late as possible. What an executor fails on is
-tried again one by one; what a dying one held is tried once more on another.
+A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are run
+again one by one; the jobs of a replica that dies are run once more on another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cornplug.errors import ReplicaLost
 Origin = Literal["computed", "coalesced", "cached"]
 
 _POLL_S: Final = 0.05
-"""How often a lane without its executor looks whether there is another."""
+"""How often a lane whose executor is down looks for another one."""
 _MAX_PUBLISHERS: Final = 4
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPayload:
-    """What a flight carries through the batcher."""
+    """An `EncodeJob`'s model and tower input."""
 
     model: LoadedModel
     item: TowerItem
 
 
 class ReplySink(Protocol):
-    """Who tells those that wait. Thread-safe."""
+    """Answers the requests of a batch. Thread-safe."""
 
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
@@ -59,11 +59,11 @@ class ReplySink(Protocol):
     def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
 
     def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
-        """A batch has left its executor in good order, after `seconds` in it."""
+        """A batch succeeded, after `seconds` in its executor."""
 
 
 class BatchDispatcher:
-    """Owns the threads between batcher and answers. Does not own the executors."""
+    """The threads between batcher and answers. The caller closes the executors."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class BatchDispatcher:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
-        """Feature keys in a tower now -> flights of other batches that want the same features."""
+        """Feature keys that a tower computes now -> jobs of other batches with the same features."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         # A future holds whatever a tower fails with, so that nothing ends a lane.
         self._computing = ThreadPoolExecutor(len(lanes), "cornplug-compute")
@@ -96,7 +96,7 @@ class BatchDispatcher:
             lane.start()
 
     def alive(self) -> bool:
-        """Every lane goes on, and something computes."""
+        """Whether every lane runs and an executor is ready."""
         return all(lane.is_alive() for lane in self._lanes) and self.ready()
 
     def ready(self) -> bool:
@@ -104,7 +104,7 @@ class BatchDispatcher:
         return any(executor.ready() for executor in self._executors)
 
     def close(self) -> None:
-        """Once the batcher is closed: finish what it holds, then end the threads."""
+        """Finish the jobs of the closed batcher, then end the threads."""
         self._closing.set()
         for lane in self._lanes:
             lane.join()
@@ -132,7 +132,7 @@ class BatchDispatcher:
             self._run(deferred, executor)
 
     def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
-        """What of the batch is in no other executor's tower; the rest is run when that has ended."""
+        """The jobs whose features no other executor computes now; the rest is deferred until it has."""
         owned: list[EncodeJob[JobPayload]] = []
         with self._lock:
             running = frozenset(self._deferred)
@@ -156,7 +156,7 @@ class BatchDispatcher:
             return self._fail(batch, error)
         log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
         for job in batch:
-            # One that has lost a replica already, alone in its batch, may be what kills them.
+            # A job that has lost a replica, alone in its batch, may be the cause: it gets one more try.
             spare = self._ready_executor(ready)
             error = ReplicaLost("no replica is left") if spare is None else self._run_once([job], spare)
             if error is not None:
@@ -168,7 +168,7 @@ class BatchDispatcher:
     ) -> BaseException | None:
         started = time.monotonic()
         error = self._computing.submit(self._compute, batch, executor).exception()
-        if error is None:  # what failed at once would make the tower look quick
+        if error is None:  # a quick failure would make the tower look quick
             self._replies.computed(batch, time.monotonic() - started)
         return error
 
@@ -176,7 +176,7 @@ class BatchDispatcher:
         return next((e for e in (preferred, *self._executors) if e.ready()), None)
 
     def _compute(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
-        """One task; its embeddings to the publishing threads. Nothing is published of a task that fails."""
+        """Compute a batch and hand its embeddings to the publishing threads; none of them when it fails."""
         index: dict[bytes, int] = {}
         distinct: list[EncodeJob[JobPayload]] = []
         for job in batch:
@@ -230,7 +230,7 @@ class BatchDispatcher:
             stored = self._cache.publish(
                 PayloadKind.EMBEDDING, job.key[0], embedding, opener.request.app, account=opener.account
             )
-        # Landed after publishing: who asks in between joins, who asks later finds it in the store.
+        # Finished after publishing: a request in between joins, a later one finds it in the store.
         requests = self._batcher.finish(job)
         tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
         for pending in requests:
@@ -245,7 +245,7 @@ class BatchDispatcher:
             self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
-        """Whatever a thread failed with, those who wait for it are told so."""
+        """Refuse the requests of a batch that a thread failed on."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)

@@ -1,6 +1,6 @@
-"""From requests to embeddings: admit, queue, answer. What is below the queue is `dispatch`.
+"""From requests to embeddings: admit, queue, answer. `BatchDispatcher` runs the batches.
 
-    submit ─> admission threads ─> Batcher ─> Dispatcher: executors, publishing ─> answers
+    submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> answers
               check, digest, join
 
 Every request gets exactly one answer. An error of one medium is that medium's answer; it
@@ -48,13 +48,13 @@ from cornplug.qos import QosCaller, QosClasses, ServiceClass
 Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 
 MAX_BATCH_TOKENS: Final = 32_768
-"""Rows that one tower pass may see, besides the first medium's: bounds its memory."""
+"""Tokens of one batch, besides its first medium's: bounds the tower's memory."""
 MAX_PREPARED_BYTES: Final = 4 << 30
 _APP_MAX: Final = 64
 _DECODER_BYTES: Final = 1 << 30
-"""Address space of a process that decodes, besides its medium's."""
+"""Address space of a decoding process, without its medium."""
 _DECODER_BYTES_A_PIXEL: Final = 24
-"""Of the largest image: as its coefficients, decoded, turned, and laid on white."""
+"""Of the largest image: its coefficients, decoded, rotated, and blended with white."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class EncoderCore:
         self._queue_limit = QueueLimit(self.classes.all(), max_waiting)
         self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
         self.decode_lanes: DecodeLanes | None = None
-        """Where media that come as bytes are decoded, once something serves them."""
+        """Decodes media that come as bytes; None until `open_decode_lanes`."""
         self._admission = EncodeAdmission(
             max_items=max_batch_items,
             max_tokens=max_batch_tokens,
@@ -120,7 +120,7 @@ class EncoderCore:
         )
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
-        """Where media are decoded for this service; it ends with it."""
+        """The lanes that decode media for this service; `close` ends them."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
         self.decode_lanes = DecodeLanes(
@@ -144,14 +144,13 @@ class EncoderCore:
         caller: QosCaller | None = None,
         budget_share: BudgetShare | None = None,
     ) -> Future[Answer]:
-        """Ask for one embedding. The future never fails: errors are `EncodeRefusal` answers.
+        """Ask for one embedding. The future never fails: errors are `EncodeRefusal` answers. Cancel it to
+        give up.
 
-        Without a `caller` it is served in the class of its app, which is believed.
-
-        `room` holds the bytes of its inputs already; without one they are counted from here to the answer.
-
-        Cancel the future when nobody waits any more. With `inline` the answer has the tensor
-        even where the store took it.
+        Args:
+            inline: whether the answer carries the tensor even where the store has it.
+            caller: its class and account; None: the class of `request.app`, as of an engine of this host.
+            budget_share: holds the bytes of the inputs already; None: they are counted until the answer.
         """
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
         if caller is not None and caller.app is not None:
@@ -181,7 +180,7 @@ class EncoderCore:
         return pending.future
 
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
-        """Count the bytes that an engine sent; False where it was refused for them."""
+        """Count the bytes of a request's inputs until its answer. False: the request was refused for them."""
         share = self.budget.share(pending.qos)
         try:
             share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
@@ -192,7 +191,7 @@ class EncoderCore:
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """Predicted seconds that a tower would take to answer this class, without decoding."""
+        """Predicted seconds until a tower would answer this class, without decoding."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def _predicted_s(self) -> dict[str, float]:
@@ -201,7 +200,7 @@ class EncoderCore:
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
-        """Why a request need not even be prepared, where that is known beforehand."""
+        """Why a request would be refused, if that is known before it is decoded."""
         return self._admission.precheck(qos, deadline_s, self._batcher)
 
     def waiting(self) -> int:
@@ -214,37 +213,37 @@ class EncoderCore:
         return self._cache.has_store
 
     def healthy(self) -> bool:
-        """Whether anything computes."""
+        """Whether an executor computes."""
         return self._dispatcher.alive()
 
     def start_decoding(self) -> None:
-        """Have processes that wait for media, so that the first ones need not wait for them."""
+        """Start the decoding processes, so that the first media do not wait for them."""
         if self.decode_lanes is not None:
             self.decode_lanes.start_processes()
 
     def stop_decoding(self) -> None:
-        """End whatever is being decoded: who waits for it is refused."""
+        """Stop all decoding: the requests that wait for it are refused."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
 
     def decoding_ready(self) -> bool:
-        """Whether a medium that comes now would be decoded before long."""
+        """Whether a medium that comes now would be decoded soon."""
         return self.decode_lanes is None or self.decode_lanes.ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
-        """Serve the weights that are on disk now, of one model or of all; nothing stops meanwhile.
+        """Serve the weights that are on disk now, of one model or of all, while requests go on.
 
         Takes as long as loading does. Returns and raises as `WeightReloader.reload`.
         """
         return self._reloader.reload(name)
 
     def drain(self, deadline_s: float) -> bool:
-        """Admit nothing more, and wait until what was admitted is answered. False when the
-        deadline passed first."""
+        """Admit no more requests, and wait for the answers of the admitted ones. False when the deadline
+        passed first."""
         return self._queue_limit.drain(deadline_s)
 
     def close(self) -> None:
-        """Answer what is left, then end the threads."""
+        """Answer the remaining requests, then end the threads."""
         self.stop_decoding()
         self._admission_threads.shutdown(wait=True)
         self._batcher.close()
@@ -266,7 +265,7 @@ class EncoderCore:
                 item = model.tower.prepare(request.inputs)
         except EncoderRefused as e:
             return self._refuse(pending, "bad_input", str(e))
-        # From here on the item is what is held: nobody needs what it was made of.
+        # From here on only the item is needed: drop its inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
@@ -305,7 +304,7 @@ class EncoderCore:
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> None:
-        """Give one wait its embedding. For the dispatcher."""
+        """Send one request its embedding. For the dispatcher."""
         seconds = self._clock() - pending.received_s
         request = pending.request
         answer = EncodeReply(
@@ -322,11 +321,11 @@ class EncoderCore:
         pending.answer(answer)
 
     def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None:
-        """Tell one wait that computing failed. For the dispatcher."""
+        """Tell one request that computing failed. For the dispatcher."""
         self._refuse(pending, "internal", message, retry_after_s)
 
     def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
-        """What a batch took. For the dispatcher."""
+        """Record how long a batch took. For the dispatcher."""
         self._admission.computed(batch, seconds)
 
     def _refuse_late(self, pending: PendingRequest) -> None:
@@ -344,7 +343,7 @@ class EncoderCore:
         )
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
-        """Whatever a thread failed with, who waits for it is told so."""
+        """Refuse a request whose admission failed."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
             self._refuse(pending, "internal", A_FAULT)

@@ -1,8 +1,8 @@
-"""One batch on one device: the seam between the queue and whatever computes.
+"""Executors: one batch on one device.
 
-    Task (items, features kept already, who wants what) ──Executor.run──> Made (on the CPU)
+    EncodeBatch (items, cached features, wanted embeddings) ──BatchExecutor.run──> BatchResult (on the CPU)
 
-`InProcessExecutor` computes in the caller's thread; `replica.Replica` hands the task to a process of its own.
+`InProcessExecutor` computes in the caller's thread; `replicas.ReplicaExecutor` in another process.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from cornplug.encoder_service.towers.base import TowerItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeBatch:
-    """One batch: at most one tower pass, then each projector once."""
+    """One batch: the tower once at most, then each projector once."""
 
     items: tuple[TowerItem, ...]
     """Distinct media of one tower."""
     features: tuple[torch.Tensor | None, ...]
-    """For each item what is kept of it, on the CPU; None: the tower runs for it."""
+    """For each item its cached features, on the CPU; None: the tower runs for it."""
     wanted: tuple[tuple[LoadedModel, int], ...]
     """The embeddings to make: a model, and the index of an item. All models have one tower."""
     keep: bool
-    """Whether `BatchResult.features` is asked for."""
+    """Whether `BatchResult.features` is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """What a task gave: contiguous tensors on the CPU."""
+    """The tensors of a batch: contiguous, on the CPU."""
 
     features: dict[int, torch.Tensor]
-    """By index, of the items that the tower ran for; empty unless the task says `keep`."""
+    """By index, of the items that the tower ran for; empty unless `EncodeBatch.keep`."""
     embeddings: tuple[torch.Tensor, ...]
     """In the order of `EncodeBatch.wanted`."""
 
 
 class BatchExecutor(Protocol):
-    """Computes tasks on one device. Thread-safe."""
+    """Computes batches on one device. Thread-safe."""
 
     @property
     def lanes(self) -> int:
-        """Tasks worth holding at once: 2 where inputs travel to a device while the last task runs."""
+        """Batches to hand over at once: 2 where the inputs of one are copied while another runs."""
 
     def ready(self) -> bool:
-        """Whether `run` would begin now, or once the task before has ended."""
+        """Whether `run` would begin at once, or after the running batch."""
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """`ready`, waited for."""
+        """Wait until `ready`, for `timeout_s` at most; its value."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        """Compute. Raises ReplicaLost when what computes has died, and whatever the tower fails with."""
+        """Compute. Raises ReplicaLost when the computing process has died, and any error of the tower."""
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Make these ready beside what is loaded. Raises CheckpointError; then nothing has changed."""
+        """Load more models. Raises CheckpointError; then nothing has changed."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """No task will want these any more: free their memory."""
+        """Free the memory of models that no batch will want any more."""
 
     def close(self) -> None:
-        """End it. Tasks under way may be lost."""
+        """End it. Running batches may be lost."""
 
 
 class InProcessExecutor:
-    """Computes in the caller's thread, one task at a time.
+    """Computes in the caller's thread, one batch at a time.
 
-    On CUDA there are two lanes: while one task computes, the next one's inputs go to the
-    device from pinned memory on a stream of their own. So no more than two are ever there.
+    On CUDA it has two lanes: while one batch runs, the inputs of the next are copied to the device from
+    pinned memory on a second stream. No more than two are on the device at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,13 +92,13 @@ class InProcessExecutor:
         return True
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Nothing to do: a `LoadedModel` of this process carries its weights."""
+        """No effect: a `LoadedModel` of this process carries its weights."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """Nothing to do: weights go with the last task that has them."""
+        """No effect: weights go with the last batch that has them."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """No effect."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
         if self._copy_stream is None:
@@ -119,7 +119,7 @@ class InProcessExecutor:
 
 @torch.inference_mode()
 def compute(batch: EncodeBatch) -> BatchResult:
-    """Run one task here and now, wherever its models' weights are."""
+    """Run one batch on the device that has its models' weights."""
     missing = [i for i, kept in enumerate(batch.features) if kept is None]
     features = list(batch.features)
     if missing:
@@ -155,7 +155,7 @@ def _present(features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
-    """Its numbers on the device; integers, which towers read as shapes, stay on the CPU."""
+    """The item with its numbers on the device; integers, which towers read as shapes, stay on the CPU."""
     return replace(
         item,
         tensors=tuple(
@@ -165,7 +165,7 @@ def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous on the CPU; from a GPU by one wait for all, through pinned memory."""
+    """The tensors, contiguous on the CPU; from a GPU by one synchronisation, through pinned memory."""
     if not any(t.is_cuda for t in tensors):
         return [t.to("cpu").contiguous() for t in tensors]
     out = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]

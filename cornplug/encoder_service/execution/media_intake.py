@@ -1,5 +1,7 @@
-"""The way in for every medium that comes as bytes: refused early, queued fairly, bounded in bytes, decoded in
-the jail. `/v1/encode` and SGLang's route go through it alike."""
+"""Media that come as bytes: refused early, queued fairly, bounded in bytes, decoded in the sandbox.
+
+`/v1/encode` and SGLang's route share it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Parts = Sequence[bytes]
 
 
 class MediaIntake:
-    """For one event loop."""
+    """Takes media in. For one event loop."""
 
     def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
@@ -34,11 +36,11 @@ class MediaIntake:
         self._decode_lanes = encoder.open_decode_lanes(config)
 
     def deadline_s(self, qos: ServiceClass, asked_s: float) -> float:
-        """What a caller of that class gets of the deadline that it asks for."""
+        """The deadline of a request: `asked_s`, bounded by its class or else the service."""
         return min(asked_s, qos.max_deadline_s or self._max_deadline_s)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
-        """Raises EncoderRefused for what need not even be read: no tower would be free in time."""
+        """Raises EncoderRefused, before the medium is read, where no tower would be free in time."""
         left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
             raise _refusal(refusal)
@@ -54,10 +56,10 @@ class MediaIntake:
         end_s: float,
         budget_share: BudgetShare,
     ) -> PreprocessedMedium:
-        """What `prepare` makes of what `read` gives, in a lane of its own when its turn comes.
+        """The medium that `read` returns, as `preprocess` prepares it in a lane when its turn comes.
 
-        `room` holds its bytes from the moment that its header was read. Raises EncoderRefused, and
-        whatever `read` and `prepare` raise.
+        `budget_share` holds its bytes once its header is read. Raises EncoderRefused, and errors of `read`
+        and `preprocess`.
         """
 
         def opened() -> tuple[Parts, int]:
@@ -66,7 +68,7 @@ class MediaIntake:
 
         def run(context: PreprocessContext) -> PreprocessedMedium:
             output = preprocess(parts, context)
-            # No longer what its header let one fear: what it takes.
+            # The true size in place of the header's estimate.
             budget_share.need(sum(len(tensor.data) for tensor in output.request.inputs.values()))
             return output
 

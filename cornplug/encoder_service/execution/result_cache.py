@@ -1,6 +1,6 @@
-"""Where results are kept: the host's store if there is one, and a few features in this process.
+"""Results: in the host's store if there is one, and a few features in this process.
 
-A store that fails costs a tower pass, never an answer: every call here returns, and counts.
+A store that fails costs a tower's time, never an answer: every call here returns, and counts the failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
 
 class ResultCache:
-    """Thread-safe. `store` None: nothing is published, features are kept in this process only."""
+    """Thread-safe. `store` None: embeddings are not published, features are kept in this process only."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ResultCache:
         kept_bytes: int = KEPT_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
-        """`account_part` of the store is what one account's entries may fill."""
+        """`account_fraction` of the store is the most that one account's entries fill."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
@@ -51,7 +51,7 @@ class ResultCache:
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Whether the store has this payload."""
+        """Whether the store has this entry."""
         if self._store is None:
             return False
         try:
@@ -61,7 +61,7 @@ class ResultCache:
             return False
 
     def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor out of the store, shape (rows, width), verified; None where there is none."""
+        """A verified tensor from the store, shape (rows, width); None where there is none."""
         if self._store is None:
             return None
         try:
@@ -83,8 +83,10 @@ class ResultCache:
     def publish(
         self, kind: PayloadKind, key: bytes, tensor: torch.Tensor, app: str, *, account: str | None = None
     ) -> bool:
-        """Put a CPU tensor into the store in the app's name, on the account (`quota`). Whether it is
-        there now."""
+        """Put a CPU tensor into the store in the app's name, on the account's quota (`StoreQuota`).
+
+        Whether the store has it now.
+        """
         if self._store is None or self._quota is None:
             return False
         try:
@@ -111,7 +113,7 @@ class ResultCache:
         return outcome in ("stored", "present")
 
     def keep(self, key: bytes, features: torch.Tensor) -> None:
-        """Keep features in this process; the longest unused make room."""
+        """Keep features in this process; the least recently used are dropped for them."""
         size = features.nbytes
         if size > self._kept_bytes:
             return
@@ -123,7 +125,7 @@ class ResultCache:
                 self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Features kept here, or else in the store."""
+        """Features of this process, or else of the store."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

@@ -1,8 +1,8 @@
-"""How much of the store each account's requests may fill: beyond that its own oldest entries go.
+"""Bounds the part of the store that one account fills: beyond it, the account's oldest entries are deleted.
 
-The store evicts what was used longest ago, whoever it is of; so without this one caller's flood of new
-media would take everybody's entries out. An account is a tenant, or a class of callers without one.
-Engines on the unix socket have none: they are the deployment itself.
+The store evicts the least recently used entries of all accounts, so that without a quota one caller's flood
+of new media would evict all others' entries. An account is a tenant, or a class for callers without a tenant.
+Engines on the unix socket have no account: they are the deployment itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cornplug.store.base import Store
 
 _CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17
-"""Remembered of one account; what is older is the store's to evict."""
+"""Entries remembered of one account; older ones are left to the store's eviction."""
 
 
 class StoreQuota:
-    """Thread-safe. Calls raise StoreError as the store's do."""
+    """Thread-safe. Calls raise the store's StoreError."""
 
     def __init__(
         self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`part` of the store's capacity is each account's ceiling."""
+        """`fraction` of the store's capacity is each account's bound."""
         self._store = store
         self._fraction = fraction
         self._deadline_s = deadline_s
@@ -35,10 +35,10 @@ class StoreQuota:
         self._published: dict[str, OrderedDict[bytes, int]] = {}
         self._used_bytes: dict[str, int] = {}
         self._capacity = 0.0, 0
-        """Until when it is believed, and how many bytes it is."""
+        """Time until which the store's capacity is cached, and the capacity in bytes."""
 
     def evict_for(self, account: str, size_bytes: int) -> bool:
-        """Drop so many of the account's oldest entries that this one fits. False where it never will."""
+        """Delete the account's oldest entries until this one fits. False where it never will."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False
@@ -56,7 +56,7 @@ class StoreQuota:
         return True
 
     def published(self, account: str, key: bytes, size_bytes: int) -> None:
-        """An entry of the account's is in the store now."""
+        """Count an entry that the account has in the store now."""
         with self._lock:
             entries = self._published.setdefault(account, OrderedDict())
             used = self._used_bytes.get(account, 0) - entries.pop(key, 0) + size_bytes

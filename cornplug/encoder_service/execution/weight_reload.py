@@ -1,9 +1,9 @@
-"""Weights that were replaced on disk, served without a restart: all executors have them, or nobody.
+"""Serves replaced weights without a restart: all executors have them, or none.
 
-    read fingerprints ─> load what changed beside the old ─> every executor ─> one assignment
-                                    (a failure up to here changes nothing)        └─> old ones freed
-                                                                                      when unused
-Work under way ends with the weights it began with, and is published under their keys.
+    read fingerprints ─> load changed models ─> every executor ─> one assignment
+                              (a failure up to here changes nothing)    └─> old ones freed
+                                                                            when unused
+Running requests end with the weights that they began with, and are published under their keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 MAX_RETIRED_S: Final = 600.0
-"""How long replaced weights are kept at most for requests that came before: as long as one may wait."""
+"""Longest time that replaced weights stay for earlier requests: the longest that a request may wait."""
 _POLL_S: Final = 0.1
 
 log = logging.getLogger(__name__)
@@ -33,17 +33,17 @@ class WeightReloader:
     def __init__(
         self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
     ) -> None:
-        """`in_use`: the identities of which requests are under way."""
+        """`in_use`: model identities of the requests under way."""
         self._registry = registry
         self._executors = tuple(executors)
         self._in_use = in_use
         self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
-        """Serve what is on disk now, of one model or of all. The models that changed, as now served.
+        """Load the weights on disk, of one model or of all. Returns the models that changed, as now served.
 
-        Raises EncoderRefused: "unknown_model", or "overloaded" while another reload goes on; and
-        CheckpointError where something cannot be loaded: then all is served as before.
+        Raises EncoderRefused: "unknown_model", or "overloaded" during another reload; and CheckpointError
+        where a model cannot be loaded: then all is served as before.
         """
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
@@ -77,7 +77,7 @@ class WeightReloader:
         return tuple(loaded.served for loaded in changed)
 
     def _free_unused(self, old: Sequence[LoadedModel]) -> None:
-        """Free what was replaced once nobody waits for it."""
+        """Free replaced models once no request uses them."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
         end = time.monotonic() + MAX_RETIRED_S
         while ids & self._in_use() and time.monotonic() < end:

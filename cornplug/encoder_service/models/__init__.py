@@ -1,1 +1,1 @@
-"""Which models the service holds, and how they are loaded."""
+"""The served models, and how they are loaded."""

@@ -1,4 +1,4 @@
-"""One model from its checkpoint: fingerprints first, then the halves that nobody has loaded yet."""
+"""Loads a model from its checkpoint: fingerprints first, then the halves that no loaded model has."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from cornplug.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """One model, ready. `tower` and `projector` may be other models' too."""
+    """A loaded model. `tower` and `projector` may be shared with other models."""
 
     served: ServedModel
     checkpoint: Checkpoint
     tower: Tower
     projector: Projector
     tower_spec_fp: bytes
-    """32 bytes: everything but weights and inputs that changes features."""
+    """32 bytes: a digest of everything but weights and inputs that changes features."""
     dtype: torch.dtype
 
     @property
     def tower_key(self) -> tuple[bytes, bytes]:
-        """Models that agree in it have one tower."""
+        """Models of equal key share a tower."""
         return self.served.tower_fp, self.tower_spec_fp
 
     @property
     def projector_key(self) -> tuple[bytes, bytes]:
-        """The whole spec: equal weights behind another activation are another projector."""
+        """Models of equal key share a projector. It has the whole spec, as the activation is part of a projector."""
         return self.served.projector_fp, self.served.spec_fp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlacement:
-    """Where weights go. On the device "meta" a tower checks inputs, and has no weights."""
+    """Dtype and device of weights. On the device "meta" a tower checks inputs, and has no weights."""
 
     dtype: str
     """torch's name without "torch."."""
     device: torch.device
     compile: bool = False
-    """Whether towers are compiled (`compiling`)."""
+    """Whether towers are compiled (`CompiledTower`)."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """ConfigError for one that no tower runs in."""
+        """Raises ConfigError for a dtype that no tower runs in."""
         return float_dtype(self.dtype)
 
 
 def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
-    """A checkpoint as it is on disk now: what would be served, without its `hidden_size` (0).
+    """A checkpoint as it is on disk now, and the model it would be served as, with `hidden_size` 0.
 
     Raises CheckpointError.
     """
@@ -89,9 +89,9 @@ def load(
     epoch: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Load what `read` found, sharing halves with the models of `beside` that have equal ones.
+    """Load the model that `read` found, sharing equal halves with the models of `beside`.
 
-    Raises CheckpointError: "changed" when the folder is not what `read` saw any more.
+    Raises CheckpointError: "changed" when the folder has changed since `read`.
     """
     dtype, others = place.torch_dtype, tuple(beside)
     architecture = towers.architecture(checkpoint.family)

@@ -1,4 +1,4 @@
-"""What is loaded: models by identity; one tower for all that have equal weights.
+"""The loaded models by identity; models of equal weights share a tower.
 
 model A ─┐                       ┌─ projector of A
 model B ─┼─ tower (tower fp, …) ─┤
@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """One generation: never changed, replaced as a whole."""
+    """The models of one generation; a reload replaces the whole object."""
 
     by_name: dict[str, LoadedModel]
     by_identity: dict[bytes, LoadedModel]
@@ -41,8 +41,7 @@ class _Models:
 
 
 class ModelRegistry:
-    """Loads once, then only answers, until a reload puts others in their place. Safe to read from
-    several threads; one at a time may change it."""
+    """Loads models at start and at reloads. Any thread may read it; one at a time may change it."""
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
         self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
@@ -77,7 +76,7 @@ class ModelRegistry:
 
     @property
     def device(self) -> torch.device:
-        """Where weights are."""
+        """The device of the weights."""
         return self._place.device
 
     def add(self, name: str, report: Report = lambda line: None) -> LoadedModel:
@@ -92,18 +91,18 @@ class ModelRegistry:
         return loaded
 
     def on_load(self, check: Callable[[LoadedModel], None]) -> None:
-        """Have `check` called with each model before it is served, those here already at once.
+        """Call `check` with each loaded model now, and with later ones before they are served.
 
-        When it raises CheckpointError the model is not served.
+        A model for which it raises CheckpointError is not served.
         """
         for loaded in self.loaded():
             check(loaded)
         self._checks.append(check)
 
     def load_changed(self, names: Sequence[str]) -> list[LoadedModel]:
-        """What has changed on disk of these models, loaded beside what is served. Serves nothing yet.
+        """Those of the named models that have changed on disk, loaded and not served yet.
 
-        Raises CheckpointError: as when opened, or "other_family".
+        Raises CheckpointError: as `open`, or "other_family".
         """
         out: list[LoadedModel] = []
         for name in names:
@@ -124,31 +123,34 @@ class ModelRegistry:
         return out
 
     def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
-        """Serve these in the place of those named alike, from one moment to the next. Those it replaced."""
+        """Serve these models in place of those of the same names, by one assignment. Returns the replaced
+        ones."""
         new = {loaded.served.name: loaded for loaded in fresh}
         before = self.loaded()
         self._models = _Models.of(new.get(loaded.served.name, loaded) for loaded in before)
         return [loaded for loaded in before if loaded.served.name in new]
 
     def served(self) -> tuple[ServedModel, ...]:
-        """Every model, in the order given."""
+        """Every model, in the order of the command line."""
         return tuple(loaded.served for loaded in self.loaded())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
-        """Every model with its halves, in the order given."""
+        """Every model with its halves, in the order of the command line."""
         return tuple(self._models.by_name.values())
 
     def by_identity(self, model_identity: bytes) -> LoadedModel | None:
-        """The model that makes these embeddings, of whichever modality, whatever it is called."""
+        """The model that makes embeddings of this identity, of any modality."""
         return self._models.by_identity.get(model_identity)
 
     def by_name(self, name: str) -> LoadedModel | None:
-        """The model named so on the command line."""
+        """The model of that name on the command line."""
         return self._models.by_name.get(name)
 
     def shares_features(self, model: LoadedModel) -> bool:
-        """Whether its tower's output is worth keeping: its family says so, or another model that is
-        served has the same tower and another projector."""
+        """Whether its tower's output is worth keeping.
+
+        So for families that say it, and where another served model has the same tower and another projector.
+        """
         return model.checkpoint.family.shares_features or any(
             other.tower is model.tower and other.projector is not model.projector for other in self.loaded()
         )

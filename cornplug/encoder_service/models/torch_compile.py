@@ -1,4 +1,4 @@
-"""torch.compile of a tower's layers; a tower that cannot be compiled runs as it is, which is said once."""
+"""torch.compile of a tower's layers; a tower that cannot be compiled runs uncompiled, with one warning."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class CompiledTower:
     """A tower whose layers are compiled when they first run, for inputs of any length.
 
-    Layer by layer: they are many and alike, so that one is compiled and all use it. That takes
-    the first pass some ten seconds.
+    Layer by layer: they are many and alike, so that one is compiled and all use it. The first batch takes
+    some ten seconds for it.
     """
 
     failures = 0
@@ -28,7 +28,7 @@ class CompiledTower:
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
         self.layers = list(_layers(tower))
-        """What is compiled; empty once that has failed."""
+        """The compiled layers; empty once compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
 

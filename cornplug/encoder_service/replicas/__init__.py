@@ -1,1 +1,1 @@
-"""Towers in processes of their own, one for each GPU."""
+"""Replicas: processes that run towers, one for each GPU."""

@@ -1,9 +1,10 @@
-"""Between the service and its replicas, both ours: msgpack messages on socket pairs, tensors in memfds.
+"""Messages between the service and its replicas: msgpack on socket pairs, tensors in memfds.
 
-    control   Open, Load, Drop ──>  <── Ready | Failed         its end is the end of the other side
-    a lane    Run ──> <── Done | Failed                         and two memfds: inputs, outputs
+    control   OpenModels, LoadModel, DropModel ──>  <── ReplicaReady | ReplicaFailed
+    a lane    RunBatch ──>  <── BatchDone | ReplicaFailed          and two memfds: inputs, outputs
 
-A memfd has no name, so nobody else can open it, and it goes with the processes that have it.
+When the control socket closes, the other process ends. A memfd has no name: only these processes can open it,
+and it ends with them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A model to have: its folder, and the identity of its first modality."""
+    """A model to load: its folder, and the identity of its first modality."""
 
     path: str
     identity: bytes
@@ -53,12 +54,12 @@ class OpenModels(msgspec.Struct, frozen=True, tag="open"):
     dtype: str
     device: str
     threads: int
-    """torch's."""
+    """Threads of torch."""
     compile: bool
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
-    """Load beside what is there."""
+    """Load more models."""
 
     models: tuple[ModelSpec, ...]
 
@@ -69,19 +70,19 @@ class DropModel(msgspec.Struct, frozen=True, tag="drop"):
 
 class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
     identities: tuple[bytes, ...]
-    """What is loaded."""
+    """Of the loaded models."""
     problem: str = ""
-    """Why something that was asked for is not."""
+    """Why a requested model is not loaded."""
 
 
 class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
     kind: Literal["checkpoint", "absent", "error"]
-    """"absent": no such model here."""
+    """"absent": the replica has no such model."""
     message: str
 
 
 class MediumTensors(msgspec.Struct, frozen=True):
-    """An `Item`, or what is kept of it."""
+    """A `TowerItem` and its cached features."""
 
     tensors: tuple[SharedTensor, ...]
     tokens: int
@@ -109,17 +110,17 @@ Computed = BatchDone | ReplicaFailed
 
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
-    """OSError when the other side has gone."""
+    """Send a message. OSError when the other side has gone."""
     sock.sendall(frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
 
 
 def receive(sock: socket.socket, kind: Any) -> Any:
-    """The next message. ConnectionResetError at the other side's end, TimeoutError as the socket says."""
+    """The next message. ConnectionResetError when the other side has gone; TimeoutError by the socket."""
     return msgspec.msgpack.decode(receive_frame(sock, limit=_MAX_FRAME_BYTES), type=kind)
 
 
 class SharedBuffer:
-    """A memfd that grows, as one side sees it. One writes, the other reads, in turns."""
+    """A memfd that grows, as one side sees it. One side writes, the other reads, in turns."""
 
     def __init__(self, fd: int) -> None:
         self.fd: Final = fd
@@ -130,7 +131,7 @@ class SharedBuffer:
         return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
-        """Put tensors of any device one behind another, over whatever was there."""
+        """Put tensors of any device one behind another; they overwrite the last ones."""
         rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
@@ -144,7 +145,7 @@ class SharedBuffer:
         return rows
 
     def view(self, row: SharedTensor) -> torch.Tensor:
-        """The tensor as it lies there: true until the other side writes again."""
+        """The tensor in place: valid until the other side writes again."""
         count = math.prod(row.shape)
         if count == 0:
             return torch.empty(row.shape, dtype=row.torch_dtype)
@@ -155,5 +156,5 @@ class SharedBuffer:
         return flat.reshape(row.shape)
 
     def close(self) -> None:
-        """Give the descriptor back; mappings go with their last tensor."""
+        """Close the descriptor; mappings go with their last tensor."""
         os.close(self.fd)

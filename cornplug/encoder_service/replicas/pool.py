@@ -1,4 +1,4 @@
-"""All replicas of a service: which devices they get, and what is counted of them."""
+"""The replicas of a service: their devices and their metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.errors import CheckpointError, ConfigError
 
 
 class ReplicaMetrics(Collector):
-    """What `/metrics` says of the replicas."""
+    """The replicas' series of `/metrics`."""
 
     def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
         self._replicas = replicas
@@ -63,7 +63,7 @@ def devices_of(device: str, replicas: int) -> list[str]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

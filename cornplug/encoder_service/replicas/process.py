@@ -1,4 +1,4 @@
-"""One process that computes, from its start to its end: its control socket, and its lanes."""
+"""One process of a replica, from its start to its end: its control socket, and its lanes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cornplug.encoder_service.replicas import ipc
 from cornplug.errors import ReplicaLost
 
 START_S: Final = 900.0
-"""Longest that a replica may take to load its models."""
+"""Longest time in which a replica may load its models."""
 RUN_S: Final = 600.0
-"""Longest that one batch may take: no request waits longer."""
+"""Longest time of one batch: no request waits longer."""
 
 
 class WorkerChannel:
-    """One socket pair and two memfds."""
+    """The service's end of one lane: a socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
@@ -30,11 +30,12 @@ class WorkerChannel:
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def started(self) -> None:
-        """The process has its end now: ours must not keep it open."""
+        """Close the child's end, which the process has now: else the socket would stay open after its end."""
         self._child_end.close()
 
     def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
-        """The result, and how many towers could not be compiled. Raises OSError, RuntimeError."""
+        """The result, and the number of towers that could not be compiled. Raises OSError, RuntimeError,
+        ReplicaLost."""
         tensors = [t for item in batch.items for t in item.tensors]
         kept = [f for f in batch.features if f is not None]
         rows = iter(self._inputs.write([*tensors, *kept]))
@@ -87,13 +88,13 @@ class ReplicaProcess:
             self.idle.put(channel)
 
     def ask(self, message: ipc.OpenModels | ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica:
-        """Raises OSError when the process has ended or does not answer."""
+        """The answer to a control message. Raises OSError when the process has ended or does not answer."""
         ipc.send(self._control, message)
         answer: ipc.FromReplica = ipc.receive(self._control, ipc.FromReplica)
         return answer
 
     def end(self) -> None:
-        """Kill it, and take every lane back from those who wait for its answer."""
+        """Kill it, and take every lane back from the threads that wait for its answer."""
         self.popen.kill()
         self.popen.wait()
         self._control.close()

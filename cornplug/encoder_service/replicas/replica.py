@@ -1,8 +1,8 @@
-"""One replica as the service sees it: an executor whose work is done by a process of its own.
+"""A replica as the service sees it: an executor that computes in another process, and restarts it.
 
-    starting ─Ready─> ready ─the process ends, or hangs─> lost ─back-off─> starting
+    starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─back-off─> starting
 
-A task of a process that ends is told so at once (`ReplicaLost`); whoever gave it tries another.
+When the process ends, its batches raise `ReplicaLost` at once; the dispatcher runs them on another replica.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from cornplug.errors import CheckpointError, ReplicaLost
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 30.0
 _STEADY_S: Final = 60.0
-"""A replica that has lived so long is restarted at once when it ends."""
+"""A replica that has run so long is restarted at once when it ends."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What every replica of a service is started with, besides its device."""
+    """Start settings of every replica of a service, besides its device."""
 
     dtype: str
     threads: int
-    """torch's, of each replica."""
+    """Threads of torch, of each replica."""
     compile: bool = False
 
 
 class ReplicaExecutor:
-    """An executor in a process of its own, started again when it ends."""
+    """An executor in another process, which it restarts when it ends."""
 
     def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
         self.uncompiled = 0
-        """Towers that it could not compile."""
+        """Number of towers that it could not compile."""
         self.problem = ""
-        """Why it is not ready, when it is not."""
+        """Why it is not ready; "" when it is."""
         self.ends: Counter[str] = Counter()
-        """How often its process has ended by itself: "died", "not_loaded", "not_started"."""
+        """How often its process has ended unasked: "died", "not_loaded", "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # of the control socket, and of these
         self._models: dict[bytes, ipc.ModelSpec] = {}
@@ -69,7 +69,7 @@ class ReplicaExecutor:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, None before there is one."""
+        """The process's id; None before there is one."""
         process = self._process
         return None if process is None else process.popen.pid
 
@@ -79,7 +79,7 @@ class ReplicaExecutor:
         self._supervisor.start()
 
     def wait_started(self) -> None:
-        """Until the first process is ready. Raises CheckpointError where it cannot be."""
+        """Wait until the first process is ready. Raises CheckpointError where it cannot be."""
         if not self._attempted.wait(START_S) or not self._ready.is_set() or self.problem:
             raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
 
@@ -139,7 +139,7 @@ class ReplicaExecutor:
             self._supervisor.join()
 
     def _ask(self, message: ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica | None:
-        """None where nobody answers."""
+        """The answer of the process; None where it gives none."""
         process = self._process
         if process is None or not self._ready.is_set():
             return None
@@ -166,7 +166,7 @@ class ReplicaExecutor:
             self._closing.wait(pause_s)
 
     def _run_process(self) -> str:
-        """Start a process and see it through. Why it ended, in a word."""
+        """Start a process and wait for its end. Returns the reason of `ends`."""
         try:
             process = ReplicaProcess(self.lanes)
         except OSError as e:

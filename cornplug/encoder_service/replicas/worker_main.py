@@ -1,6 +1,6 @@
-"""A replica: a process that loads towers by itself and computes what its lanes bring.
+"""The main module of a replica's process: loads towers and computes the batches of its lanes.
 
-Started by `replica.Replica` with the descriptors of `replica_wire`; it ends with its control socket.
+Started by `ReplicaProcess` with the descriptors of `ipc`; it ends with its control socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaModels:
-    """What this replica has loaded, by identity. Lanes read while control changes it."""
+    """The loaded models, by identity. Lanes read while the control thread changes it."""
 
     def __init__(self, opened: ipc.OpenModels) -> None:
         self._place = WeightPlacement(
@@ -36,7 +36,8 @@ class ReplicaModels:
         self._loaded: dict[bytes, LoadedModel] = {}
 
     def load(self, models: Sequence[ipc.ModelSpec]) -> None:
-        """All of them beside what is there. Raises CheckpointError at the first that is not what it was."""
+        """Load more models. Raises CheckpointError at the first whose weights on disk are others than those
+        asked for."""
         for model in models:
             if model.identity in self._loaded:
                 continue
@@ -51,14 +52,14 @@ class ReplicaModels:
             self._loaded = {**self._loaded, model.identity: loaded}
 
     def drop(self, identities: Sequence[bytes]) -> None:
-        """Forget these."""
+        """Forget these models."""
         self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
 
     def identities(self) -> tuple[bytes, ...]:
         return tuple(self._loaded)
 
     def get(self, identity: bytes) -> LoadedModel:
-        """Raises ReplicaLost: to whoever asks this is as good as gone."""
+        """The model. Raises ReplicaLost where it is not loaded, for another replica may have it."""
         found = self._loaded.get(identity)
         if found is None:
             raise ReplicaLost(f"the replica does not have model {identity.hex()[:12]}")
@@ -66,7 +67,7 @@ class ReplicaModels:
 
 
 class WorkerLoop:
-    """Serves one socket pair and its two memfds, one task after another."""
+    """Serves one socket pair and its two memfds, one batch after another."""
 
     def __init__(self, models: ReplicaModels, executor: BatchExecutor, fds: Sequence[int]) -> None:
         self._models = models
@@ -75,7 +76,7 @@ class WorkerLoop:
         self._inputs, self._outputs = ipc.SharedBuffer(fds[1]), ipc.SharedBuffer(fds[2])
 
     def serve(self) -> None:
-        """Until the service ends, which ends this process."""
+        """Run batches until the service ends, which ends this process."""
         # A future holds whatever a tower fails with; the service is told, and the lane goes on.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
@@ -144,7 +145,7 @@ def _control(sock: socket.socket, fds: Sequence[int]) -> None:
 
 
 def _loaded(models: ReplicaModels, wanted: Sequence[ipc.ModelSpec]) -> ipc.ReplicaReady | ipc.ReplicaFailed:
-    """Load what can be: a replica that lacks one model still serves the others."""
+    """Load as many of the models as possible: a replica that lacks one still serves the others."""
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
         for model in wanted:
