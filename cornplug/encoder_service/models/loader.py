@@ -37,7 +37,7 @@ class LoadedModel:
 
     @property
     def projector_key(self) -> tuple[bytes, bytes]:
-        """Models of equal key share a projector. It has the whole spec, as the activation is part of a projector."""
+        """Models of equal key share a projector. The spec is part of it, with its activation."""
         return self.served.projector_fp, self.served.spec_fp
 
 

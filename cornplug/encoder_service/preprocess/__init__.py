@@ -1,1 +1,1 @@
-"""One reader a modality: from a medium's bytes to its digest and the tower's inputs."""
+"""One preprocessor a modality: from a medium's bytes to its digest and the tower's inputs."""

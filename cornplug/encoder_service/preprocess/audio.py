@@ -1,4 +1,4 @@
-"""Sounds: decoded (`sounds`), at the model's rate (`resampling`), through its feature extractor."""
+"""Audio: decoded, resampled to the model's rate, through its feature extractor."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0
-"""Whisper's window: a sound is filled up to whole ones."""
+"""Whisper's window: audio is padded to whole windows."""
 
 
 class AudioPreprocessor:
-    """Reads sounds for one model. Raises CheckpointError("bad_config") without a feature extractor.
+    """Preprocesses audio for one model. Raises CheckpointError("bad_config") without a feature extractor.
 
     The digest is over the samples that the extractor receives, as in the engine: mono, at its rate.
     """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_s = limits.max_audio_s
-        self._mels = towers.feature_extractor(loaded.checkpoint)
+        self._features = towers.feature_extractor(loaded.checkpoint)
 
     def read(
         self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
         on_header = context.on_header(_prepared_bytes)
-        sound = resampled(context.decoder.audio(data, self._max_s, on_header), self._mels.rate)
-        return PreprocessorOutput(digest=sound.digest(), inputs=self._mels.extract(sound.samples))
+        audio = resampled(context.decoder.audio(data, self._max_s, on_header), self._features.rate)
+        return PreprocessorOutput(digest=audio.digest(), inputs=self._features.extract(audio.samples))
 
 
 def _prepared_bytes(header: MediumHeader) -> int:

@@ -1,7 +1,7 @@
-"""How many bytes of decoded and preprocessed media the service holds at a time, with parts kept for classes.
+"""Bounds the bytes of decoded and preprocessed media in memory, with a part reserved for each class.
 
-Taken from a header's dimensions before anything is decoded, made smaller once the true size is known,
-given back with the answer.
+Bytes are taken by a header's dimensions before anything is decoded, corrected once the true size is known,
+and given back with the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cornplug.qos import ServiceClass
 
 
 class PreparedBudget:
-    """Thread-safe. As with seats, a class may take the bytes of nobody, and its share of all."""
+    """Thread-safe. A class may take unreserved bytes and its own, which are its share of all."""
 
     def __init__(self, classes: Sequence[ServiceClass], max_bytes: int) -> None:
         self.max_bytes: Final = max_bytes
@@ -25,16 +25,16 @@ class PreparedBudget:
         self._held: Counter[ServiceClass] = Counter()
 
     def share(self, qos: ServiceClass) -> BudgetShare:
-        """Room for one medium, as yet of no bytes."""
+        """The budget of one medium, of 0 bytes at first."""
         return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
-        """What is taken now."""
+        """Bytes taken now."""
         with self._lock:
             return sum(self._held.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Take `more` (or give back) for a medium of `whole` bytes. Raises as `BudgetShare.need`."""
+        """Take `more` bytes (or give back) for a medium of `total` bytes. Raises as `BudgetShare.need`."""
         with self._lock:
             if more > 0:
                 set_aside = sum(
@@ -55,7 +55,7 @@ class PreparedBudget:
 
 
 class BudgetShare:
-    """Of one medium; a context manager that gives it back. Thread-safe."""
+    """The bytes of one medium; a context manager that gives them back. Thread-safe."""
 
     def __init__(self, budget: PreparedBudget, qos: ServiceClass) -> None:
         self._budget = budget
@@ -65,10 +65,10 @@ class BudgetShare:
         self._open = True
 
     def need(self, size: int) -> None:
-        """Have `size` bytes.
+        """Hold `size` bytes.
 
-        Raises EncoderRefused, nothing changed: "too_large_prepared" where it never fits, "overloaded"
-        where it does not now, or nobody wants it any more.
+        Raises EncoderRefused, nothing changed: "too_large_prepared" where they never fit, "overloaded" where
+        they do not fit now, or the request was cancelled.
         """
         with self._lock:
             if not self._open:
@@ -77,7 +77,7 @@ class BudgetShare:
             self._bytes = size
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give all bytes back."""
         with self._lock:
             if self._open:
                 self._budget.adjust(self._qos, -self._bytes, 0)

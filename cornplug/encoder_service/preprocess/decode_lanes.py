@@ -1,10 +1,10 @@
-"""Where media are decoded and preprocessed: in fair order, by lanes of one thread and one process each.
+"""Decodes and preprocesses media in fair order, by lanes of one thread and one process each.
 
-    submit ─ Admission ─> Batcher (fair order) ─take─> a lane: its process decodes, its thread preprocesses
-                                                       one lane more: only for who is of a better class
-                                                       than all that run
-It is the towers' queue once more, over other work: what a medium costs is told by its header, what a
-lane takes for that is measured, and what cannot be in time is refused at once.
+    submit ─ EncodeAdmission ─> Batcher ─take─> a lane: its process decodes, its thread preprocesses
+                                                one lane more: only for jobs of a better class than
+                                                all running ones
+The queue in front of the towers once more, over other work: a medium's header gives its cost, the time that a
+lane takes for it is measured, and a medium that cannot be done in time is refused at once.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 STUCK_S: Final = 10.0
-"""So long may all lanes be in one job each before the service says that it is not ready."""
+"""All lanes may be in one job each for so long before the service is not ready."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 5.0
-"""Longest that a stopping service waits for a processor that is at work."""
+"""Longest time that a stopping service waits for a running image processor."""
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Media of a kind, before what they took is believed of other sizes: the first ones load and compile."""
+"""Media of a modality before their times predict other sizes: the first ones load and compile."""
 _BASE_COST: Final = 1000
-"""A processor takes about as long as decoding a million pixels does, however few there are. Without it, what
-small ones took would let one fear hours of a large one."""
+"""A processor takes about as long as decoding a million pixels, for any size. Without it, the time of small
+images would predict hours for a large one."""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
 class _ModalityState:
-    """One modality's lane time is measured apart: a pixel of a video is not a pixel of a PNG."""
+    """A modality, as the admission's tower: each has its own lane time, as a pixel of a video and one of a
+    PNG take different times."""
 
     prepared = 0
-    """Media of it that were prepared."""
+    """Prepared media of this modality."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _LaneTask:
-    """What a lane is to do."""
+    """A lane's work on one medium."""
 
     run: Callable[[PreprocessContext], Any]
     budget_share: BudgetShare
@@ -66,15 +67,15 @@ class _LaneTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """Of one medium's decoding."""
+    """Limits of decoding one medium."""
 
     decode_s: float = 30.0
     max_bytes: int = 4 << 30
-    """Address space of a process that decodes."""
+    """Address space of a decoding process."""
 
 
 class QueueTurn(Generic[ResultT]):
-    """A place in the queue. `leave` whenever nobody waits any more."""
+    """A place in the queue. Call `cancel` when the request is given up."""
 
     def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
         self.future = future
@@ -82,7 +83,7 @@ class QueueTurn(Generic[ResultT]):
 
 
 class DecodeLanes:
-    """Thread-safe; `close` ends its threads and processes. None is started before it is needed."""
+    """Thread-safe; `close` ends its threads and processes. They start with the first medium."""
 
     def __init__(
         self,
@@ -131,10 +132,10 @@ class DecodeLanes:
         deadline_s: float,
         budget_share: BudgetShare,
     ) -> QueueTurn[ResultT] | AdmissionRefusal:
-        """Have `run` called in a lane when its turn comes, or hear at once why it cannot be in time.
+        """Call `run` in a lane when its turn comes; or why it cannot be done in time.
 
-        `cost` is a guess of `work_of` its header. `run` is given what decodes; what it raises, the future
-        raises. The future raises EncoderRefused("too_late") where the turn came too late.
+        `cost` is a guess of the header's `work_of`. The future has the result of `run`, or raises its error,
+        or EncoderRefused("too_late") where the turn came too late.
         """
         self._start()
         request = EncodeRequest(
@@ -175,7 +176,7 @@ class DecodeLanes:
         return self._admission.predicted_s(self._classes, self._batcher)
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """The same for one class."""
+        """`predicted_s` of one class."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def queue(self) -> Queue:
@@ -183,25 +184,25 @@ class DecodeLanes:
         return self._batcher.queue()
 
     def ready(self) -> bool:
-        """Whether who comes now has a prospect: some lane has finished something of late, or is free."""
+        """Whether a medium that comes now would be decoded soon: a lane is free, or finished one lately."""
         running = self._batcher.load().running
         now = self._clock()
         stuck = len(running) >= self._lanes and all(now - task.begun_s > STUCK_S for task in running)
         return not (stuck or self._broken or self._closed)
 
     def pids(self) -> list[int]:
-        """Of the processes that decode."""
+        """Process ids of the decoding processes."""
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def start_processes(self) -> None:
-        """Start every process, so that nobody waits for it. Raises EncoderRefused."""
-        # With one class there is nobody for the lane more.
+        """Start every process, so that the first media do not wait for them. Raises EncoderRefused."""
+        # With one class no job could use the extra lane.
         wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
         with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
             list(starting.map(DecoderProcess.start, wanted))
 
     def close(self) -> None:
-        """End whatever is being decoded, and everything else."""
+        """Stop all decoding, and end threads and processes."""
         self._closed = True
         for process in self._processes:
             process.stop()
@@ -246,7 +247,7 @@ class DecodeLanes:
             self._replace(process)
 
     def _replace(self, process: DecoderProcess) -> None:
-        """Have a new process where the last job ended it, before this lane takes another one."""
+        """Start a new process where the last job ended it, before this lane takes another."""
         if process.lost and not self._closed:
             try:
                 process.start()
@@ -283,7 +284,7 @@ class DecodeLanes:
         if error is not None:
             task.future.set_exception(error)
         else:
-            # What was refused or killed on its way tells nothing of what one that is not takes.
+            # Only finished jobs are measured: refused and killed ones end early.
             self._admission.computed([job], now - began)
             if isinstance(job.tower, _ModalityState):
                 job.tower.prepared += 1
@@ -308,5 +309,5 @@ class DecodeLanes:
 
 
 def work_of(header: MediumHeader) -> int:
-    """What it costs: thousands of pixels or samples to decode, and what every medium costs."""
+    """Cost of a medium: thousands of pixels or samples to decode, and a constant."""
     return _BASE_COST + round(header.work / 1000)

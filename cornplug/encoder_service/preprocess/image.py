@@ -1,4 +1,4 @@
-"""Images: Pillow, vLLM's rule (`media`), and the checkpoint's image processor."""
+"""Images: decoded by vLLM's rule (`media.image`), through the checkpoint's image processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
-"""Of images that show how large the inputs are that a processor makes of small ones, and of large ones."""
+"""Of the images that show how large a processor's outputs are, for small and for large images."""
 _MOST_A_PIXEL: Final = 24
 """Bytes of inputs a pixel, of families that resize nothing: float32, and each frame twice."""
 _PIXELS_NOT_SIDES: Final = 100_000
@@ -28,7 +28,7 @@ _PIXELS_NOT_SIDES: Final = 100_000
 
 
 class ImagePreprocessor:
-    """Reads images for one model. Raises CheckpointError("bad_config") without an image processor."""
+    """Preprocesses images for one model. Raises CheckpointError("bad_config") without an image processor."""
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         path = loaded.checkpoint.path
@@ -50,7 +50,7 @@ class ImagePreprocessor:
         return self._preprocess(context.decoder.image(data, self._max_pixels, on_header, self._formats))
 
     def read_for_sglang(self, data: bytes, context: PreprocessContext = IN_PROCESS) -> PreprocessorOutput:
-        """The same as an SGLang server would make it."""
+        """`read`, with the pixels that an SGLang server would receive."""
         on_header = context.on_header(self._prepared_bytes)
         return self._preprocess(
             context.decoder.image_for_sglang(data, self._max_pixels, on_header, self._formats)
@@ -78,15 +78,13 @@ class ImagePreprocessor:
         try:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
-            # Processors refuse shapes of theirs so, e.g. an aspect ratio of over 200 to 1.
-            raise MediaError(
-                f"the model's processor refuses this picture: {e}", reason="unprocessable"
-            ) from e
+            # So processors refuse some shapes, e.g. an aspect ratio of over 200 to 1.
+            raise MediaError(f"the model's processor refuses this image: {e}", reason="unprocessable") from e
         return PreprocessorOutput(digest=digest_rgb(image), inputs=dict(made))
 
 
 def _most_pixels(processor: Any) -> int | None:
-    """How many pixels an image has at most once it is resized, where the processor's settings say so."""
+    """Most pixels of an image after resizing, where the processor's settings say so."""
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")
     return longest if isinstance(longest, int) and longest > _PIXELS_NOT_SIDES else None

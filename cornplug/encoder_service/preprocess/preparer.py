@@ -1,4 +1,4 @@
-"""From a medium's bytes to a request of the encoder: decode, digest, preprocess, name the key."""
+"""From a medium's bytes to a request of the encoder: decode, digest, preprocess, make the key."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 
 APP: Final = "http"
-"""In whose name media that came by HTTP are stored."""
+"""App of the entries of media that come by HTTP."""
 SGLANG: Final = "sglang"
-"""And those of SGLang's servers, by its own protocol."""
+"""App of the entries of SGLang's servers, by SGLang's protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
     dtype: str
-    """Of the embedding, as torch names it."""
+    """The embedding's dtype, by torch's name."""
     media_digest: bytes
     """The media digest."""
 
@@ -50,7 +50,7 @@ PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], Med
 
 
 class MediaPreparer:
-    """Thread-safe. What reads media is made at once, without any code of a checkpoint.
+    """Thread-safe. Preprocessors are built when a model is loaded, and run no code of a checkpoint.
 
     Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
     """
@@ -59,7 +59,7 @@ class MediaPreparer:
         self._registry = registry
         self._secret = secret
         self._limits = limits
-        # By the identity that they prepare for, never by name: a reload may change what a name means.
+        # By model identity, never by name: a reload may give a name another model.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
@@ -74,13 +74,13 @@ class MediaPreparer:
         sampling: FrameSampling = ENGINE_SAMPLING,
         context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
-        """A request for the medium in `data`, as this model's engine would make it.
+        """The request for the medium in `data`, as this model's engine would make it.
 
-        `sampling` says which frames of a video; the key follows from the frames and their times. `bench`
-        decodes, and objects.
+        `sampling` chooses the frames of a video; the key follows from the frames and their times. `context`
+        decodes, and may refuse.
 
-        Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and
-        MediaError as the modality's reader.
+        Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and MediaError as
+        the modality's preprocessor.
         """
         loaded = self._loaded(model)
         if modality != "video" and sampling != ENGINE_SAMPLING:
@@ -98,9 +98,10 @@ class MediaPreparer:
         sampling: FrameSampling = ENGINE_SAMPLING,
         context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
-        """A request for a video given as its frames, `sampling.fps` of them a second (1): all are taken.
+        """The request for a video given as its frames, `sampling.fps` of them a second (1). All frames are
+        taken.
 
-        Raises as `prepare`, and as `clips.decode_frames`.
+        Raises as `prepare`, and as `video.decode_frames`.
         """
         if sampling.num_frames is not None:
             raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
@@ -119,7 +120,7 @@ class MediaPreparer:
         deadline_s: float,
         context: PreprocessContext = IN_PROCESS,
     ) -> PreprocessedMedium:
-        """The same for an image as an SGLang server of this model would make it. Raises as `prepare`."""
+        """`prepare` for an image, as an SGLang server of this model would make it."""
         loaded = self._loaded(model)
         preprocessor = self._preprocessor(loaded, "image")
         assert isinstance(preprocessor, ImagePreprocessor)
@@ -173,14 +174,15 @@ class MediaPreparer:
 
 
 def unknown_model(model: str) -> EncoderRefused:
-    """Names of others are folders as often as not: they are for who may list them."""
+    """The refusal. It lists no other model: names are often folders, which are only for callers that may list
+    models."""
     return EncoderRefused(
         f"model: {model[:200]!r} is not served; GET /v1/models lists what is", reason="unknown_model"
     )
 
 
 def medium_bytes(field: str, text: str) -> bytes:
-    """A medium out of a JSON text: base64, or a data URL with base64. Nothing is fetched.
+    """A medium out of a JSON text: base64, or a data URL with base64. Remote URLs are not fetched.
 
     Raises EncoderRefused("bad_input") or ("remote_url").
     """

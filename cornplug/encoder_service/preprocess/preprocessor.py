@@ -1,4 +1,4 @@
-"""The seam of every modality: bytes -> digest and tower inputs, as the model's engine would make them."""
+"""The interface of every modality: bytes -> digest and tower inputs, as the model's engine makes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cornplug.errors import EncoderRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumLimits:
-    """What a medium may be at most, after decoding."""
+    """Largest accepted media, after decoding."""
 
     max_pixels: int = 64_000_000
     max_audio_s: float = 600.0
@@ -41,7 +41,7 @@ class MediumLimits:
             image_formats=config.formats(),
         )
 
-    def clips(self) -> VideoLimits:
+    def video_limits(self) -> VideoLimits:
         return VideoLimits(
             max_s=self.max_video_s,
             max_frames=self.max_frames,
@@ -52,9 +52,9 @@ class MediumLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameSampling:
-    """Which frames of a video a request wants; with nothing said, those that the model's engine takes.
+    """The frames that a request wants of a video; by default those that the model's engine takes.
 
-    Raises EncoderRefused("bad_input") for both at once, and for none or less.
+    Raises EncoderRefused("bad_input") for both fields at once, and for values of 0 or less.
     """
 
     fps: float | None = None
@@ -71,12 +71,12 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessorOutput:
-    """One medium, read."""
+    """Digest and tower inputs of one medium."""
 
     digest: bytes
     """The media digest, 32 bytes."""
     inputs: Mapping[str, torch.Tensor]
-    """What the tower takes, by the processor's names."""
+    """The tower's inputs, by the processor's names."""
 
 
 def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
@@ -85,30 +85,30 @@ def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessContext:
-    """What one medium is prepared with."""
+    """A decoder, and a check of each medium's header."""
 
     decoder: MediumDecoder
     admit: Callable[[MediumHeader, int], None] = _admit_any
-    """Hears what the header says, and the most bytes that its inputs would take, before anything is
-    decoded; what it raises ends the reading."""
+    """Called with the header and the most bytes that its inputs would take, before anything is decoded; an
+    error that it raises ends the preprocessing."""
 
     def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
-        """For the decoder, with what the reader knows of the bytes."""
+        """`admit` as the decoder calls it; `prepared_bytes` gives the bytes of a header's inputs."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
 IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
-"""For media that are no stranger's."""
+"""Decodes in this process: for trusted media."""
 
 
 class MediaPreprocessor(Protocol):
-    """Of one model and modality. Thread-safe, and runs no code of a checkpoint."""
+    """The preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
     def read(
         self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
-        """`sampling` is for videos; others have nothing to sample.
+        """Digest and inputs of a medium. `sampling` is for videos.
 
-        Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's
-        processor takes no such medium; and what `bench` raises.
+        Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's processor takes
+        no such medium; and errors of `context`.
         """

@@ -1,4 +1,4 @@
-"""Videos: decoded (`clips`), sampled as the model's engine would, through its video processor."""
+"""Videos: decoded, sampled as the model's engine would, through its video processor."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _MAX_FPS: Final = 30.0
 _MIN_FRAMES: Final = 4
 _MAX_FRAMES: Final = 768
 _BYTES_A_PIXEL: Final = 12
-"""Of inputs, at most: float32, where nothing is made smaller."""
+"""Bytes of inputs, at most: float32, without resizing."""
 _PATCH: Final = 2
 """Frames that the tower sees as one; of the Qwen families."""
 
 
 class VideoPreprocessor:
-    """Reads videos for one model. Raises CheckpointError("bad_config") without a video processor."""
+    """Preprocesses videos for one model. Raises CheckpointError("bad_config") without a video processor."""
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         checkpoint = loaded.checkpoint
@@ -43,7 +43,7 @@ class VideoPreprocessor:
         if kind not in SAMPLERS:
             raise CheckpointError(f"{checkpoint.path}: {kind} is not served", reason="bad_config")
         self._sampler = SAMPLERS[kind]
-        self._limits = limits.clips()
+        self._limits = limits.video_limits()
         try:
             self._processor: Any = AutoVideoProcessor.from_pretrained(
                 checkpoint.path, local_files_only=True, trust_remote_code=False
@@ -55,8 +55,8 @@ class VideoPreprocessor:
         self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
     ) -> PreprocessorOutput:
         on_header = context.on_header(_prepared_bytes)
-        clip = context.decoder.video(data, lambda s: self._sampler(s, sampling), self._limits, on_header)
-        return self._preprocess(clip)
+        video = context.decoder.video(data, lambda s: self._sampler(s, sampling), self._limits, on_header)
+        return self._preprocess(video)
 
     def read_images(
         self, images: Sequence[bytes], fps: float, context: PreprocessContext = IN_PROCESS
@@ -65,13 +65,13 @@ class VideoPreprocessor:
         on_header = context.on_header(_prepared_bytes)
         return self._preprocess(context.decoder.frames(images, fps, self._limits, on_header))
 
-    def _preprocess(self, clip: VideoFrames) -> PreprocessorOutput:
-        frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
+    def _preprocess(self, video: VideoFrames) -> PreprocessorOutput:
+        frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         except ValueError as e:
             raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
-        return PreprocessorOutput(digest=clip.digest(), inputs=dict(made))
+        return PreprocessorOutput(digest=video.digest(), inputs=dict(made))
 
 
 def _prepared_bytes(header: MediumHeader) -> int:
@@ -110,4 +110,4 @@ SAMPLERS: Final[Mapping[str, Sampler]] = {
     "Qwen2_5_VLVideoProcessor": _qwen2,
     "Qwen3VLVideoProcessor": _qwen3,
 }
-"""By the class of a checkpoint's video processor, as vLLM chooses its own."""
+"""By the class of a checkpoint's video processor, as in vLLM."""

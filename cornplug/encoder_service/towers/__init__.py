@@ -1,4 +1,4 @@
-"""Finds the class that runs a family: `ModelFamily.tower_class`, imported when it is asked for."""
+"""Finds a family's `TowerArchitecture`: `ModelFamily.tower_class`, imported on first use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def architecture(family: ModelFamily) -> TowerArchitecture:
 
 
 def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
-    """What turns samples into this checkpoint's tower inputs.
+    """The extractor of this checkpoint's tower inputs from samples.
 
-    Raises CheckpointError("bad_config") for a family that hears nothing, or a feature extractor
-    that is not served.
+    Raises CheckpointError("bad_config") for a family without audio, or a feature extractor that is not
+    served.
     """
     found = getattr(architecture(checkpoint.family), "feature_extractor", None)
     if found is None:

@@ -1,10 +1,10 @@
-"""The seam of every tower: validated inputs -> features -> embeddings.
+"""The interface of every tower: validated inputs -> features -> embeddings.
 
-    wire tensors ──prepare──> Item ──encode──> features ──project──> embedding
-                              (CPU)            (rows, width)         (rows, hidden)
-                                  └─ shared by models ─┘  └─ per model ─┘
+    wire tensors ──prepare──> TowerItem ──encode──> features ──project──> embedding
+                              (CPU)                 (rows, width)         (rows, hidden)
+                                  └─ shared by models ─┘       └─ per model ─┘
 
-A family names its `TowerArchitecture` in `Family.tower_class`; several may share one.
+A family names its `TowerArchitecture` in `ModelFamily.tower_class`; several may share one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class TowerItem:
     digests: tuple[bytes, ...]
     """`identity.array_digest` of each of `tensors`, for `identity.feature_key`."""
     tokens: int
-    """Rows that attention sees: what a batch's budget counts."""
+    """Rows that attention sees: the unit of a batch's budget."""
     geometry: tuple[int, ...] = ()
-    """What the projector needs to know of the medium besides its features (tiles, image size)."""
+    """Facts of the medium that the projector needs besides its features (tiles, image size)."""
 
 
 class Tower(Protocol):
     """Weights up to the cut. Called by one thread only, except `prepare`.
 
-    A replica, which is a process of its own, loads its own from the checkpoint (`replica.py`).
+    Each replica, as a process, loads it from the checkpoint (`replicas.worker_main`).
     """
 
     def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
@@ -46,7 +46,7 @@ class Tower(Protocol):
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Features of each item, shape (rows, width). The same as one by one."""
+        """Features of each item, shape (rows, width), equal to those of each item alone."""
 
 
 class Projector(Protocol):
@@ -57,7 +57,7 @@ class Projector(Protocol):
         """Width of an embedding row."""
 
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Embeddings, shape (rows, hidden_size) each, contiguous. `items`: whose features they are."""
+        """Embeddings, shape (rows, hidden_size) each, contiguous. `items`: the media of `features`."""
 
 
 class TowerArchitecture(Protocol):

@@ -1,4 +1,4 @@
-"""Between wire tensors, torch and bytes, with every check that a stranger's bytes need."""
+"""Converts wire tensors and bytes to torch, with every check that untrusted bytes need."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ INTEGERS: Final = ("int64", "int32")
 
 
 def float_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a model. ConfigError for anything that is no floating dtype we know."""
+    """torch's dtype of a model. ConfigError for any but the known floating dtypes."""
     if name not in FLOATS:
         raise ConfigError("--dtype", f"{name!r} is unknown", f"Write one of {', '.join(FLOATS)}.")
     return DTYPES[name]
 
 
 def bad_input(field: str, problem: str) -> EncoderRefused:
-    """The one form of a complaint about inputs: the field first."""
+    """The refusal of an input: its message names the field first."""
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
@@ -48,10 +48,10 @@ def check_names(inputs: Mapping[str, WireTensor], wanted: Iterable[str]) -> None
 
 
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
-    """A torch tensor of its own memory.
+    """A torch tensor that owns its memory.
 
-    Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions,
-    bytes that do not fill the shape, NaN or infinity.
+    Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions, bytes that do not
+    fill the shape, NaN or infinity.
     """
     if tensor.dtype not in accepted:
         raise bad_input(field, f"dtype {tensor.dtype!r}, want one of {', '.join(accepted)}")
@@ -71,9 +71,9 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
 
 
 def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The rows of all parts, one part behind another, on the device.
+    """The rows of all parts, concatenated on the device.
 
-    `compute.InProcess` has brought parts to CUDA before, through pinned memory: here nothing is staged.
+    `InProcessExecutor` has copied parts to CUDA before, through pinned memory: here they are not staged.
     """
     return torch.cat([part.to(device) for part in parts])
 

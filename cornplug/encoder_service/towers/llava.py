@@ -1,7 +1,7 @@
 """The LLaVA families: hidden states of CLIP or SigLIP, then linear, activation, linear.
 
-LLaVA-NeXT and -OneVision put an image's projected tiles together again, drop the rows of
-its padding and end each line with a learned newline: all behind the projector.
+LLaVA-NeXT and -OneVision assemble an image's projected tiles, drop the rows of its padding and end each line
+with a learned newline: all behind the projector.
 """
 
 from __future__ import annotations

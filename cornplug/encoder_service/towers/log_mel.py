@@ -1,4 +1,4 @@
-"""From samples to what a Whisper tower takes, as the engines call transformers' feature extractor."""
+"""From samples to the inputs of a Whisper tower, as the engines call transformers' feature extractor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogMelFeatures(Protocol):
 
 
 class PaddedLogMel:
-    """Qwen2-Audio's: 30 s, filled up with silence, cut off beyond (vLLM passes truncation=True)."""
+    """Qwen2-Audio's: 30 s, padded with silence, truncated beyond (vLLM passes truncation=True)."""
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
         self._extractor = whisper_extractor(preprocessor)
@@ -55,10 +55,10 @@ class PaddedLogMel:
 
 
 class ChunkedLogMel:
-    """Ultravox's: as long as the sound is, cut into chunks of the tower's context.
+    """Ultravox's: of the audio's length, cut into chunks of the tower's context.
 
     Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here: at
-    least two hops, padded to whole hops; a chunk after the first is filled up with zeros.
+    least two hops, padded to whole hops; a chunk after the first is padded with zeros.
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
@@ -91,11 +91,11 @@ class ChunkedLogMel:
 
 
 _MIN_FRAMES: Final = 3
-"""Two convolution strides and a pooling leave nothing of fewer."""
+"""Two convolution strides and a pooling leave no row of fewer."""
 
 
 def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:
-    """The feature extractor of a checkpoint's JSON, the very one that its identity names.
+    """transformers' feature extractor of a checkpoint's JSON, as its identity names it.
 
     Raises CheckpointError("bad_config") for one of another class.
     """

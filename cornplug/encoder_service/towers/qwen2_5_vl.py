@@ -1,7 +1,7 @@
-"""Qwen2.5-VL: blocks that look inside windows, some inside whole frames; then Qwen2-VL's kind of merger.
+"""Qwen2.5-VL: blocks that attend inside windows, some inside whole frames; then Qwen2-VL's kind of merger.
 
-Rows are sorted by window once, before the first block, and back after the last. Blocks are
-transformers' own, but for attention (`varlen`) and norms, which torch computes in one kernel.
+Rows are sorted by window once, before the first block, and back after the last. Blocks are transformers' own,
+but for attention (`varlen_attention`) and norms, which torch computes in one kernel.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Qwen25Vl:
 
 
 class Qwen25VlTower:
-    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, hidden_size)."""
+    """Patches of an image or a video (`PatchInputs`) -> (patches, hidden_size)."""
 
     def __init__(
         self,
@@ -98,9 +98,10 @@ class Qwen25VlTower:
         return list(hidden[back].split([item.tokens for item in items]))
 
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The patches of all items, window by window, and the patches of each window.
+        """The patches of all items, window by window, and the number of patches of each window.
 
-        Inside a frame the whole windows come first, then those cut at an edge: equals side by side.
+        Inside a frame the whole windows come first, then those cut at an edge: windows of one size lie side
+        by side.
         """
         merge = self._inputs.merge
         groups, ends = get_vision_window_index(

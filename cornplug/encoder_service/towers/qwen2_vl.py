@@ -1,7 +1,7 @@
 """Qwen2-VL: native-resolution blocks (the tower), then the 2x2 merger (the projector).
 
-Images and videos of any size lie one behind another in a batch, without padding. Blocks are
-transformers' own, but for their attention (`varlen`).
+Images and videos of any size are concatenated in a batch, without padding. Blocks are transformers' own, but
+for their attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Qwen2Vl:
 
 
 class Qwen2VlTower:
-    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, embed_dim)."""
+    """Patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
     embedding  (rows, hidden * (1 + levels)):    merged, in the same order
 
 An embedding row is laid out as vLLM keeps it (Qwen3_VisionTransformer.forward, 0.32): the LLM adds
-the levels to its first layers. Blocks are transformers' own, but for their attention (`varlen`).
+the levels to its first layers. Blocks are transformers' own, but for their attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Qwen3Vl:
 
 
 class Qwen3VlTower:
-    """Patches of an image or a video (`patches.PatchInputs`) -> (patches, width * (1 + levels))."""
+    """Patches of an image or a video (`PatchInputs`) -> (patches, width * (1 + levels))."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class _Mergers(nn.Module):
 
 
 def _merger_name(name: str) -> str:
-    """Below the published prefixes only numbers tell a level's merger from the last layer's."""
+    """A merger's name in `_Mergers`: below the published prefixes only the levels' mergers begin with a
+    number."""
     return f"deepstack.{name}" if name[0].isdigit() else f"last.{name}"
 
 

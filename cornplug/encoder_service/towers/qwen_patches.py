@@ -1,4 +1,4 @@
-"""What Qwen's towers take: an image or a video as rows of patches, with its grid of (frames, height, width).
+"""Inputs of Qwen's towers: an image or a video as rows of patches, with its grid of (frames, height, width).
 
 Patches lie frame by frame; inside a frame, 2x2 of them that one row of the LLM covers lie together.
 A frame here is `temporal_patch_size` frames of the video; an image is one frame.
@@ -34,12 +34,13 @@ class PatchInputs:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
-        """Those of a tower with this vision config of transformers."""
+        """The checks for a tower with this vision config of transformers."""
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
     def item(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
-        """`pixel_values` (patches, values) and `image_grid_thw` (3,), or the same of a video.
+        """The item of `pixel_values` (patches, values) and `image_grid_thw` (3,), or a video's fields of that
+        kind.
 
         Raises EncoderRefused("bad_input").
         """
@@ -67,7 +68,7 @@ class PatchInputs:
 
 
 def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """All patches, one item behind another, on the device; all grids (items, 3), on the CPU."""
+    """All patches, concatenated, on the device; all grids (items, 3), on the CPU."""
     pixels = input_checks.concat_on_device([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
 
@@ -78,22 +79,23 @@ def frames(grids: torch.Tensor) -> list[int]:
 
 
 def embed_patches(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
-    """(patches, width): `proj`, whose kernel covers a patch, as the one matmul that it is.
+    """(patches, width): `proj`, whose kernel covers a patch, as one matmul.
 
-    As a convolution over thousands of single patches it takes longer than a whole block.
+    A convolution over thousands of single patches takes longer than a whole block.
     """
     return linear(pixels, proj.weight.flatten(1), proj.bias)
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines for `varlen.turned`, by the rotary module of the family in transformers."""
+    """Cosines and sines for `apply_rotary`, by the family's rotary module in transformers."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self._rotary = rotary
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(patches, 2) rows and columns -> two of (patches, head_dim / 2), float32, on `like`'s device."""
+        """(patches, 2) rows and columns -> cosines and sines, (patches, head_dim / 2) each, float32, on
+        `like`'s device."""
         cos, sin = self._rotary(like, positions.to(like.device))
         # transformers repeats them for the second half.
         half = cos.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""Towers over square tiles: an image is one tile or several, which lie one behind another in a batch.
+"""Towers over square tiles: an image is one tile or several, which are concatenated in a batch.
 
 pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) an item
 """
@@ -34,14 +34,14 @@ class TileLayers(Protocol):
 
 
 class TilingRule(Protocol):
-    """How many tiles an image has, and what its projector is to know."""
+    """The number of an image's tiles, and the geometry for its projector."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The inputs that it wants."""
+        """Names of the tower's inputs."""
 
     def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
-        """The number of tiles that count, of the `tiles` that were sent, then what else there is.
+        """(tiles to compute of the `tiles` in the input, *facts for the projector).
 
         Raises EncoderRefused("bad_input").
         """
@@ -49,7 +49,7 @@ class TilingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyTiles:
-    """As many tiles as were sent, `most` of them."""
+    """All tiles of the input, `most` of them at most."""
 
     most: int | None = None
     names: tuple[str, ...] = ("pixel_values",)
@@ -62,9 +62,9 @@ class AnyTiles:
 
 @dataclass(frozen=True, slots=True)
 class PinpointTiling:
-    """The whole image, then tiles of the best of some resolutions. (tiles, down, across, height, width)
+    """The whole image, then tiles of the best of some resolutions: (tiles, down, across, height, width).
 
-    What was sent may have empty tiles behind: processors fill up to the longest of a batch.
+    The input may have empty tiles at the end: processors pad to the longest of a batch.
     """
 
     resolutions: tuple[tuple[int, int], ...]
@@ -75,12 +75,10 @@ class PinpointTiling:
     def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
         size = input_checks.from_wire("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
-            raise input_checks.bad_input(
-                "image_sizes", f"shape {tuple(size.shape)}, want (2,) for one picture"
-            )
+            raise input_checks.bad_input("image_sizes", f"shape {tuple(size.shape)}, want (2,) for one image")
         height, width = (int(side) for side in size.reshape(2).tolist())
         if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
-            raise input_checks.bad_input("image_sizes", f"{height} x {width} is no picture's size")
+            raise input_checks.bad_input("image_sizes", f"{height} x {width} is no image's size")
         best = select_best_resolution((height, width), self.resolutions)
         down, across = best[0] // self.side, best[1] // self.side
         wanted = 1 + down * across
@@ -92,7 +90,7 @@ class PinpointTiling:
 
 
 class TileTower:
-    """`pixel_values` (tiles, 3, side, side), or (3, side, side), and what the tiling wants."""
+    """`pixel_values` (tiles, 3, side, side), or (3, side, side), and the tiling's other inputs."""
 
     def __init__(
         self, layers: TileLayers, tiling: TilingRule, *, dtype: torch.dtype, device: torch.device

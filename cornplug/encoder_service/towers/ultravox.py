@@ -2,10 +2,9 @@
 
     (chunks, bins, frames) ──encoder──> (chunks x rows, width) ──stack 8, SwiGLU──> (tokens, hidden)
 
-As vLLM 0.32 has it (vllm/model_executor/models/ultravox.py): a sound of one chunk has as many
-rows as it has frames for, and the last stack is filled up with zeros. Of a longer sound every
-chunk is filled up to the tower's context; the filling attends to itself, and its first rows
-reach the last stack.
+As in vLLM 0.32 (vllm/model_executor/models/ultravox.py): audio of one chunk has as many rows as it has frames
+for, and the last stack is padded with zeros. In longer audio every chunk is padded to the tower's context;
+the padding attends to itself, and its first rows reach the last stack.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class UltravoxTower:
             )
         if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
             raise input_checks.bad_input("audio_lens", f"want {chunks} lengths of 1 to {frames} frames")
-        if chunks == 1:  # what an engine pads for its other sounds is none of this one's
+        if chunks == 1:  # an engine pads it for its other audio: not part of this one
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
         lens = lens.to(torch.int64)
@@ -121,7 +120,7 @@ class StackingProjector:
         return list(out.split([len(stack) for stack in stacks]))
 
     def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
-        """(tokens, width x stack) of one sound: the stacks that its own rows reach into."""
+        """(tokens, width x stack) of one medium: the stacks that its own rows reach into."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
         stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)

@@ -1,10 +1,10 @@
 """Attention inside the segments of a packed batch: nothing is padded, nothing is gathered.
 
-    rows of all items, one behind another   [aaaaaa][bb][bb][bb][cccc]
+    rows of all items, concatenated         [aaaaaa][bb][bb][bb][cccc]
     on CUDA, half precision                 one call of a variable-length kernel
-    elsewhere                               one call a run of equals: [aaaaaa], [bb][bb][bb], [cccc]
+    elsewhere                               one call a run of one length: [aaaaaa], [bb][bb][bb], [cccc]
 
-A tower of windows has hundreds of segments, of few lengths: it lays equals side by side.
+A tower of windows has hundreds of segments, of few lengths: it lays those of one length side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class SegmentOffsets:
-    """Where each segment of a packed batch lies. Made once a batch, used by every layer."""
+    """Offsets of the segments of a packed batch. Made once a batch, used by every layer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """`lengths` in rows, in the order of the rows. ValueError for one below 1."""
@@ -44,7 +44,7 @@ class SegmentOffsets:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, slice], ...]:
-        """(length, rows) of neighbours of one length."""
+        """(length, rows) of each run of neighbours of one length."""
         out = []
         first = 0
         for length, neighbours in groupby(self._lengths):
@@ -77,7 +77,7 @@ def batched_attention(
 
 
 def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
-    """Whether FlashAttention-2's variable-length kernels take it, torch's and flash_attn's alike."""
+    """Whether FlashAttention-2's variable-length kernels support it, torch's and flash_attn's alike."""
     return dtype in _HALVES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and capability >= _AMPERE
 
 
@@ -108,8 +108,8 @@ def _function(module: str, name: str) -> Any:
 class PackedAttention(nn.Module):
     """Stands in for `attn` in transformers' vision blocks: the same weights, without its loop.
 
-    A block hands on what it is given as `cu_seqlens` and `position_embeddings`: here `SegmentOffsets`,
-    and cosines and sines of (rows, head_dim / 2) in float32.
+    A block passes its `cu_seqlens` and `position_embeddings` on: here `SegmentOffsets`, and cosines and sines
+    of (rows, head_dim / 2) in float32.
     """
 
     def __init__(self, width: int, heads: int) -> None:

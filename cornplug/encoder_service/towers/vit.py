@@ -1,4 +1,4 @@
-"""CLIP's and SigLIP's layers, no deeper than wanted; transformers' own, with SDPA for attention."""
+"""CLIP's and SigLIP's layers, as deep as needed; transformers' own, with SDPA for attention."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers made on the meta device. Raises as `weights.fill`."""
+    """Load the tower's weights into layers made on the meta device. Raises as `weight_loader.fill`."""
     weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # Not a weight, so on the meta device still.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]

@@ -26,14 +26,14 @@ def fill(
     device: torch.device,
     unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Load every parameter of `module` from where `Checkpoint.locate` found it.
+    """Load every parameter of `module` from the place that `Checkpoint.locate` found.
 
     Args:
         located: normalised name -> (file, name in the file).
         unused: names of the checkpoint that this module does without (layers past the cut).
 
-    Raises CheckpointError with reason "bad_tensors" that names tensors which are missing, which
-    nobody asked for, or whose shape or kind is not the module's; "unreadable" for a bad file.
+    Raises CheckpointError with reason "bad_tensors" that names tensors which are missing, unused, or of
+    another shape or kind than the module's; "unreadable" for a bad file.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())

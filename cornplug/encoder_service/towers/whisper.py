@@ -1,7 +1,7 @@
-"""Whisper's encoder on sounds of any length, and Qwen2-Audio, which halves its rows.
+"""Whisper's encoder on audio of any length, and Qwen2-Audio, which halves its rows.
 
-Sounds lie one behind another in a batch, each with the rows that it has: silence that a
-processor adds to fill 30 seconds is never computed where the reference masks it out anyway.
+Audio is concatenated in a batch, each medium with its own rows: silence that a processor adds to fill
+30 seconds is never computed where the reference masks it out anyway.
 
     mel (bins, frames) ──two convolutions──> rows = frames / 2, with positions ──layers──> rows
 """
@@ -27,7 +27,7 @@ from cornplug.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperShape:
-    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that the network has."""
+    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that shape the encoder."""
 
     num_mel_bins: int
     encoder_layers: int

@@ -1,1 +1,1 @@
-"""Decoding in processes of its own: what a stranger's bytes can do to a decoder, they do to nobody else."""
+"""Decoding in separate processes: a stranger's bytes can harm only their own decoder."""

@@ -1,4 +1,4 @@
-"""One decoding process as the service sees it: started when it is needed, killed when it is late."""
+"""One decoding process as the service sees it: started on demand, killed when it is late."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cornplug.encoder_service.preprocess.sandbox import ipc
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
-"""Longest that a process may take to start."""
+"""Longest time in which a process may start."""
 _POLL_S: Final = 0.1
-"""How often who waits for an answer looks whether anybody still wants it."""
+"""How often a thread that waits for an answer checks whether the request still waits."""
 _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""Of the environment: no setting of ours, and no key."""
+"""Environment of the process: no setting of cornplug, and no key."""
 
 OnKilled = Callable[[str], None]
-"""Hears why a process was ended: too_slow, too_late, gone, crashed, stopping."""
+"""Called with the reason of a kill: too_slow, too_late, gone, crashed, stopping."""
 
 
 class DecoderProcess:
-    """For one thread at a time. `stop` may be called by any."""
+    """For one thread at a time. Any thread may call `stop`."""
 
     def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
         self._max_bytes = max_bytes
@@ -39,16 +39,16 @@ class DecoderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs, if one does."""
+        """Of the running process; None without one."""
         return self._process.pid if self._process is not None else None
 
     @property
     def lost(self) -> bool:
-        """Whether one was started and was ended since."""
+        """Whether the last started process has ended."""
         return self._was_started and self._process is None
 
     def start(self) -> None:
-        """Have a process that waits for work. Raises EncoderRefused("internal") where none starts."""
+        """Start a process unless one runs. Raises EncoderRefused("internal") where none starts."""
         if self._process is not None and self._process.poll() is None:
             return
         self._discard()
@@ -84,7 +84,7 @@ class DecoderProcess:
         limit_s: float,
         wanted: Callable[[], bool],
     ) -> AssignedJob:
-        """Give it a job, which it is killed in after `limit_s`, or at `end_s` by the monotonic clock.
+        """Send it a job; it is killed after `limit_s`, or at `end_s` by the monotonic clock.
 
         Raises as `start`.
         """
@@ -104,7 +104,7 @@ class DecoderProcess:
         raise AssertionError("unreachable")
 
     def stop(self) -> None:
-        """End it whatever it does, and start no other."""
+        """End the process in any state, and start no other."""
         self._stopped = True
         process = self._process
         if process is not None and process.poll() is None:
@@ -116,7 +116,7 @@ class DecoderProcess:
         self._discard()
 
     def kill(self, why: str) -> None:
-        """End it in the middle of a job."""
+        """End the process in the middle of a job."""
         self._on_killed("stopping" if self._stopped else why)
         self._discard()
 
@@ -131,7 +131,7 @@ class DecoderProcess:
 
 
 class AssignedJob:
-    """A job that a process has been given."""
+    """A job that a process works on."""
 
     def __init__(
         self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
@@ -142,11 +142,11 @@ class AssignedJob:
         self._wanted = wanted
 
     def kill(self) -> None:
-        """It cannot be believed: let a new process do what comes next."""
+        """Kill the process, whose answers cannot be trusted; a new one takes the next job."""
         self._process.kill("crashed")
 
     def tell(self, message: ipc.DecodeGo | ipc.DecodeStop) -> None:
-        """Raises MediaError("crashed") where the process has ended."""
+        """Send a decision. Raises MediaError("crashed") where the process has ended."""
         assert self._process._sock is not None
         try:
             ipc.send(self._process._sock, message)
@@ -154,11 +154,11 @@ class AssignedJob:
             raise self._crashed() from None
 
     def answer(self) -> tuple[ipc.MediumOpened | ipc.MediumDecoded, int | None]:
-        """What it says next, and the descriptor of its result, which the caller closes.
+        """The next message, and the descriptor of its result, which the caller closes.
 
-        Raises MediaError: what the decoder did, "too_slow", "too_much_memory", "crashed"; and
-        EncoderRefused("too_late") where the request's own deadline was the shorter one, or nobody
-        waits any more.
+        Raises MediaError: as the decoder did, "too_slow", "too_much_memory", "crashed"; and
+        EncoderRefused("too_late") where the request's own deadline was the shorter one, or the request was
+        cancelled.
         """
         message, fd = self._receive()
         if isinstance(message, ipc.DecodeFailed):

@@ -1,4 +1,4 @@
-"""What turns a stranger's bytes into pixels and samples: the seam between readers and the jail."""
+"""Decoders of untrusted bytes: the interface between preprocessors and the sandbox."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _RGB_BYTES: Final = 3 + 4
 """A pixel as it comes from the decoder, and as Pillow has it."""
 _FRAME_BYTES: Final = 3
 _SAMPLE_BYTES: Final = 4 + 4
-"""At its own rate, and at the model's."""
+"""A sample at its own rate, and at the model's."""
 _SAMPLE_WORK: Final = 1.0
 """A sample costs about as much as a pixel: both are some bytes through a codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumHeader:
-    """What a medium will be once decoded."""
+    """Size of a medium once decoded."""
 
     held_bytes: int
-    """Of the pixels or samples that are wanted of it."""
+    """Bytes of the wanted pixels or samples."""
     work: float
-    """Pixels (of every frame up to the last that is wanted) or samples that a decoder has to make."""
+    """Pixels (of every frame up to the last wanted one) or samples that a decoder has to make."""
     pixels: int = 0
-    """Of all that is wanted of it."""
+    """Pixels of all wanted frames."""
     seconds: float = 0.0
 
     @classmethod
@@ -53,16 +53,17 @@ class MediumHeader:
 
 
 OnHeader = Callable[[MediumHeader], None]
-"""Hears a header before anything is decoded; what it raises ends the decoding."""
+"""Called with a header before anything is decoded; an error that it raises ends the decoding."""
 
 
 class MediumDecoder(Protocol):
-    """Raises MediaError as `media`, `sounds` and `clips` do, and what `heard` raises."""
+    """Decodes one medium. Raises MediaError as `media.image`, `audio` and `video` do, and errors of
+    `on_header`."""
 
     def image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
     ) -> Image.Image:
-        """RGB, as the rule of `media` has it."""
+        """RGB, by the rule of `media.image`."""
 
     def image_for_sglang(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
@@ -86,7 +87,7 @@ class MediumDecoder(Protocol):
 
 
 class InProcessDecoder:
-    """Decodes right here: for media that are no stranger's."""
+    """Decodes in this process: for trusted media."""
 
     def image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
@@ -128,9 +129,9 @@ def choose_frames(
     limits: VideoLimits,
     on_header: OnHeader,
 ) -> tuple[int, ...]:
-    """The frames that are wanted, rising, once `heard` has been told of them.
+    """The wanted frames, rising, once `on_header` has accepted them.
 
-    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `heard`.
+    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `on_header`.
     """
     indices = video.sampled(source, choose(source), limits)
     on_header(MediumHeader.of_video(source, indices))
@@ -142,4 +143,4 @@ def _image_header(on_header: OnHeader) -> image.Before:
 
 
 def accept_any(header: MediumHeader) -> None:
-    """Objects to nothing."""
+    """Accepts every header."""

@@ -1,11 +1,11 @@
-"""Between the service and a process that decodes: msgpack messages on a SOCK_SEQPACKET pair, bytes in memfds.
+"""Messages between the service and a decoding process: msgpack on a SOCK_SEQPACKET pair, bytes in memfds.
 
-    PictureJob, SoundJob, ClipJob, FramesJob + a memfd of the bytes ──>
-                         <── Opened: what the header says
-    Go, or Stop ──>
-                         <── Decoded + a memfd of the result,  or Failed, at any time
+    ImageJob, AudioJob, VideoJob, FramesJob + a memfd of the bytes ──>
+                         <── MediumOpened: the header
+    DecodeGo, or DecodeStop ──>
+                         <── MediumDecoded + a memfd of the result,  or DecodeFailed, at any time
 
-A memfd is sealed by who reads it, so that the other side can neither change nor shorten what was checked.
+The reader seals a memfd, so that the other side can neither change nor shorten checked bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VideoJob(msgspec.Struct, frozen=True, tag="video"):
 
 
 class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
-    """A video given as images, which lie one behind another."""
+    """A video given as images, concatenated."""
 
     sizes: tuple[int, ...]
     fps: float
@@ -54,7 +54,7 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
 
 
 class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
-    """Decode it; of a file of video, these frames."""
+    """Decode it; of a video file, these frames."""
 
     indices: tuple[int, ...] = ()
 
@@ -68,7 +68,7 @@ class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """What a header says; 0 where the kind of medium has no such thing."""
+    """The header's fields; 0 where this kind of medium has none."""
 
     width: int = 0
     height: int = 0
@@ -86,7 +86,7 @@ class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Why not: as MediaError."""
+    """A MediaError's reason and message."""
 
     reason: str
     message: str
@@ -98,7 +98,7 @@ FromDecoder = DecoderReady | MediumOpened | MediumDecoded | DecodeFailed
 
 
 def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:
-    """OSError when the other side has gone."""
+    """Send a message. OSError when the other side has gone."""
     body = msgspec.msgpack.encode(message)
     socket.send_fds(sock, [body], [] if fd is None else [fd])
 
@@ -106,7 +106,7 @@ def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None =
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
     """The next message, and the descriptor that came with it, which the caller closes.
 
-    ConnectionResetError at the other side's end, TimeoutError as the socket says.
+    ConnectionResetError when the other side has gone, TimeoutError by the socket.
     """
     body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
     fd = fds[0] if fds else None
@@ -135,7 +135,7 @@ def memory(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def sealed(fd: int, size: int) -> mmap.mmap:
-    """What a memfd holds, which nobody can change any more. Takes the descriptor over.
+    """The bytes of a memfd, made immutable. Takes the descriptor over.
 
     Raises ValueError where it is not `size` bytes, OSError where it cannot be sealed.
     """
@@ -143,7 +143,7 @@ def sealed(fd: int, size: int) -> mmap.mmap:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         if os.fstat(fd).st_size != size or size == 0:
             raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
-        # Private: who writes to it, as torch wants to be able to, writes to a copy.
+        # Private: writes, which torch wants to be possible, go to a copy.
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

@@ -1,8 +1,8 @@
-"""A process that decodes strangers' media, one after another, and has nothing else: no torch, no keys.
+"""The main module of a decoding process: decodes untrusted media, one after another, without torch and keys.
 
-Started by `jail.decoder_process` with its limit of memory in bytes and one end of a socket pair, with
-whose other end it goes. It ends by itself should it decode for longer than it was told to, so that
-nothing goes on when the service was killed.
+Started by `DecoderProcess` with its memory limit in bytes and one end of a socket pair; it ends with the
+other end. It ends by itself when a job takes longer than its limit, so that it does not outlive a killed
+service.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 1 << 20
 _GRACE_S: Final = 2.0
-"""The service kills who is late; this process does so itself when nobody else did."""
+"""The service kills a late process; this process ends itself so much later."""
 
 
 class _JobStopped(Exception):
-    """The service has other uses for the memory that this would take."""
+    """The service needs the memory of this medium for others."""
 
 
 class DecoderLoop:
-    """One job after another, over one socket."""
+    """Runs one job after another, over one socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def run(self) -> None:
-        """Raises OSError once the service has gone."""
+        """Run until the service has gone. Raises OSError then."""
         ipc.send(self._sock, ipc.DecoderReady())
         while True:
             job, fd = ipc.receive(self._sock, ipc.ToDecoder)
             if fd is None or isinstance(job, ipc.DecodeGo | ipc.DecodeStop):
-                continue  # its job has failed meanwhile
+                continue  # a decision about a job that has failed meanwhile
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
                 self._answer(job, _read_all(fd))
@@ -66,7 +66,7 @@ class DecoderLoop:
             os.close(memory)
 
     def _decoded(self, job: ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
-        """The result's shape, and the memfd that it is in."""
+        """The result's shape, and the memfd that holds it."""
         match job:
             case ipc.ImageJob():
                 rgb = self._image(job, data)
@@ -105,7 +105,7 @@ class DecoderLoop:
         return video.decode_frames(images, job.fps, limits, before=before)
 
     def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
-        """Say what there is, and wait until it is wanted: which frames."""
+        """Send the header and wait for the service's decision: the wanted frames."""
         ipc.send(self._sock, opened)
         answer, fd = ipc.receive(self._sock, ipc.ToDecoder)
         if fd is not None:
@@ -116,7 +116,7 @@ class DecoderLoop:
 
 
 def _bands(rgb: Image.Image) -> Iterator[bytes]:
-    """Its pixels, some rows at a time: a whole copy would be as large as the image."""
+    """The pixels, some rows at a time: a whole copy would be as large as the image."""
     rows = max(1, _BAND_BYTES // (3 * rgb.width))
     for top in range(0, rgb.height, rows):
         yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
@@ -149,7 +149,7 @@ def main() -> None:
         try:
             DecoderLoop(sock).run()
         except OSError:
-            pass  # the service has gone, and nobody is left to tell
+            pass  # the service has gone
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A `Decoder` whose work another process does, for one medium: nothing of it is believed unchecked."""
+"""A `MediumDecoder` that decodes one medium in another process, and checks everything the process answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cornplug.errors import MediaError
 
 
 class SandboxedDecoder:
-    """For one medium. `limit_s` bounds its decoding; it is ended at `end_s` (by the monotonic clock) too,
-    and as soon as nobody wants it."""
+    """Decodes one medium. Its process is killed after `limit_s`, at `end_s` (by the monotonic clock), and
+    once `wanted` is false."""
 
     def __init__(
         self, process: DecoderProcess, *, limit_s: float, end_s: float, wanted: Callable[[], bool]
@@ -138,11 +138,11 @@ def _read_header(assigned: AssignedJob) -> ipc.MediumOpened:
     return message
 
 
-def _decide(assigned: AssignedJob, hear: Callable[[], None], indices: Sequence[int] = ()) -> None:
-    """Let it decode, unless `hear` objects."""
+def _decide(assigned: AssignedJob, accept: Callable[[], None], indices: Sequence[int] = ()) -> None:
+    """Let the process decode, unless `accept` raises."""
     going = False
     try:
-        hear()
+        accept()
         going = True
     finally:
         assigned.tell(ipc.DecodeGo(tuple(indices)) if going else ipc.DecodeStop())
@@ -169,4 +169,4 @@ def _read_result(
 
 def _reject(assigned: AssignedJob) -> MediaError:
     assigned.kill()
-    return MediaError("its decoder gave nonsense", reason="crashed")
+    return MediaError("its decoder sent an invalid answer", reason="crashed")
