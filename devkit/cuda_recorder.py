@@ -1,6 +1,6 @@
 """CUDA as far as torch goes without a GPU: FakeTensorMode on "cuda:0", and a record of the operations.
 
-    with fake_cuda(recorder := Recorder()):
+    with record_cuda(recorder := CudaRecorder()):
         tensor = torch.empty(8, device="cuda:0")   # shapes and devices, no values
 
 Name the device with its index: a build of torch without CUDA takes "cuda" for another device.
@@ -26,7 +26,7 @@ _CUDA, _META = 1, 14
 """c10::DeviceType"""
 
 
-class Recorder(TorchDispatchMode):
+class CudaRecorder(TorchDispatchMode):
     """What is done with fake CUDA tensors, and with CUDA itself, in order."""
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def fake_cuda(recorder: Recorder) -> Iterator[None]:
+def record_cuda(recorder: CudaRecorder) -> Iterator[None]:
     """FakeTensorMode with a device "cuda:0", in any build of torch; streams and events only
     record their calls."""
-    _lend_a_guard()
+    lend_device_guard()
     here = threading.local()
 
     def event() -> Any:
@@ -103,7 +103,7 @@ def fake_cuda(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _lend_a_guard() -> None:
+def lend_device_guard() -> None:
     """A build for CPUs has no device guard for CUDA: lend it the one of "meta", which does nothing.
 
     Torch lends itself one in `_ensureCUDADeviceGuardSet`, but only where CUDA is linked in.

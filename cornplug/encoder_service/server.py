@@ -26,7 +26,7 @@ from cornplug.config import Config, EncoderConfig, load
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
 from cornplug.encoder_service.client.endpoints import url_name
-from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore
+from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import DrainState
@@ -213,11 +213,13 @@ def main(argv: Sequence[str]) -> int:
             secret=secret,
             executors=replicas,
             tracing=tracing,
-            max_batch_items=config.encoder.max_batch_items,
-            max_batch_tokens=CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS,
-            max_waiting=config.encoder.max_waiting,
-            max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
-            prepare_threads=config.encoder.prepare_threads,
+            limits=EncoderLimits(
+                max_batch_items=config.encoder.max_batch_items,
+                max_batch_tokens=CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS,
+                max_waiting=config.encoder.max_waiting,
+                max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
+                admission_threads=config.encoder.prepare_threads,
+            ),
             classes=QosClasses(config.qos),
         )
         encoder.meters.registry.register(ReplicaMetrics(replicas))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoImageProcessor
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config, load
-from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.encoder import EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
@@ -116,7 +117,10 @@ def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
 
     def make(store: Any = None, **options: Any) -> EncoderCore:
         cache = ResultCache(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
-        encoder = EncoderCore(options.pop("registry", registry), cache, secret=SECRET, **options)
+        names = {field.name for field in fields(EncoderLimits)}
+        limits = EncoderLimits(**{name: options.pop(name) for name in names & options.keys()})
+        served = options.pop("registry", registry)
+        encoder = EncoderCore(served, cache, secret=SECRET, limits=limits, **options)
         made.append(encoder)
         return encoder
 

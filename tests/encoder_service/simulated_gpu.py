@@ -1,18 +1,16 @@
-"""CUDA without a GPU: torch's FakeTensorMode for what is on a device, real arithmetic for what is not.
+"""A simulated GPU: torch's FakeTensorMode for tensors on the device, real arithmetic for those on the CPU.
 
 FakeTensorMode knows shapes, dtypes and devices, and refuses what a GPU would refuse: operands on two
-devices, an `out` on another one, a number read out of a tensor that is on the device. What lies on the CPU
-is computed for real here, so that grids and lengths can be read, as they are on a GPU's host.
-Streams, events and the current device of each thread are stand-ins that remember what was done.
+devices, an `out` on another one, a number read out of a tensor that is on the device. Tensors on the CPU
+are computed for real here, so that grids and lengths can be read, as they are on a GPU's host.
+Streams, events and the current device of each thread are stand-ins that record the calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,21 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from devkit.cuda_recorder import lend_device_guard
+
 CAPABILITY = (9, 0)
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to)
-_CUDA, _META = 1, 14
-"""Of c10::DeviceType."""
-
-
-def _ensure_guard() -> None:
-    """A build for the CPU has no device guard for CUDA, which indexing asks for; where a CUDA build finds no
-    GPU, FakeTensorMode puts in one that does nothing. Here it is the meta device's, which does nothing."""
-    if torch.version.cuda is not None:
-        return
-    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 32).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    if guards[_CUDA] is None:
-        guards[_CUDA] = guards[_META]
 
 
 class Mixed(TorchDispatchMode):
@@ -69,8 +56,8 @@ class Mixed(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-class FakeCuda:
-    """What was done with streams, and on which device."""
+class SimulatedGpu:
+    """Records the calls of streams, and their devices."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, Any]] = []
@@ -93,7 +80,7 @@ class FakeCuda:
 
 
 class _Stream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
+    def __init__(self, cuda: SimulatedGpu, name: str) -> None:
         self._cuda = cuda
         self.name = name
 
@@ -109,10 +96,10 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
-    """Within it, tensors may be on "cuda". For one thread, and those that it hands `FakeCuda.mode`."""
-    _ensure_guard()
-    cuda = FakeCuda()
+def simulated_gpu() -> Iterator[SimulatedGpu]:
+    """Tensors may be on "cuda" inside it, in this thread and in those that enter `SimulatedGpu.mode`."""
+    lend_device_guard()
+    cuda = SimulatedGpu()
 
     @contextlib.contextmanager
     def stream(one: _Stream) -> Iterator[None]:

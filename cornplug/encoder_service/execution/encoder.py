@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
@@ -49,7 +50,6 @@ Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_
 
 MAX_BATCH_TOKENS: Final = 32_768
 """Tokens of one batch, besides its first medium's: bounds the tower's memory."""
-MAX_PREPARED_BYTES: Final = 4 << 30
 _APP_MAX: Final = 64
 _DECODER_BYTES: Final = 1 << 30
 """Address space of a decoding process, without its medium."""
@@ -57,6 +57,17 @@ _DECODER_BYTES_A_PIXEL: Final = 24
 """Of the largest image: its coefficients, decoded, rotated, and blended with white."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLimits:
+    """Bounds of a service's batches, queue and memory."""
+
+    max_batch_items: int = 16
+    max_batch_tokens: int = MAX_BATCH_TOKENS
+    max_waiting: int = 256
+    max_prepared_bytes: int = 4 << 30
+    admission_threads: int = 2
 
 
 class EncoderCore:
@@ -69,33 +80,28 @@ class EncoderCore:
         *,
         secret: bytes,
         executors: Sequence[BatchExecutor] = (),
-        max_batch_items: int = 16,
-        max_batch_tokens: int = MAX_BATCH_TOKENS,
-        max_waiting: int = 256,
-        max_prepared_bytes: int = MAX_PREPARED_BYTES,
-        prepare_threads: int = 2,
+        limits: EncoderLimits | None = None,
         classes: QosClasses | None = None,
         tracing: RequestTracing = OFF,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        limits = limits or EncoderLimits()
         self.registry = registry
         self.classes = classes or QosClasses.single()
         self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
-        self._clock = clock
-        self._queue_limit = QueueLimit(self.classes.all(), max_waiting)
-        self.budget = PreparedBudget(self.classes.all(), max_prepared_bytes)
+        self._queue_limit = QueueLimit(self.classes.all(), limits.max_waiting)
+        self.budget = PreparedBudget(self.classes.all(), limits.max_prepared_bytes)
         self.decode_lanes: DecodeLanes | None = None
         """Decodes media that come as bytes; None until `open_decode_lanes`."""
         self._admission = EncodeAdmission(
-            max_items=max_batch_items,
-            max_tokens=max_batch_tokens,
-            clock=clock,
+            max_items=limits.max_batch_items,
+            max_tokens=limits.max_batch_tokens,
+            clock=time.monotonic,
             lanes=lambda: sum(e.lanes for e in self._executors if e.ready()),
         )
         self._batcher: Batcher[JobPayload] = Batcher(
-            max_items=max_batch_items,
-            max_tokens=max_batch_tokens,
-            clock=clock,
+            max_items=limits.max_batch_items,
+            max_tokens=limits.max_batch_tokens,
+            clock=time.monotonic,
             on_late=self._refuse_late,
             batch_token_limit=self._admission.batch_token_limit,
         )
@@ -113,7 +119,7 @@ class EncoderCore:
         self._cache = cache
         cache.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
-        self._admission_threads = ThreadPoolExecutor(prepare_threads, "cornplug-admit")
+        self._admission_threads = ThreadPoolExecutor(limits.admission_threads, "cornplug-admit")
         self._reloader = WeightReloader(registry, self._executors, self._queue_limit.identities)
         self._dispatcher = BatchDispatcher(
             self._batcher, self._executors, cache, self.observer, self, registry.shares_features
@@ -132,7 +138,7 @@ class EncoderCore:
             ),
             max_waiting=config.max_waiting,
             on_killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
-            clock=self._clock,
+            clock=time.monotonic,
         )
         return self.decode_lanes
 
@@ -157,7 +163,7 @@ class EncoderCore:
             request = msgspec.structs.replace(request, app=caller.app)
         account = None if caller is None else caller.account
         pending = PendingRequest(
-            request=request, received_s=self._clock(), qos=qos, inline=inline, account=account
+            request=request, received_s=time.monotonic(), qos=qos, inline=inline, account=account
         )
         model = self.registry.by_identity(request.identity)
         self.observer.received(pending, model)
@@ -270,7 +276,7 @@ class EncoderCore:
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
-        if pending.due_s <= self._clock():
+        if pending.due_s <= time.monotonic():
             return self._refuse_late(pending)
         self.observer.queued(pending, item.tokens)
         job = EncodeJob(
@@ -305,7 +311,7 @@ class EncoderCore:
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> None:
         """Send one request its embedding. For the dispatcher."""
-        seconds = self._clock() - pending.received_s
+        seconds = time.monotonic() - pending.received_s
         request = pending.request
         answer = EncodeReply(
             id=request.id,
@@ -329,7 +335,7 @@ class EncoderCore:
         self._admission.computed(batch, seconds)
 
     def _refuse_late(self, pending: PendingRequest) -> None:
-        self._admission.answered(pending, self._clock() - pending.received_s)
+        self._admission.answered(pending, time.monotonic() - pending.received_s)
         self._refuse(pending, "too_late", f"not begun within {pending.request.deadline_s:g} s")
 
     def _refuse(

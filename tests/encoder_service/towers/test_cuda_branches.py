@@ -1,4 +1,4 @@
-"""Every CUDA branch of the service, family by family, where there is no GPU: see `fake_cuda`."""
+"""Every CUDA branch of the service, family by family, where there is no GPU: see `simulated_gpu`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.base import TowerItem
 from devkit.checkpoints import llava
 
-from ..fake_cuda import FakeCuda, fake_cuda
+from ..simulated_gpu import SimulatedGpu, simulated_gpu
 from ..tower_rig import CPU, wire
 from .test_towers import CASES, Tiny, tiny
 
@@ -55,7 +55,7 @@ def test_a_batch_on_cuda_is_staged_encoded_projected_and_brought_back(
     here = loaded(path, dtype, CPU)
     items = items_of(name, path, here)
     wanted = InProcessExecutor(CPU).run(task(here, items))
-    with fake_cuda() as cuda:
+    with simulated_gpu() as cuda:
         there = loaded(path, dtype, SECOND)
         executor = InProcessExecutor(SECOND)
         made = executor.run(task(there, items))
@@ -72,7 +72,7 @@ def test_a_batch_on_cuda_is_staged_encoded_projected_and_brought_back(
     _in_order(cuda)
 
 
-def _in_order(cuda: FakeCuda) -> None:
+def _in_order(cuda: SimulatedGpu) -> None:
     """Inputs are copied on their own stream and waited for before they are read, as are results."""
     once = [
         ("enter", "copies"),
@@ -91,7 +91,7 @@ def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
     path = llava(tmp_path / "m")
     items = items_of("llava", path, loaded(path, "float32", CPU))
     seen: list[int] = []
-    with fake_cuda() as cuda:
+    with simulated_gpu() as cuda:
         there = loaded(path, "float32", SECOND)
         real = there.tower.encode
 
@@ -116,7 +116,7 @@ def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: 
         return torch.empty_like(q)
 
     monkeypatch.setattr(varlen_attention, "kernel_attention", lambda: kernel)
-    with fake_cuda():
+    with simulated_gpu():
         for dtype in (torch.float32, torch.bfloat16):
             q = torch.zeros(10, 2, 64, device=SECOND, dtype=dtype)
             out = varlen_attention.attention(q, q, q, varlen_attention.SegmentOffsets([6, 4], SECOND))
@@ -126,7 +126,7 @@ def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: 
 
 def test_the_rig_refuses_what_a_gpu_refuses() -> None:
     """Else nothing above would say anything."""
-    with fake_cuda():
+    with simulated_gpu():
         there, here = torch.zeros(2, device=SECOND), torch.zeros(2)
         for wrong in (
             lambda: there + here,

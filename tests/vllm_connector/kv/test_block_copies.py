@@ -24,7 +24,7 @@ from cornplug.vllm_connector.kv import layout as kv_layout
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
 from cornplug.vllm_connector.kv.layout import derive
 from cornplug.vllm_connector.kv.mover import KVMover
-from devkit.fake_cuda import Recorder, fake_cuda
+from devkit.cuda_recorder import CudaRecorder, record_cuda
 
 from ..late_device import STALE, LateDevice
 from .test_layout import side_by_side
@@ -173,7 +173,7 @@ def test_block_copies_failed_slab_finishes_device(monkeypatch: pytest.MonkeyPatc
 # -- CUDA without a GPU -----------------------------------------------------------------------
 
 
-def on_cuda() -> tuple[Recorder, BlockCopies]:
+def on_cuda() -> tuple[CudaRecorder, BlockCopies]:
     """Copies over fake CUDA caches in the order of FlashAttention's."""
     block = HEADS * BLOCK * 2 * DIM
     whole = torch.empty(LAYERS * BLOCKS * block, dtype=torch.bfloat16, device="cuda:0")
@@ -188,8 +188,8 @@ def on_cuda() -> tuple[Recorder, BlockCopies]:
 
 @pytest.mark.parametrize("pages", [[0], [0, 1, 2]])
 def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None:
-    events = Recorder()
-    with fake_cuda(events):
+    events = CudaRecorder()
+    with record_cuda(events):
         out = on_cuda()
         mark = out.side.mark()
         out.copy_out(np.array(TABLE), pages, mark)
@@ -205,8 +205,8 @@ def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None
 
 
 def test_copy_in_on_cuda_is_one_pinned_copy_and_wait() -> None:
-    events = Recorder()
-    with fake_cuda(events):
+    events = CudaRecorder()
+    with record_cuda(events):
         into = on_cuda()
         into.host(2)
         into.copy_in(np.array(TABLE), 0, 2, 3, 60, into.side.mark())
@@ -221,8 +221,8 @@ def test_copy_in_on_cuda_is_one_pinned_copy_and_wait() -> None:
 
 def test_kv_mover_thread_sets_device_of_rank() -> None:
     """Else a rank above 0 makes itself a context, half a gigabyte, on GPU 0."""
-    events, done = Recorder(), threading.Event()
-    with fake_cuda(events):
+    events, done = CudaRecorder(), threading.Event()
+    with record_cuda(events):
         side = CudaSide(torch.device("cuda", 1))
 
     def job() -> Any:
@@ -230,7 +230,7 @@ def test_kv_mover_thread_sets_device_of_rank() -> None:
         done.set()
         yield
 
-    with fake_cuda(events):
+    with record_cuda(events):
         mover = KVMover(side.enter_thread)
         mover.submit(job(), urgent=True)
         assert done.wait(5)
