@@ -22,6 +22,9 @@ from cornplug.store.client import PoolStore
 
 T = TypeVar("T")
 
+# As this module is imported, which tests/conftest.py does first. /proc/self/environ is no source:
+# setproctitle, which pytest-xdist calls, writes its title over it.
+_STARTED_WITH: Final = dict(os.environ)
 _OURS: Final = ("CORNPLUG_", "HF_", "XDG_")
 
 
@@ -31,9 +34,7 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     An engine's package writes into os.environ as it is imported: vLLM sets variables of AITER and KMP, OpenCV
     its library path. Keys count such variables, so another engine must not inherit them.
     """
-    rows = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
-    first = dict(row.split("=", 1) for row in rows if "=" in row)
-    first = {name: value for name, value in first.items() if not name.startswith(_OURS)}
+    first = {name: value for name, value in _STARTED_WITH.items() if not name.startswith(_OURS)}
     now = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
     return {**first, **now, **(added or {})}
 

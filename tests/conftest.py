@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import devkit.processes  # noqa: F401 - notes the environment before a test imports an engine, which changes it
 from cornplug.host import has_gpu
 
 # The two engines pin other versions of the same libraries: each has an environment of its own.

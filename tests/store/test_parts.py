@@ -51,7 +51,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
     def expired(self) -> None:
         self.index.sweep(self.now_s)
         for name, draft in list(self.drafts.items()):
-            if self.now_s - draft.begun_s > RESERVATION_S:
+            if self.now_s - draft.begun_s >= RESERVATION_S:
                 self.end(name)
 
     def end(self, name: int) -> None:
