@@ -127,7 +127,7 @@ def living(llava_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_picture_is_refused_within_bounds(living: Living, name: str) -> None:
+def test_http_hostile_image_is_refused_within_bounds(living: Living, name: str) -> None:
     data, reason = HOSTILE[name]
     before, began = living.peak_bytes(), time.monotonic()
     answer = living.encode(data)
@@ -142,7 +142,7 @@ def test_a_hostile_picture_is_refused_within_bounds(living: Living, name: str) -
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_picture_is_what_the_rule_says(living: Living, name: str) -> None:
+def test_http_odd_image_is_decoded_by_the_rule(living: Living, name: str) -> None:
     data, stands_for = ODD[name]
     answer, plain = living.encode(data), living.encode(saved(stands_for, "PNG"))
     assert answer.status_code == plain.status_code == 200, answer.text
@@ -151,7 +151,7 @@ def test_an_odd_picture_is_what_the_rule_says(living: Living, name: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["text/html", "image/svg+xml", "application/x-msdownload", "x" * 500])
-def test_names_and_types_of_a_client_mean_nothing(living: Living, kind: str) -> None:
+def test_http_file_name_and_type_of_client_are_ignored(living: Living, kind: str) -> None:
     data = saved(sample_image(1), "PNG")
     files = {"image": ("../../etc/passwd\x00.svg", data, kind)}
     answer = living.http.post("/v1/encode", data={"model": living.model}, files=files)
@@ -203,7 +203,7 @@ GOOD: Final = base64.b64encode(saved(sample_image(1), "PNG")).decode()
     ],
     ids=short,
 )
-def test_a_hostile_json_body_is_refused(living: Living, body: bytes, status: int) -> None:
+def test_http_hostile_json_body_is_refused(living: Living, body: bytes, status: int) -> None:
     body = body.replace(b'"M', b'"' + living.model.encode()).replace(b'"G"', f'"{GOOD}"'.encode())
     answer = living.http.post("/v1/encode", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
@@ -233,7 +233,7 @@ def test_a_hostile_json_body_is_refused(living: Living, body: bytes, status: int
     ],
     ids=short,
 )
-def test_a_hostile_form_is_refused(living: Living, body: bytes) -> None:
+def test_http_hostile_form_is_refused(living: Living, body: bytes) -> None:
     kind = {"content-type": "multipart/form-data; boundary=b"}
     answer = living.http.post("/v1/encode", content=body, headers=kind)
     assert answer.status_code == 422, answer.text
@@ -241,7 +241,7 @@ def test_a_hostile_form_is_refused(living: Living, body: bytes) -> None:
     living.well()
 
 
-def test_a_salt_cannot_write_headers(living: Living) -> None:
+def test_http_salt_cannot_write_headers(living: Living) -> None:
     answer = living.http.post(
         "/v1/encode",
         json={"model": living.model, "image": GOOD, "cache_salt": "a\r\nx-evil: 1\r\n\r\n"},
@@ -275,7 +275,7 @@ HEAD: Final = b"POST /v1/encode HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: app
     ],
     ids=short,
 )
-def test_what_is_no_http_ends(living: Living, data: bytes) -> None:
+def test_http_garbage_connection_is_closed(living: Living, data: bytes) -> None:
     with raw(living, data) as s:
         s.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: s.recv(65536), b""))
@@ -283,7 +283,7 @@ def test_what_is_no_http_ends(living: Living, data: bytes) -> None:
     living.well()
 
 
-def test_a_body_that_never_comes_ends(living: Living) -> None:
+def test_http_body_that_never_comes_is_cut_off(living: Living) -> None:
     began = time.monotonic()
     with raw(living, HEAD + b"content-length: 1000\r\n\r\n{") as s:
         answer = b"".join(iter(lambda: s.recv(65536), b""))
@@ -292,7 +292,7 @@ def test_a_body_that_never_comes_ends(living: Living) -> None:
     assert BODY_S * 0.9 < time.monotonic() - began < BODY_S + ANSWER_TIMEOUT_S
 
 
-def test_many_who_hold_a_line_open_harm_nobody(living: Living) -> None:
+def test_http_many_open_connections_delay_no_request(living: Living) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(50):
             stack.enter_context(raw(living, HEAD + b"content-length: 1000\r\n\r\n{"))
@@ -300,7 +300,7 @@ def test_many_who_hold_a_line_open_harm_nobody(living: Living) -> None:
         living.well()
 
 
-def test_all_of_the_corpus_in_one_request(living: Living) -> None:
+def test_http_all_hostile_images_in_one_request_are_answered(living: Living) -> None:
     """64 at a time, each its own line; good ones among them."""
     data = [data for data, _ in HOSTILE.values() if len(data) < 25_000]
     data = [*data[:60], saved(sample_image(7), "PNG")]
@@ -332,7 +332,7 @@ def damaged(draw: Any) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400) | damaged())
-def test_any_bytes_are_a_picture_or_a_media_error(data: bytes) -> None:
+def test_decode_any_bytes_are_an_image_or_a_media_error(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -82,7 +82,7 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-def test_a_jpeg_of_nine_thousand_scans_costs_its_sender_a_422(serve: Serve, llava: str) -> None:
+def test_http_jpeg_of_9000_scans_is_refused_422(serve: Serve, llava: str) -> None:
     """Before: 504 after the deadline, the thread went on for minutes, and two of them stopped the service."""
     served = serve()
     answer = ask(served.url, llava, many_scans(7900, 7900, 9000))
@@ -90,7 +90,7 @@ def test_a_jpeg_of_nine_thousand_scans_costs_its_sender_a_422(serve: Serve, llav
     assert ask(served.url, llava, png(sample_image(1))).status_code == 200
 
 
-def test_decoders_that_are_held_are_killed_and_others_are_served(
+def test_http_slow_decoders_are_killed_others_are_served(
     serve: Serve, llava: str, slow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: once every thread was held, nobody was answered, and `/ready` said ok."""
@@ -107,7 +107,7 @@ def test_decoders_that_are_held_are_killed_and_others_are_served(
     assert metric(served.url, 'cornplug_encoder_decoders_killed_total{reason="too_slow"}') == 2
 
 
-def test_a_client_that_goes_takes_its_decoding_with_it(serve: Serve, llava: str, slow: bytes) -> None:
+def test_http_client_gone_stops_its_decoding(serve: Serve, llava: str, slow: bytes) -> None:
     served = serve()
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.5, trust_env=False) as http:
         http.post(f"{served.url}/v1/encode", data={"model": llava}, files={"image": slow})
@@ -115,7 +115,7 @@ def test_a_client_that_goes_takes_its_decoding_with_it(serve: Serve, llava: str,
     eventually(lambda: metric(served.url, name) == 1, 5)
 
 
-def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(serve: Serve, llava: str) -> None:
+def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str) -> None:
     """All lanes hold nightly's work, and more of it waits."""
     classes = {
         "premium": {"share": 0.5, "priority": 10, "api_keys": ["k"], "deadline_s": 20},
@@ -135,7 +135,7 @@ def test_better_classes_do_not_wait_for_what_worse_ones_have_decoded(serve: Serv
         assert {each.result().status_code for each in asked} == {200}
 
 
-def test_prepared_media_are_held_within_the_budget(
+def test_http_prepared_media_stay_within_budget(
     serve: Serve, qwen: Path, qwen_registry: ModelRegistry
 ) -> None:
     """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and nobody counted."""
@@ -162,14 +162,14 @@ def test_prepared_media_are_held_within_the_budget(
     eventually(lambda: metric(served.url, "cornplug_encoder_prepared_bytes") == 0)
 
 
-def test_what_never_fits_is_refused_from_its_header(serve: Serve, llava: str) -> None:
+def test_http_medium_over_budget_is_refused_by_header(serve: Serve, llava: str) -> None:
     served = serve(max_prepared_bytes=1 << 20)
     answer = ask(served.url, llava, saved(Image.new("1", (3000, 3000)), "PNG"))
     assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_large_prepared")
     assert ask(served.url, llava, png(sample_image(1))).status_code == 200
 
 
-def test_the_budget_keeps_each_class_its_part() -> None:
+def test_prepared_budget_class_keeps_its_reserved_part() -> None:
     premium, nightly = ServiceClass(name="premium", share=0.5), ServiceClass(name="nightly", share=0.02)
     budget = PreparedBudget([premium, nightly], 1000)
     shares = [budget.share(nightly) for _ in range(5)]
@@ -193,7 +193,7 @@ def test_the_budget_keeps_each_class_its_part() -> None:
         own.need(1)
 
 
-def test_an_engine_s_inputs_count_and_go_once_the_item_is_made(
+def test_encoder_engine_inputs_count_until_item_is_made(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     request = request_for(llava_pair[0], 1)
@@ -207,9 +207,7 @@ def test_an_engine_s_inputs_count_and_go_once_the_item_is_made(
     assert small.waiting() == 0
 
 
-def test_no_client_gets_a_longer_deadline_than_its_class_may_have(
-    serve: Serve, llava: str, slow: bytes
-) -> None:
+def test_http_deadline_is_bounded_by_class(serve: Serve, llava: str, slow: bytes) -> None:
     """Before: 600 s for whoever asked."""
     served = serve(classes={"nightly": {"max_deadline_s": 0.5}})
     began = time.monotonic()
@@ -218,7 +216,7 @@ def test_no_client_gets_a_longer_deadline_than_its_class_may_have(
     assert time.monotonic() - began < 10
 
 
-def test_sglang_s_pictures_go_through_the_same_door(
+def test_sglang_images_share_the_decoding_budget(
     serve: Serve, qwen: Path, qwen_registry: ModelRegistry
 ) -> None:
     """Before: all of a part at once, of no class, in no budget."""

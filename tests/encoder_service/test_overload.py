@@ -146,7 +146,7 @@ class Storm:
 
 
 @pytest.mark.integration
-def test_at_three_times_the_capacity_promises_are_kept(
+def test_encoder_at_triple_load_keeps_class_guarantees(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     tower = StandIn()

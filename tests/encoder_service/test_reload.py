@@ -94,9 +94,7 @@ def rewrite(path: Path, prefix: str, by: float = 0.01) -> None:
     )  # fmt: skip
 
 
-def test_new_weights_have_new_names_and_the_old_names_are_unknown(
-    encoder: EncoderCore, pair: tuple[Path, Path]
-) -> None:
+def test_reload_new_weights_have_new_identities(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     old = request_of(encoder.registry, pair[0], 1)
     before = embedded(encoder.submit(old))
     rewrite(pair[0], "vision_tower.")
@@ -117,13 +115,13 @@ def test_new_weights_have_new_names_and_the_old_names_are_unknown(
     assert [m.epoch for m in encoder.registry.served()] == [1, 0]
 
 
-def test_nothing_changed_is_no_reload(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
+def test_reload_unchanged_weights_load_no_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     before = encoder.registry.loaded()
     assert encoder.reload() == ()
     assert encoder.registry.loaded() == before
 
 
-def test_only_what_changed_is_loaded(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
+def test_reload_loads_changed_halves_only(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     one, other = encoder.registry.loaded()
     rewrite(pair[1], "multi_modal_projector.")
     assert encoder.reload(str(pair[0])) == ()
@@ -136,7 +134,7 @@ def test_only_what_changed_is_loaded(encoder: EncoderCore, pair: tuple[Path, Pat
         encoder.reload("nobody")
 
 
-def test_a_request_under_way_ends_with_the_weights_it_began_with(
+def test_reload_running_request_ends_with_its_first_weights(
     encoder: EncoderCore, pair: tuple[Path, Path], gate: Gate, make_encoder: MakeEncoder
 ) -> None:
     old = request_of(encoder.registry, pair[0], 2)
@@ -181,7 +179,7 @@ def gone(path: Path) -> None:
     ("change", "words"),
     [(damaged, "damaged"), (other_family, "is a qwen2_vl now"), (other_shape, "shapes"), (gone, "local")],
 )
-def test_a_reload_that_fails_changes_nothing(
+def test_reload_that_fails_serves_as_before(
     encoder: EncoderCore, pair: tuple[Path, Path], change: Any, words: str
 ) -> None:
     request = request_of(encoder.registry, pair[0], 1)
@@ -195,9 +193,7 @@ def test_a_reload_that_fails_changes_nothing(
     assert embedded(encoder.submit(request)) == before
 
 
-def test_other_preprocessing_is_another_model_and_is_applied(
-    encoder: EncoderCore, pair: tuple[Path, Path]
-) -> None:
+def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
     limits = MediumLimits(max_pixels=10**6, max_audio_s=10.0)
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
@@ -237,7 +233,7 @@ class Watched(InProcessExecutor):
         self.dropped = models
 
 
-def test_all_executors_reload_or_none(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> None:
+def test_reload_reaches_all_executors_or_none(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> None:
     registry = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu")
     cpu = torch.device("cpu")
     good = Watched(cpu)
@@ -263,7 +259,7 @@ def beside(pair: tuple[Path, Path]) -> Iterator[EncoderCore]:
 
 
 @pytest.mark.integration
-def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
+def test_replica_reload_frees_old_and_restarts_with_new_weights(
     beside: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
     (replica,) = beside._executors
@@ -282,7 +278,7 @@ def test_a_replica_reloads_and_forgets_and_starts_again_with_the_new(
 
 
 @pytest.mark.integration
-def test_sighup_reloads_a_real_service(short_path: Path, pair: tuple[Path, Path]) -> None:
+def test_server_sighup_reloads_weights(short_path: Path, pair: tuple[Path, Path]) -> None:
     service = RealService(short_path, [pair[0]])
     try:
         with SocketEncoder(service.socket, service.secret) as client:

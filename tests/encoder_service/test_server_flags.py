@@ -20,14 +20,14 @@ from cornplug.errors import ConfigError
         (("--device", "cpu", "--replicas", "-1"), "--replicas", "or 0"),
     ],
 )
-def test_a_bad_flag_is_named_with_its_remedy(flags: tuple[str, ...], field: str, remedy: str) -> None:
+def test_server_flags_bad_value_is_named_with_remedy(flags: tuple[str, ...], field: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as error:
         main(["--model", "/nowhere", *flags])
     assert error.value.field == field
     assert remedy in error.value.remedy
 
 
-def test_help_says_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_flags_help_has_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out

@@ -52,7 +52,7 @@ class Caller:
 
 
 @pytest.mark.integration
-def test_sigterm_under_load_ends_streams_then_the_process(
+def test_server_sigterm_under_load_ends_streams_then_process(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """What has begun is answered in full; new requests hear 503 at once; the exit status is 0."""
@@ -80,7 +80,9 @@ def test_sigterm_under_load_ends_streams_then_the_process(
 
 
 @pytest.mark.integration
-def test_sigterm_ends_the_process_whatever_is_decoded(llava_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_server_sigterm_while_decoding_ends_the_process(
+    llava_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Before: "stopped" was logged, and the process lived on until the last image was decoded."""
     model = str(llava_pair[0])
     slow = many_scans(7900, 7900, 95)
@@ -136,7 +138,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: e\r\n\r\n"
 
 
 @pytest.mark.parametrize("first", [b"", b"GET / HTT", REQUEST + b"GET / HT"])
-def test_a_head_that_never_ends_is_cut_off(port: int, first: bytes) -> None:
+def test_server_endless_request_head_is_cut_off(port: int, first: bytes) -> None:
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
         s.sendall(first)
@@ -145,7 +147,7 @@ def test_a_head_that_never_ends_is_cut_off(port: int, first: bytes) -> None:
     assert time.monotonic() - began < 4
 
 
-def test_a_connection_that_is_used_stays(port: int) -> None:
+def test_server_used_connection_stays_open(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
         for _ in range(8):
             s.sendall(REQUEST)
@@ -156,7 +158,7 @@ def test_a_connection_that_is_used_stays(port: int) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nhost: e\r\ncontent-length: 9\r\n\r\nab"]
 )
-def test_connections_that_ask_nothing_give_way(sent: bytes, config: Config) -> None:
+def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Config) -> None:
     """To each that comes, one that asks nothing or has not finished asking; never one that is waiting."""
     slow = asyncio.Event()
 
@@ -204,7 +206,7 @@ def test_connections_that_ask_nothing_give_way(sent: bytes, config: Config) -> N
     listener.close()
 
 
-def test_what_a_header_says_of_who_asks_is_not_believed(config: Config) -> None:
+def test_server_forwarded_headers_are_not_believed(config: Config) -> None:
     """uvicorn would take X-Forwarded-For from this host for the asker."""
     seen: list[Any] = []
 
@@ -229,7 +231,7 @@ FLOOD = 1400
 
 
 @pytest.mark.integration
-def test_idle_connections_of_a_flood_leave_room_for_health(
+def test_server_flood_of_idle_connections_leaves_room_for_health(
     short_path: Path, llava_pair: tuple[Path, Path]
 ) -> None:
     """Of 1,400 with 1,024 descriptors; /health was silent for 17 s, for good where the flood went on."""

@@ -80,7 +80,7 @@ def reason(future: Future[EncodeReply], within_s: float = 5) -> str:
     return error.reason
 
 
-def test_describe_and_encode(
+def test_client_describe_and_encode_by_socket(
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
     request_for: Requests,
@@ -100,7 +100,7 @@ def test_describe_and_encode(
         assert client.connected
 
 
-def test_a_client_that_vanishes_is_not_worked_for(
+def test_server_vanished_client_is_not_computed_for(
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
     request_for: Requests,
@@ -133,7 +133,7 @@ def test_a_client_that_vanishes_is_not_worked_for(
         struct.pack("<I", 1) + b"\xc1",
     ],
 )
-def test_garbage_closes_that_connection_only(
+def test_server_garbage_closes_that_connection_only(
     data: bytes,
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
@@ -150,7 +150,7 @@ def test_garbage_closes_that_connection_only(
         assert client.submit(request_for(qwen, 1)).result(10).origin == "computed"
 
 
-def test_nobody_there_fails_at_once_and_recovers(
+def test_client_without_service_fails_at_once_then_recovers(
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
     request_for: Requests,
@@ -212,7 +212,7 @@ def frame(reply: Reply) -> bytes:
         (b"", "encoder_timeout"),
     ],
 )
-def test_garbage_from_the_service(
+def test_client_garbage_of_service_is_a_bad_response(
     answer: bytes, want: str, short_path: Path, request_for: Requests, qwen: Path
 ) -> None:
     kept: list[socket.socket] = []
@@ -234,7 +234,7 @@ def test_garbage_from_the_service(
         connection.close()
 
 
-def test_another_version(short_path: Path) -> None:
+def test_client_service_of_other_version_is_refused(short_path: Path) -> None:
     def act(connection: socket.socket) -> None:
         connection.recv(1000)
         data = msgspec.msgpack.encode(ServiceChallenge(version=99, nonce=bytes(32), proof=bytes(32)))
@@ -286,7 +286,7 @@ def real(short_path: Path, llava_pair: tuple[Path, Path]) -> Iterator[RealServic
 
 
 @pytest.mark.integration
-def test_a_real_process_lives_stops_continues_and_drains(
+def test_server_process_survives_sigstop_and_drains(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     request: EncodeRequest = request_for(llava_pair[0], 1)
@@ -318,7 +318,7 @@ def test_a_real_process_lives_stops_continues_and_drains(
 
 
 @pytest.mark.integration
-def test_killed_while_it_works(
+def test_client_service_killed_fails_running_requests(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     with SocketEncoder(real.socket, real.secret) as client:
@@ -330,7 +330,9 @@ def test_killed_while_it_works(
         assert reason(pending, 2) == "encoder_down"
 
 
-def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: Requests, qwen: Path) -> None:
+def test_client_connection_closed_fails_running_requests(
+    short_path: Path, request_for: Requests, qwen: Path
+) -> None:
     def act(connection: socket.socket) -> None:
         connection.recv(1000)
         connection.close()
@@ -343,7 +345,7 @@ def test_a_service_that_goes_away_while_it_works(short_path: Path, request_for: 
     impostor.listener.close()
 
 
-def test_messages_are_what_the_protocol_says() -> None:
+def test_describe_request_encodes_type_and_version() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(DescribeRequest())) == {
         "type": "describe",
         "version": PROTOCOL_VERSION,

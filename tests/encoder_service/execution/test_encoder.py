@@ -86,7 +86,9 @@ def queued(encoder: EncoderCore, count: int) -> None:
     eventually(lambda: encoder._batcher.queued() == count)
 
 
-def test_towers_and_projectors_are_shared(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
+def test_registry_models_of_equal_tower_share_it(
+    registry: ModelRegistry, llava_pair: tuple[Path, Path]
+) -> None:
     a, b = (registry.by_name(str(p)) for p in llava_pair)
     assert a is not None
     assert b is not None
@@ -102,7 +104,9 @@ def test_towers_and_projectors_are_shared(registry: ModelRegistry, llava_pair: t
         ModelRegistry(dtype="int8", device="cpu")
 
 
-def test_inline_without_a_store(make_encoder: MakeEncoder, request_for: Requests, qwen: Path) -> None:
+def test_encoder_without_store_answers_inline(
+    make_encoder: MakeEncoder, request_for: Requests, qwen: Path
+) -> None:
     encoder = make_encoder()
     answer = ok(encoder.submit(request_for(qwen, 1)))
     assert answer.origin == "computed"
@@ -112,7 +116,7 @@ def test_inline_without_a_store(make_encoder: MakeEncoder, request_for: Requests
     assert len(answer.tensor.data) == 4 * 64 * answer.tensor.shape[0]
 
 
-def test_published_and_then_reused(
+def test_encoder_computed_embedding_is_published_then_cached(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
 ) -> None:
     encoder = make_encoder(memory_store.connect())
@@ -133,7 +137,7 @@ def test_published_and_then_reused(
     assert passes(encoder) == 1
 
 
-def test_two_models_one_pass(
+def test_encoder_two_models_of_one_tower_run_it_once(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder()
@@ -152,7 +156,7 @@ def test_two_models_one_pass(
     assert passes(encoder) == 2
 
 
-def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
+def test_encoder_tower_of_two_widths_runs_once_in_any_family(
     make_encoder: MakeEncoder, qwen: Path, tmp_path: Path
 ) -> None:
     """Qwen's features are larger than its embeddings: kept while a second LLM wants them, never stored."""
@@ -168,7 +172,7 @@ def test_a_tower_that_two_widths_share_runs_once_whatever_its_family(
     eventually(lambda: store.stat(deadline_s=1).entries == 2)
 
 
-def test_one_model_twice_joins_while_it_runs(
+def test_encoder_duplicate_joins_running_job(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder()
@@ -183,7 +187,7 @@ def test_one_model_twice_joins_while_it_runs(
     assert passes(encoder) == 1
 
 
-def test_features_are_kept_in_the_store(
+def test_encoder_features_are_published_for_other_services(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
 ) -> None:
     """Another service of the host finds them there."""
@@ -200,7 +204,7 @@ def test_features_are_kept_in_the_store(
     assert reused.tensor == alone.tensor
 
 
-def test_salts_share_nothing(
+def test_encoder_other_salt_shares_no_entry(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder()
@@ -211,7 +215,7 @@ def test_salts_share_nothing(
     assert len({a.key for a in answers}) == 3
 
 
-def test_a_batch_equals_one_by_one_across_models(
+def test_encoder_batch_across_models_equals_one_by_one(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder(max_batch_items=4)
@@ -232,7 +236,7 @@ def test_a_batch_equals_one_by_one_across_models(
     assert gate.batches[-1] == 2
 
 
-def test_bad_inputs_harm_nobody(
+def test_encoder_bad_inputs_are_refused_others_answered(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder()
@@ -257,7 +261,7 @@ def test_bad_inputs_harm_nobody(
     )
 
 
-def test_too_late_and_overloaded(
+def test_encoder_late_and_excess_requests_are_refused(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder(max_waiting=2)
@@ -276,7 +280,7 @@ def test_too_late_and_overloaded(
     ok(encoder.submit(request_for(llava_pair[0], 3)))
 
 
-def test_who_has_gone_costs_no_pass(
+def test_encoder_cancelled_request_is_not_computed(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder()
@@ -293,7 +297,7 @@ def test_who_has_gone_costs_no_pass(
     assert passes(encoder) == 2
 
 
-def test_draining_answers_what_waits_and_admits_nothing(
+def test_encoder_drain_answers_waiting_and_admits_no_more(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder()
@@ -306,7 +310,7 @@ def test_draining_answers_what_waits_and_admits_nothing(
     ok(held)
 
 
-def test_a_failing_batch_is_retried_one_by_one(
+def test_encoder_failing_batch_is_retried_one_by_one(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], gate: Gate
 ) -> None:
     encoder = make_encoder()
@@ -336,7 +340,7 @@ class DownStore:
         return fail
 
 
-def test_a_store_that_fails_costs_nothing(
+def test_encoder_failing_store_still_answers_inline(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = make_encoder(DownStore())
@@ -347,7 +351,7 @@ def test_a_store_that_fails_costs_nothing(
     assert value(encoder.meters.registry, "cornplug_encoder_store_failures_total", reason="store_down") > 0
 
 
-def test_a_full_store_gives_inline(
+def test_encoder_full_store_answers_inline(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     tiny = MemoryStore(capacity_bytes=4096).connect()
@@ -357,7 +361,7 @@ def test_a_full_store_gives_inline(
     assert answer.tensor is not None
 
 
-def test_features_of_another_dtype_are_not_believed(
+def test_encoder_stored_features_of_other_dtype_are_recomputed(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
 ) -> None:
     writer = memory_store.connect()
@@ -385,7 +389,9 @@ def test_features_of_another_dtype_are_not_believed(
     assert ok(encoder.submit(request)).origin == "computed"
 
 
-def test_seam(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
+def test_encoder_tower_implements_the_protocol(
+    registry: ModelRegistry, llava_pair: tuple[Path, Path]
+) -> None:
     loaded = registry.by_name(str(llava_pair[0]))
     assert loaded is not None
     tower: Tower = loaded.tower

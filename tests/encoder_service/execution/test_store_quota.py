@@ -42,7 +42,7 @@ def publish(cache: ResultCache, account: str | None, numbers: range, name: str =
 
 
 @pytest.mark.parametrize("part", [0.25, 1.0])
-def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
+def test_store_quota_flood_evicts_own_entries_only(store: Store, part: float) -> None:
     cache = ResultCache(store, deadline_s=1.0, account_fraction=part)
     publish(cache, None, range(10), "engine")
     publish(cache, "acme", range(10))
@@ -57,7 +57,7 @@ def test_a_flood_evicts_nobody_else_s(store: Store, part: float) -> None:
         assert 14 <= there(store, "flood", range(200)) <= 16
 
 
-def test_what_alone_is_over_the_ceiling_is_not_published(store: Store) -> None:
+def test_store_quota_entry_over_the_bound_is_not_published(store: Store) -> None:
     cache = ResultCache(store, deadline_s=1.0, account_fraction=0.01)
     failed: list[str] = []
     cache.on_failure = failed.append
@@ -66,7 +66,7 @@ def test_what_alone_is_over_the_ceiling_is_not_published(store: Store) -> None:
     assert cache.publish(PayloadKind.EMBEDDING, key("e", 1), ROWS, "engine")
 
 
-def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
+def test_store_quota_bound_follows_capacity_and_counts_once() -> None:
     now, deleted = [0.0], []
 
     class Measured:
@@ -96,7 +96,7 @@ def test_the_ceiling_follows_the_store_and_bytes_are_counted_once() -> None:
     assert quota.evict_for("a", 501)
 
 
-def test_requests_by_http_have_an_account_and_engines_none(
+def test_encoder_http_requests_have_account_engines_none(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], store: Store
 ) -> None:
     encoder = make_encoder(store)

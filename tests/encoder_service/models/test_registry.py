@@ -8,7 +8,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.models.registry import ModelRegistry
 
 
-def test_a_model_is_found_by_the_identity_of_each_modality(registry: ModelRegistry, qwen: Path) -> None:
+def test_registry_by_identity_finds_model_of_each_modality(registry: ModelRegistry, qwen: Path) -> None:
     loaded = registry.by_name(str(qwen))
     assert loaded is not None
     served, checkpoint = loaded.served, Checkpoint.open(str(qwen))
@@ -20,7 +20,9 @@ def test_a_model_is_found_by_the_identity_of_each_modality(registry: ModelRegist
         assert registry.by_identity(modality.identity) is loaded
 
 
-def test_models_of_equal_identities_are_one(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> None:
+def test_registry_models_of_equal_identity_serve_as_one(
+    registry: ModelRegistry, llava_pair: tuple[Path, Path]
+) -> None:
     first, second = (registry.by_name(str(path)) for path in llava_pair)
     assert first is not None
     assert second is not None

@@ -16,7 +16,9 @@ from ..conftest import Requests
 
 
 @pytest.mark.integration
-def test_compiled_layers_give_the_same(registry: ModelRegistry, request_for: Requests, qwen: Path) -> None:
+def test_compiled_tower_features_equal_uncompiled(
+    registry: ModelRegistry, request_for: Requests, qwen: Path
+) -> None:
     plain = registry.by_name(str(qwen))
     assert plain is not None
     (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
@@ -33,7 +35,7 @@ def test_compiled_layers_give_the_same(registry: ModelRegistry, request_for: Req
     assert CompiledTower.failures == before
 
 
-def test_what_cannot_be_compiled_runs_as_it_is(
+def test_compiled_tower_uncompilable_runs_uncompiled(
     qwen: Path, registry: ModelRegistry, request_for: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = registry.by_name(str(qwen))
@@ -55,7 +57,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     assert CompiledTower.failures == before + 1
 
 
-def test_an_error_of_the_tower_is_no_error_of_the_compiler() -> None:
+def test_compiled_tower_own_error_is_raised_unchanged() -> None:
     class Tower:
         def encode(self, items: object) -> None:
             raise TorchDynamoException("not from any layer of ours")

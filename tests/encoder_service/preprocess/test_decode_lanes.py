@@ -74,7 +74,7 @@ def turn(made: QueueTurn[Any] | AdmissionRefusal) -> QueueTurn[Any]:
     return made
 
 
-def test_turns_are_by_class_and_app_not_by_who_came_first(rig: Rig) -> None:
+def test_decode_lanes_serve_classes_and_apps_in_fair_order(rig: Rig) -> None:
     """Before: one line for all, in the order of arrival."""
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_turns_are_by_class_and_app_not_by_who_came_first(rig: Rig) -> None:
     assert max(served.index("s0"), served.index("s1")) <= 4
 
 
-def test_the_lane_more_is_for_who_is_better_than_all_that_run(rig: Rig) -> None:
+def test_decode_lanes_extra_lane_takes_better_class_only(rig: Rig) -> None:
     """Lanes that are full of worse classes' work hold up nobody; those of one's own class do."""
     go = threading.Event()
     holding = [rig.held("holds", NIGHTLY, go) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_the_lane_more_is_for_who_is_better_than_all_that_run(rig: Rig) -> None:
         each.future.result(5)
 
 
-def test_premium_keeps_its_deadlines_while_decoding_is_the_bottleneck(rig: Rig) -> None:
+def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
     """Nightly offers three times what the lanes can do. Before: p50 went from 10 ms to 4 s."""
     for _ in range(10):  # so that it is known what media take
         turn(rig.sleep("warm", PREMIUM, 0.004)).future.result(5)
@@ -134,7 +134,7 @@ def test_premium_keeps_its_deadlines_while_decoding_is_the_bottleneck(rig: Rig) 
         each.cancel()
 
 
-def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig: Rig) -> None:
+def test_decode_lanes_late_is_refused_and_cancelled_is_dropped(rig: Rig) -> None:
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
     eventually(lambda: rig.order == ["holds"] * 2)
@@ -152,7 +152,7 @@ def test_what_waits_too_long_is_refused_and_what_nobody_waits_for_is_dropped(rig
     eventually(lambda: rig.decode_lanes.queue() == {})
 
 
-def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
+def test_decode_lanes_keep_class_slots_and_isolate_faults(rig: Rig) -> None:
     def fault(context: PreprocessContext) -> None:
         raise ZeroDivisionError
 
@@ -167,7 +167,7 @@ def test_seats_are_kept_and_a_fault_is_its_medium_s_alone(rig: Rig) -> None:
     go.set()
 
 
-def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
+def test_decode_lanes_true_cost_is_charged_to_the_class(rig: Rig) -> None:
     def reprice(context: PreprocessContext) -> None:
         context.admit(MediumHeader(held_bytes=0, work=25e6), 0)
 
@@ -175,7 +175,7 @@ def test_what_turns_out_to_cost_more_is_charged(rig: Rig) -> None:
     assert rig.decode_lanes._batcher._fair_queue._states[NIGHTLY].apps["a"] == LARGE
 
 
-def test_it_says_when_nothing_is_finished(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_lanes_stuck_jobs_make_it_not_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]

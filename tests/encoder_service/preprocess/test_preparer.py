@@ -41,9 +41,7 @@ def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMed
     return preparer.prepare(str(path), "audio", data, salt=None, deadline_s=5)
 
 
-def test_a_sound_is_what_transformers_own_processor_makes_of_it(
-    preparer: MediaPreparer, on_header: Path
-) -> None:
+def test_preparer_audio_inputs_equal_transformers_processor(preparer: MediaPreparer, on_header: Path) -> None:
     made = prepare(preparer, on_header, wav(SPOKEN)).request.inputs
     processor = Qwen2AudioProcessor(
         WhisperFeatureExtractor.from_pretrained(on_header), AutoTokenizer.from_pretrained(on_header)
@@ -55,7 +53,7 @@ def test_a_sound_is_what_transformers_own_processor_makes_of_it(
     assert torch.equal(mask.long(), torch.as_tensor(theirs["feature_attention_mask"]).long())
 
 
-def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: MediaPreparer, on_header: Path) -> None:
+def test_preparer_key_depends_on_samples_model_and_salt(preparer: MediaPreparer, on_header: Path) -> None:
     by_wav, by_flac = (
         prepare(preparer, on_header, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac"))
     )
@@ -68,7 +66,7 @@ def test_the_key_is_of_the_samples_the_model_and_the_tenant(preparer: MediaPrepa
     assert salted.request.key != by_wav.request.key
 
 
-def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, on_header: Path) -> None:
+def test_preparer_audio_is_resampled_to_model_rate(preparer: MediaPreparer, on_header: Path) -> None:
     made = prepare(preparer, on_header, wav(tone(1.3, 48_000), 48_000)).request.inputs
     ours = from_wire("x", made["input_features"], FLOATS)
     theirs = from_wire(
@@ -87,7 +85,7 @@ def test_another_rate_is_brought_to_the_model_s(preparer: MediaPreparer, on_head
         (b"no sound", "unknown_format"),
     ],
 )
-def test_what_the_model_cannot_hear_is_a_media_error(
+def test_preparer_too_short_audio_is_unprocessable(
     data: bytes, reason: str, preparer: MediaPreparer, on_header: Path
 ) -> None:
     with pytest.raises(MediaError) as e:
@@ -95,7 +93,7 @@ def test_what_the_model_cannot_hear_is_a_media_error(
     assert e.value.reason == reason
 
 
-def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
+def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
     with pytest.raises(EncoderRefused, match="audio only") as e:
         preparer.prepare(str(on_header), "image", png(sample_image(1)), salt=None, deadline_s=5)
     assert e.value.reason == "modality"
@@ -104,7 +102,7 @@ def test_a_modality_that_the_model_does_not_take_is_refused(preparer: MediaPrepa
     assert e.value.reason == "modality"
 
 
-def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(qwen: Path) -> None:
+def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
     preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     data = video(moving(31), "matroska", "libx264rgb", pix_fmt="rgb24", crf="0")
@@ -134,7 +132,7 @@ def test_a_video_is_what_transformers_own_processor_makes_of_its_sampled_frames(
     assert by_images.request == made.request
 
 
-def test_a_picture_has_no_frames_to_sample(qwen: Path) -> None:
+def test_preparer_image_with_frame_sampling_is_refused(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
     preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     with pytest.raises(EncoderRefused, match="of a video") as e:

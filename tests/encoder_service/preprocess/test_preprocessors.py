@@ -29,7 +29,7 @@ RECIPES: dict[str, tuple[Callable[..., Path], str]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path: Path) -> None:
+def test_preprocessors_inputs_equal_whole_processor(name: str, tmp_path: Path) -> None:
     """Its class may ask the image processor for more than the image processor's own file says."""
     recipe, token = RECIPES[name]
     path = recipe(tmp_path / "m")
@@ -44,7 +44,7 @@ def test_bytes_become_what_the_whole_processor_makes_of_them(name: str, tmp_path
             assert torch.equal(found[field], wanted[field])
 
 
-def test_a_picture_in_several_crops_is_one_item(tmp_path: Path) -> None:
+def test_preprocessors_image_of_several_crops_is_one_item(tmp_path: Path) -> None:
     """Gemma 3 with pan and scan, as a deployment may ask for: the whole image's rows, then each crop's."""
     path = checkpoints.gemma3(tmp_path / "m")
     whole: Any = AutoProcessor.from_pretrained(path)

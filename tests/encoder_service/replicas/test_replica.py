@@ -76,7 +76,7 @@ def ok(future: Future[Answer]) -> EncodeReply:
     return answer
 
 
-def test_a_replica_gives_what_this_process_gives(
+def test_replica_embeddings_equal_in_process(
     encoder: EncoderCore,
     registry: ModelRegistry,
     request_for: Requests,
@@ -98,7 +98,7 @@ def test_a_replica_gives_what_this_process_gives(
     assert ok(encoder.submit(request_for(llava_pair[1], 1))).origin == "cached"
 
 
-def test_the_front_process_holds_no_weights(front: ModelRegistry) -> None:
+def test_registry_on_meta_device_holds_no_weights(front: ModelRegistry) -> None:
     for loaded in front.loaded():
         parts = [v for half in (loaded.tower, loaded.projector) for v in vars(half).values()]
         tensors = [p for m in parts if isinstance(m, torch.nn.Module) for p in m.parameters()]
@@ -107,9 +107,7 @@ def test_the_front_process_holds_no_weights(front: ModelRegistry) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_checks_inputs_without_weights_and_has_layers_to_compile(
-    name: str, tmp_path: Path
-) -> None:
+def test_tower_every_family_checks_inputs_without_weights(name: str, tmp_path: Path) -> None:
     """What the front process does where replicas have the weights."""
     path = CASES[name].make(tmp_path / "tiny")
     front, whole = (ModelRegistry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
@@ -119,12 +117,12 @@ def test_every_family_checks_inputs_without_weights_and_has_layers_to_compile(
     assert (here.digests, here.tokens, here.geometry) == (there.digests, there.tokens, there.geometry)
 
 
-def test_every_field_of_an_item_reaches_a_replica() -> None:
+def test_tower_item_every_field_reaches_a_replica() -> None:
     """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it."""
     assert {field.name for field in fields(TowerItem)} == {"tensors", "digests", "tokens", "geometry"}
 
 
-def test_what_a_tower_fails_on_is_that_requests_error_and_no_restart(
+def test_replica_tower_error_fails_batch_without_restart(
     replicas: list[ReplicaExecutor], front: ModelRegistry, request_for: Requests, qwen: Path
 ) -> None:
     loaded = front.by_name(str(qwen))
@@ -140,7 +138,7 @@ def test_what_a_tower_fails_on_is_that_requests_error_and_no_restart(
     assert replicas[0].pid == pid
 
 
-def test_killed_while_idle_costs_nobody_anything(
+def test_replica_killed_while_idle_fails_no_request(
     encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     old = kill(replicas[0])
@@ -153,7 +151,7 @@ def test_killed_while_idle_costs_nobody_anything(
     assert encoder.healthy()
 
 
-def test_killed_while_it_computes_the_batch_is_run_again(
+def test_replica_killed_while_computing_batch_runs_again(
     encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     # Stopped, a process holds what it was given until it is killed.
@@ -166,7 +164,7 @@ def test_killed_while_it_computes_the_batch_is_run_again(
     assert {type(f.result(60)) for f in futures} == {EncodeReply}
 
 
-def test_all_dead_is_said_at_once_and_passes(
+def test_replicas_all_killed_refuse_at_once_then_recover(
     encoder: EncoderCore, replicas: list[ReplicaExecutor], request_for: Requests, qwen: Path
 ) -> None:
     for replica in replicas:
@@ -195,7 +193,7 @@ def test_all_dead_is_said_at_once_and_passes(
     assert sum(filter(None, died)) >= 3
 
 
-def test_a_closed_replica_leaves_no_process(replicas: list[ReplicaExecutor]) -> None:
+def test_replica_close_leaves_no_process(replicas: list[ReplicaExecutor]) -> None:
     eventually(lambda: replicas[0].pid is not None)
     pid = replicas[0].pid
     replicas[0].close()
@@ -204,7 +202,7 @@ def test_a_closed_replica_leaves_no_process(replicas: list[ReplicaExecutor]) -> 
         replicas[0].run(EncodeBatch(items=(), features=(), wanted=(), keep=False))
 
 
-def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path: Path) -> None:
+def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
     path = checkpoints.qwen2_vl(tmp_path / "q")
     served = ModelRegistry.open([str(path)], dtype="float32", device="meta").loaded()
     # Other weights by the time the replica reads them.
@@ -223,13 +221,13 @@ def test_a_model_that_cannot_be_loaded_stops_the_start(tmp_path: Path) -> None:
         ("cuda:1", 2, "is one GPU"),
     ],
 )
-def test_more_replicas_than_devices_is_a_config_error(device: str, replicas: int, words: str) -> None:
+def test_devices_of_more_replicas_than_devices_is_an_error(device: str, replicas: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
         devices_of(device, replicas)
     assert error.value.field == "--replicas"
 
 
-def test_memory_grows_and_gives_back_every_dtype() -> None:
+def test_shared_buffer_grows_and_returns_every_dtype() -> None:
     one = SharedBuffer.new()
     other = SharedBuffer(os.dup(one.fd))
     for rows in (3, 3000):

@@ -78,12 +78,12 @@ class Service:
         return batch
 
 
-def test_before_anything_is_measured_everybody_is_let_in() -> None:
+def test_admission_unmeasured_tower_admits_every_request() -> None:
     service = Service()
     assert [service.come(service.job(deadline_s=0.001)) for _ in range(50)] == [None] * 50
 
 
-def test_an_idle_service_lets_in_whatever_it_has_measured() -> None:
+def test_admission_idle_service_admits_despite_measurement() -> None:
     """Else a tower that was slow once would never be measured again."""
     service = Service().measured()
     assert service.come(service.job(deadline_s=0.01)) is None
@@ -91,7 +91,7 @@ def test_an_idle_service_lets_in_whatever_it_has_measured() -> None:
 
 
 @pytest.mark.parametrize("waiting", [3, 8, 20])
-def test_the_prediction_is_when_the_queue_is_done(waiting: int) -> None:
+def test_admission_prediction_is_time_of_queue(waiting: int) -> None:
     service = Service().measured()
     for _ in range(waiting):
         assert service.come(service.job(deadline_s=100)) is None
@@ -103,7 +103,7 @@ def test_the_prediction_is_when_the_queue_is_done(waiting: int) -> None:
     assert predicted == pytest.approx(service.now, rel=0.1)
 
 
-def test_half_of_a_batch_that_runs_is_half_behind_us() -> None:
+def test_admission_prediction_counts_rest_of_running_batch() -> None:
     service = Service().measured()
     for _ in range(4):
         service.come(service.job())
@@ -112,7 +112,7 @@ def test_half_of_a_batch_that_runs_is_half_behind_us() -> None:
     assert service.gate.done_s(service.job(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
 
 
-def test_replicas_share_the_queue() -> None:
+def test_admission_prediction_divides_queue_by_lanes() -> None:
     one, four = Service().measured(), Service(lanes=4).measured()
     for service in (one, four):
         for _ in range(64):
@@ -122,7 +122,7 @@ def test_replicas_share_the_queue() -> None:
     assert predicted[0] > 3 * predicted[1]
 
 
-def test_who_comes_back_when_told_is_let_in_and_who_comes_much_sooner_is_not() -> None:
+def test_admission_retry_after_is_when_request_is_admitted() -> None:
     service = Service().measured()
     while (no := service.gate.refusal(service.job(deadline_s=3.0), service.batcher)) is None:
         service.batcher.join_or_add(service.job(deadline_s=3.0))
@@ -141,7 +141,7 @@ def test_who_comes_back_when_told_is_let_in_and_who_comes_much_sooner_is_not() -
     assert service.gate.refusal(service.job(deadline_s=3.0), service.batcher) is None
 
 
-def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None:
+def test_admission_class_over_share_is_refused_other_admitted() -> None:
     service = Service().measured()
     assert service.come(service.job(GOLD)) is None
     while (reason := service.come(service.job(TIN, deadline_s=2.0))) is None:
@@ -150,7 +150,7 @@ def test_a_class_that_has_its_share_is_told_so_and_the_other_is_let_in() -> None
     assert service.come(service.job(GOLD, deadline_s=2.0)) is None
 
 
-def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
+def test_admission_short_deadline_shortens_batches_of_others() -> None:
     """Its own pass is kept short, so that is what is predicted; and so are those that it may find."""
     service = Service().measured()
     service.gate = EncodeAdmission(max_items=64, max_tokens=100_000, clock=service.clock)
@@ -165,7 +165,7 @@ def test_a_short_deadline_is_not_held_against_the_batches_of_others() -> None:
     assert service.gate.batch_token_limit(service.tower, 60.0) > 5000
 
 
-def test_a_full_service_says_so_at_the_door_unless_many_need_no_pass() -> None:
+def test_precheck_full_service_refuses_unless_many_hits() -> None:
     service = Service().measured()
     assert service.gate.precheck(ONE_CLASS, 0.01, service.batcher) is None
     while service.come(service.job(deadline_s=2.0)) is None:
@@ -182,14 +182,14 @@ def test_a_full_service_says_so_at_the_door_unless_many_need_no_pass() -> None:
     assert service.gate.precheck(ONE_CLASS, 2.0, service.batcher) is not None
 
 
-def test_one_class_alone_is_never_over_its_share() -> None:
+def test_admission_single_class_is_never_over_share() -> None:
     service = Service().measured()
     while (reason := service.come(service.job(deadline_s=2.0))) is None:
         pass
     assert reason == "overloaded"
 
 
-def test_what_keeps_coming_of_a_better_class_is_reckoned_with() -> None:
+def test_admission_prediction_counts_arrivals_of_better_class() -> None:
     service = Service().measured()
     tin = service.job(TIN)
     alone = service.gate.done_s(tin, service.batcher)
@@ -204,7 +204,7 @@ def test_what_keeps_coming_of_a_better_class_is_reckoned_with() -> None:
     assert with_gold > 2 * alone
 
 
-def test_a_joined_duplicate_lifts_the_flight() -> None:
+def test_batcher_joined_duplicate_of_better_class_lifts_job() -> None:
     service = Service()
     slow = [service.job(TIN) for _ in range(6)]
     for job in slow:
@@ -216,7 +216,7 @@ def test_a_joined_duplicate_lifts_the_flight() -> None:
     assert slow[5].qos == GOLD
 
 
-def test_a_pass_lasts_a_part_of_the_shortest_deadline() -> None:
+def test_batcher_batch_is_bounded_by_shortest_deadline() -> None:
     service = Service().measured()
     short = Batcher[int](
         max_items=4,
@@ -230,7 +230,7 @@ def test_a_pass_lasts_a_part_of_the_shortest_deadline() -> None:
     assert [len(short.take()) for _ in range(3)] == [1, 1, 1]
 
 
-def test_each_class_is_told_apart_in_the_forecast() -> None:
+def test_predicted_s_each_class_has_its_own_time() -> None:
     service = Service()
     assert service.gate.predicted_s([GOLD, TIN], service.batcher) == {"gold": 0.0, "tin": 0.0}
     service.measured()
@@ -244,7 +244,7 @@ def wait_of(qos: ServiceClass) -> PendingRequest:
     return Service().job(qos).requests[0]
 
 
-def test_a_class_keeps_its_seats_however_many_others_come() -> None:
+def test_queue_limit_class_keeps_its_slots_under_flood() -> None:
     limit = QueueLimit([GOLD, TIN], slots=8)
     entered = [limit.enter(wait_of(TIN)) for _ in range(20)]
     assert entered.count(None) == 4

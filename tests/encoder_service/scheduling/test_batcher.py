@@ -48,7 +48,7 @@ def names(batch: list[EncodeJob[str]]) -> str:
     return "".join(f.payload for f in batch)
 
 
-def test_items_bound_a_batch_and_order_is_kept() -> None:
+def test_batcher_batch_is_bounded_by_items_in_order() -> None:
     clock = Clock()
     b = batcher(clock)
     for name in "abcde":
@@ -58,7 +58,7 @@ def test_items_bound_a_batch_and_order_is_kept() -> None:
     assert names(b.take()) == "de"
 
 
-def test_tokens_bound_a_batch_but_never_starve() -> None:
+def test_batcher_batch_is_bounded_by_tokens_none_starves() -> None:
     clock = Clock()
     b = batcher(clock)
     b.join_or_add(job(clock, "a", tokens=1000))
@@ -70,7 +70,7 @@ def test_tokens_bound_a_batch_but_never_starve() -> None:
     assert names(b.take()) == "c"
 
 
-def test_one_tower_a_batch_oldest_first() -> None:
+def test_batcher_batch_has_one_tower_oldest_first() -> None:
     clock = Clock()
     b = batcher(clock)
     for name, tower in (("a", TOWER), ("x", OTHER), ("b", TOWER), ("y", OTHER)):
@@ -79,7 +79,7 @@ def test_one_tower_a_batch_oldest_first() -> None:
     assert names(b.take()) == "xy"
 
 
-def test_equal_features_ride_for_free() -> None:
+def test_batcher_equal_features_cost_no_batch_slot() -> None:
     clock = Clock()
     b = batcher(clock, items=1, tokens=10)
     b.join_or_add(job(clock, "a", feature="f"))
@@ -88,7 +88,7 @@ def test_equal_features_ride_for_free() -> None:
     assert names(b.take()) == "ac"
 
 
-def test_joins_until_it_lands() -> None:
+def test_batcher_duplicate_joins_until_job_is_finished() -> None:
     clock = Clock()
     b = batcher(clock)
     first = job(clock, "a")
@@ -100,7 +100,7 @@ def test_joins_until_it_lands() -> None:
     assert not b.join_or_add(job(clock, "a"))
 
 
-def test_one_picture_from_two_engines_is_one_flight() -> None:
+def test_batcher_equal_keys_of_other_features_are_one_job() -> None:
     """Their processors round in other last bits, so the features' keys differ."""
     clock = Clock()
     b = batcher(clock)
@@ -108,7 +108,7 @@ def test_one_picture_from_two_engines_is_one_flight() -> None:
     assert b.join_or_add(job(clock, "a", feature="g"))
 
 
-def test_the_late_are_told_and_the_others_stay() -> None:
+def test_batcher_late_requests_are_dropped_others_stay() -> None:
     clock = Clock()
     b = batcher(clock)
     b.join_or_add(job(clock, "a", deadline_s=1))
@@ -122,7 +122,7 @@ def test_the_late_are_told_and_the_others_stay() -> None:
     assert not b.join_or_add(job(clock, "a"))
 
 
-def test_close_empties_and_ends() -> None:
+def test_batcher_close_empties_queue_then_ends_take() -> None:
     clock = Clock()
     b = batcher(clock)
     got: list[str] = []
@@ -135,7 +135,7 @@ def test_close_empties_and_ends() -> None:
     assert got == ["a"]
 
 
-def test_an_answer_is_given_once() -> None:
+def test_pending_request_answer_is_set_once() -> None:
     w = pending(Clock())
     answer = EncodeReply(id=1, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
     assert w.answer(answer)

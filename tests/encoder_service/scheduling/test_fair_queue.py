@@ -76,7 +76,7 @@ sizes = st.one_of(st.integers(100, 300), st.sampled_from([576, 1500]))
 
 @settings(max_examples=25, deadline=None)
 @given(classes, st.data())
-def test_shares_are_kept_under_saturation_within_one_batch(
+def test_fair_queue_saturated_shares_hold_within_one_batch(
     made: list[ServiceClass], data: st.DataObject
 ) -> None:
     queue = Queue()
@@ -100,7 +100,7 @@ def test_shares_are_kept_under_saturation_within_one_batch(
 
 @settings(max_examples=25, deadline=None)
 @given(classes, st.data())
-def test_every_one_leaves_once_and_no_batch_mixes_towers(
+def test_form_batch_each_job_leaves_once_with_its_tower(
     made: list[ServiceClass], data: st.DataObject
 ) -> None:
     queue, out = Queue(), list[One]()
@@ -122,7 +122,9 @@ def test_every_one_leaves_once_and_no_batch_mixes_towers(
 
 @settings(max_examples=25, deadline=None)
 @given(classes, st.integers(1, 2000), st.booleans())
-def test_nobody_starves_whoever_keeps_coming(made: list[ServiceClass], size: int, other: bool) -> None:
+def test_fair_queue_flood_of_others_starves_no_class(
+    made: list[ServiceClass], size: int, other: bool
+) -> None:
     """One medium of the least class, against streams of all others and of another app of its own."""
     least = min(made, key=lambda qos: qos.rank)
     queue = Queue(One(qos, 100, "crowd") for qos in made for _ in range(10))
@@ -139,14 +141,14 @@ def test_nobody_starves_whoever_keeps_coming(made: list[ServiceClass], size: int
         assert served <= bound
 
 
-def test_what_nobody_reserved_goes_by_priority() -> None:
+def test_fair_queue_surplus_goes_by_priority() -> None:
     low, high = a_class("low", 0.25), a_class("high", 0.25, priority=1)
     queue = Queue(One(qos) for qos in (low, high) for _ in range(40))
     first = Counter(one.qos.name for one in itertools.islice(queue.one_by_one(), 40))
     assert first["high"] == pytest.approx(30, abs=1)
 
 
-def test_who_was_away_has_nothing_saved_up() -> None:
+def test_fair_queue_idle_class_saves_up_no_turns() -> None:
     busy, away = a_class("busy", 0.5), a_class("away", 0.5)
     queue = Queue(One(busy) for _ in range(60))
     list(itertools.islice(queue.one_by_one(), 40))
@@ -155,7 +157,7 @@ def test_who_was_away_has_nothing_saved_up() -> None:
     assert next_ones["away"] == pytest.approx(10, abs=1)
 
 
-def test_apps_of_a_class_take_turns_and_within_one_the_earliest_deadline_goes_first() -> None:
+def test_fair_queue_apps_take_turns_earliest_deadline_first() -> None:
     only = a_class("only", 1.0)
     queue = Queue(One(only, app="many", due_s=100 - i) for i in range(20))
     queue += [One(only, app="few", due_s=1000 + i) for i in range(4)]
@@ -167,7 +169,7 @@ def test_apps_of_a_class_take_turns_and_within_one_the_earliest_deadline_goes_fi
 
 @settings(max_examples=40, deadline=None)
 @given(classes, st.data())
-def test_what_is_predicted_is_what_is_served(made: list[ServiceClass], data: st.DataObject) -> None:
+def test_backlog_ahead_prediction_equals_service(made: list[ServiceClass], data: st.DataObject) -> None:
     """The fluid forecast against the order itself, from any state of the tags."""
     queue = Queue()
     one_of = st.builds(One, st.sampled_from(made), st.integers(50, 300), st.sampled_from("ab"))
@@ -190,7 +192,7 @@ def test_what_is_predicted_is_what_is_served(made: list[ServiceClass], data: st.
     assert abs(min(predicted, total) - served) <= min(slack, total)
 
 
-def test_demand_of_better_classes_is_foreseen() -> None:
+def test_tokens_until_served_counts_demand_of_better_class() -> None:
     low, high = a_class("low", 0.25), a_class("high", 0.25, priority=1)
     fair_queue = WeightedFairQueue()
     assert fair_queue.tokens_until_served(low, 100, {}, {}) == pytest.approx(100)

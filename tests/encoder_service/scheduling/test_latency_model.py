@@ -18,7 +18,7 @@ from cornplug.encoder_service.scheduling.latency_model import BatchLatencyModel
     st.floats(1e-6, 1e-2),
     st.lists(st.integers(1, 20_000), min_size=12, max_size=40, unique=True),
 )
-def test_a_line_is_found_after_a_slow_warm_up(fixed_s: float, token_s: float, sizes: list[int]) -> None:
+def test_latency_model_fits_line_after_slow_warm_up(fixed_s: float, token_s: float, sizes: list[int]) -> None:
     pass_time = BatchLatencyModel()
     for _ in range(2):
         pass_time.observe(1000, 40.0)
@@ -28,7 +28,7 @@ def test_a_line_is_found_after_a_slow_warm_up(fixed_s: float, token_s: float, si
         assert pass_time.seconds(tokens) == pytest.approx(fixed_s + token_s * tokens, rel=0.05, abs=1e-3)
 
 
-def test_one_size_is_learned_too_and_a_pass_is_never_free() -> None:
+def test_latency_model_of_one_size_predicts_above_zero() -> None:
     pass_time = BatchLatencyModel()
     assert (pass_time.measured, pass_time.seconds(100)) == (False, 0.0)
     assert pass_time.tokens_within(1) == math.inf
@@ -39,7 +39,7 @@ def test_one_size_is_learned_too_and_a_pass_is_never_free() -> None:
     assert pass_time.tokens_within(1) == pytest.approx(5760)
 
 
-def test_a_hiccup_moves_little_and_a_slower_tower_is_followed() -> None:
+def test_latency_model_outlier_moves_little_slowdown_is_followed() -> None:
     pass_time = BatchLatencyModel()
     for _ in range(20):
         pass_time.observe(1000, 0.1)
@@ -53,7 +53,7 @@ def test_a_hiccup_moves_little_and_a_slower_tower_is_followed() -> None:
     assert pass_time.seconds(1000) < 0.2
 
 
-def test_big_fixed_costs_are_shared_by_many_tokens() -> None:
+def test_tokens_within_large_fixed_cost_allows_many_tokens() -> None:
     pass_time = BatchLatencyModel()
     for tokens in (100, 400, 200, 800, 100, 400, 200, 800):
         pass_time.observe(tokens, 0.5 + 0.001 * tokens)

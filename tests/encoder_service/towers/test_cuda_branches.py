@@ -48,9 +48,7 @@ def task(
     ("name", "dtype"),
     [*((name, "bfloat16") for name in CASES), ("llava", "float32"), ("qwen2_vl", "float32")],
 )
-def test_a_batch_on_cuda_is_staged_encoded_projected_and_brought_back(
-    name: str, dtype: str, tiny: Tiny
-) -> None:
+def test_executor_cuda_batch_is_staged_computed_and_copied_back(name: str, dtype: str, tiny: Tiny) -> None:
     path = tiny(name)
     here = loaded(path, dtype, CPU)
     items = items_of(name, path, here)
@@ -86,7 +84,7 @@ def _in_order(cuda: SimulatedGpu) -> None:
     assert all(t.device == SECOND for t in cuda.mode.streams_told)
 
 
-def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
+def test_executor_thread_computes_on_executor_device(tmp_path: Path) -> None:
     """Each thread begins on device 0: kernels that ask for the current device would run there."""
     path = llava(tmp_path / "m")
     items = items_of("llava", path, loaded(path, "float32", CPU))
@@ -106,7 +104,7 @@ def test_a_thread_computes_on_its_executor_s_device(tmp_path: Path) -> None:
     assert seen == [1]
 
 
-def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_half_precision_takes_varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def kernel(
@@ -124,7 +122,7 @@ def test_halves_take_the_variable_length_kernel_and_singles_do_not(monkeypatch: 
     assert calls == [(torch.bfloat16, SECOND, torch.int32, 6)]
 
 
-def test_the_rig_refuses_what_a_gpu_refuses() -> None:
+def test_cuda_branches_rig_refuses_operands_on_two_devices() -> None:
     """Else nothing above would say anything."""
     with simulated_gpu():
         there, here = torch.zeros(2, device=SECOND), torch.zeros(2)

@@ -51,7 +51,7 @@ _batch = st.lists(st.one_of(_picture, _video), min_size=2, max_size=5)
 
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=_batch)
-def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
+def test_tower_qwen_batch_equals_each_medium_alone(
     tower: tuple[str, Halves], batch: list[tuple[str, tuple[int, int, int]]]
 ) -> None:
     name, halves = tower
@@ -63,7 +63,7 @@ def test_a_packed_batch_gives_each_medium_what_it_gets_alone(
         torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
 
 
-def test_windows_of_one_size_lie_side_by_side_in_each_frame(tmp_path: Path) -> None:
+def test_tower_qwen_windows_of_one_size_lie_side_by_side(tmp_path: Path) -> None:
     """Two frames of 10 x 10 patches in windows of 4 x 4, then an image of 4 x 8: few calls, not 20."""
     tower = Halves.load(checkpoints.qwen2_5_vl(tmp_path / "m")).tower
     assert isinstance(tower, Qwen25VlTower)
@@ -76,14 +76,14 @@ def test_windows_of_one_size_lie_side_by_side_in_each_frame(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_a_video_of_one_frame_is_the_picture(tower: tuple[str, Halves]) -> None:
+def test_tower_qwen_video_of_one_frame_equals_image(tower: tuple[str, Halves]) -> None:
     name, halves = tower
     image, video = (halves.tower.prepare(medium(name, kind, (1, 4, 6), 3)) for kind in ("image", "video"))
     assert image.digests == video.digests
     assert torch.equal(halves.tower.encode([image])[0], halves.tower.encode([video])[0])
 
 
-def test_frames_of_a_video_do_not_see_each_other(tower: tuple[str, Halves]) -> None:
+def test_tower_qwen_frames_attend_to_themselves_only(tower: tuple[str, Halves]) -> None:
     """Each equals the image of itself."""
     name, halves = tower
     frames = [halves.tower.prepare(medium(name, "image", (1, 4, 4), seed)) for seed in (1, 2)]
@@ -102,7 +102,7 @@ def test_frames_of_a_video_do_not_see_each_other(tower: tuple[str, Halves]) -> N
         ({"image_grid_thw": [2, 4, 4]}, "image_grid_thw: unknown"),
     ],
 )
-def test_a_bad_video_names_the_field(
+def test_tower_qwen_bad_video_is_refused_by_field(
     tower: tuple[str, Halves], change: dict[str, list[int]], says: str
 ) -> None:
     name, halves = tower

@@ -20,7 +20,7 @@ from ..conftest import inputs_of, sample_image, to_wire
 from ..tower_rig import CPU, F32, Halves, edit_config
 
 
-def test_only_the_needed_layers_are_loaded(tmp_path: Path) -> None:
+def test_tower_layers_past_the_cut_are_not_loaded(tmp_path: Path) -> None:
     """The last layer may even be damaged: it lies past the cut."""
     path = checkpoints.llava(tmp_path / "m")
     inputs = inputs_of(path, sample_image(0))
@@ -51,7 +51,9 @@ def change(path: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(64, dtype=torch.int8), "quantised"),
     ],
 )
-def test_wrong_tensors_are_named(name: str, tensor: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+def test_load_tower_wrong_tensors_are_named(
+    name: str, tensor: torch.Tensor | None, says: str, tmp_path: Path
+) -> None:
     path = checkpoints.llava(tmp_path / "m")
     change(path, name, tensor)
     with pytest.raises(CheckpointError, match=says) as e:
@@ -59,14 +61,14 @@ def test_wrong_tensors_are_named(name: str, tensor: torch.Tensor | None, says: s
     assert name.removeprefix("vision_tower.vision_model.") in str(e.value)
 
 
-def test_a_projector_of_another_width(tmp_path: Path) -> None:
+def test_load_projector_of_other_width_is_refused(tmp_path: Path) -> None:
     path = checkpoints.llava(tmp_path / "m")
     change(path, "multi_modal_projector.linear_1.bias", torch.zeros(5))
     with pytest.raises(CheckpointError, match=r"linear_1\.bias"):
         towers.architecture(FAMILIES["llava"]).load_projector(Checkpoint.open(str(path)), F32, CPU)
 
 
-def test_a_layer_outside_the_tower(tmp_path: Path) -> None:
+def test_tower_cut_outside_its_layers_is_refused(tmp_path: Path) -> None:
     path = checkpoints.llava(tmp_path / "m")
     edit_config(path, vision_feature_layer=9)
     with pytest.raises(CheckpointError):
@@ -93,7 +95,7 @@ GOOD = torch.zeros(3, 56, 56)
         ({"pixel_values": WireTensor(dtype="float32", shape=(2**62, 2**62), data=b"1234")}, "4 bytes"),
     ],
 )
-def test_bad_clip_inputs_name_the_field(
+def test_tower_llava_bad_inputs_are_refused_by_field(
     inputs: dict[str, WireTensor], says: str, llava_pair: tuple[Path, Path]
 ) -> None:
     tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
@@ -113,14 +115,14 @@ def test_bad_clip_inputs_name_the_field(
         ([2**40, 2**40, 2**40], "pixel_values: shape"),
     ],
 )
-def test_bad_grids_name_the_field(grid: list[int], says: str, qwen: Path) -> None:
+def test_tower_qwen_bad_grids_are_refused_by_field(grid: list[int], says: str, qwen: Path) -> None:
     tower = towers.architecture(FAMILIES["qwen2_vl"]).load_tower(Checkpoint.open(str(qwen)), F32, CPU)
     pixels = to_wire(torch.zeros(16, 1176))
     with pytest.raises(EncoderRefused, match=says):
         tower.prepare({"pixel_values": pixels, "image_grid_thw": to_wire(torch.tensor(grid))})
 
 
-def test_wire_tensors_own_their_memory() -> None:
+def test_from_wire_tensors_own_their_memory() -> None:
     wire = to_wire(torch.arange(6, dtype=torch.float32).reshape(2, 3))
     tensor = from_wire("x", wire, ("float32",))
     tensor[0, 0] = 7
@@ -146,21 +148,23 @@ TILES = torch.rand(5, 3, 56, 56)
         ([300, 310], 3, "pixel_values: shape: 3 tiles, want 5 for 300 x 310"),
     ],
 )
-def test_bad_picture_sizes_name_the_field(sizes: list[int], tiles: int, says: str, tiled: Halves) -> None:
+def test_tower_tiles_bad_image_sizes_are_refused_by_field(
+    sizes: list[int], tiles: int, says: str, tiled: Halves
+) -> None:
     inputs = {"pixel_values": to_wire(TILES[:tiles]), "image_sizes": to_wire(torch.tensor(sizes))}
     with pytest.raises(EncoderRefused, match=says):
         tiled.tower.prepare(inputs)
 
 
 @pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (1, 1), (2, 16_000_000)])
-def test_a_picture_of_any_proportion_has_rows(size: tuple[int, int], tiled: Halves) -> None:
+def test_tower_tiles_image_of_any_proportion_has_rows(size: tuple[int, int], tiled: Halves) -> None:
     item = tiled.tower.prepare({"pixel_values": to_wire(TILES), "image_sizes": to_wire(torch.tensor(size))})
     rows = tiled.projector.project(tiled.tower.encode([item]), [item])[0]
     assert len(rows) >= 16
     assert rows.isfinite().all()
 
 
-def test_tiles_that_only_fill_up_a_batch_change_nothing(tiled: Halves) -> None:
+def test_tower_tiles_padding_changes_no_embedding(tiled: Halves) -> None:
     """Processors pad to the longest image of a batch: the same image has the same key alone."""
     sizes = to_wire(torch.tensor([50, 110]))  # two tiles beside each other, and the whole
     alone, padded = TILES[:3], torch.cat([TILES[:3], torch.zeros(2, 3, 56, 56)])

@@ -103,12 +103,12 @@ def parts(path: Path) -> tuple[bytes, bytes]:
 each_case = pytest.mark.parametrize("name", CASES)
 
 
-def test_every_family_has_a_line(tiny: Tiny) -> None:
+def test_towers_every_family_has_a_case(tiny: Tiny) -> None:
     assert {Checkpoint.open(str(tiny(name))).family.name for name in CASES} == set(FAMILIES)
 
 
 @each_case
-def test_equals_the_reference(name: str, tiny: Tiny) -> None:
+def test_towers_embeddings_equal_transformers(name: str, tiny: Tiny) -> None:
     case, path = CASES[name], tiny(name)
     made = case.inputs(path)
     model = whole_model(path)
@@ -121,7 +121,7 @@ def test_equals_the_reference(name: str, tiny: Tiny) -> None:
 
 
 @each_case
-def test_a_batch_gives_the_same_as_one_by_one(name: str, tiny: Tiny) -> None:
+def test_towers_batch_equals_one_by_one(name: str, tiny: Tiny) -> None:
     made, halves = CASES[name].inputs(tiny(name)), Halves.load(tiny(name))
     batched = halves.embed(made)
     for whole, one in zip(batched, made, strict=True):
@@ -131,7 +131,7 @@ def test_a_batch_gives_the_same_as_one_by_one(name: str, tiny: Tiny) -> None:
 
 
 @each_case
-def test_a_replica_s_tower_gives_the_same(name: str, tiny: Tiny) -> None:
+def test_towers_loaded_again_give_equal_embeddings(name: str, tiny: Tiny) -> None:
     """A replica loads its own from the checkpoint, in a process of its own."""
     made, halves = CASES[name].inputs(tiny(name))[:2], Halves.load(tiny(name))
     items = halves.items(made)
@@ -141,7 +141,7 @@ def test_a_replica_s_tower_gives_the_same(name: str, tiny: Tiny) -> None:
 
 
 @each_case
-def test_half_precision_is_near(name: str, tiny: Tiny) -> None:
+def test_towers_half_precision_is_near_float32(name: str, tiny: Tiny) -> None:
     made = CASES[name].inputs(tiny(name))[:1]
     exact = Halves.load(tiny(name)).embed(made)[0]
     half = Halves.load(tiny(name), torch.bfloat16).embed(made)[0]
@@ -150,7 +150,7 @@ def test_half_precision_is_near(name: str, tiny: Tiny) -> None:
 
 
 @each_case
-def test_place_name_and_files_change_nothing(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_towers_path_name_and_file_split_change_no_key(name: str, tiny: Tiny, tmp_path: Path) -> None:
     path = tiny(name)
     moved = rewritten(path, tmp_path / "elsewhere", lambda tensors: tensors, shards=3)
     edit_config(moved, _name_or_path="somebody/else")
@@ -161,9 +161,7 @@ def test_place_name_and_files_change_nothing(name: str, tiny: Tiny, tmp_path: Pa
 
 
 @each_case
-def test_names_and_config_as_this_transformers_writes_them_change_nothing(
-    name: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_towers_resaved_by_transformers_changes_no_key(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """Both what `save_pretrained` writes and the names in memory, which trainers save."""
     path = tiny(name)
     model = whole_model(path)
@@ -180,7 +178,7 @@ def test_names_and_config_as_this_transformers_writes_them_change_nothing(
 
 
 @each_case
-def test_one_changed_value_changes_its_part_s_fingerprint_only(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_towers_changed_value_changes_one_fingerprint_only(name: str, tiny: Tiny, tmp_path: Path) -> None:
     path = tiny(name)
     tower, projector = parts(path)
     other_tower = nudged(path, tmp_path / "t", "tower")
@@ -195,7 +193,7 @@ def test_one_changed_value_changes_its_part_s_fingerprint_only(name: str, tiny: 
 
 
 @each_case
-def test_llms_of_two_widths_share_the_features_of_one_tower(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_towers_llms_of_two_widths_share_features(name: str, tiny: Tiny, tmp_path: Path) -> None:
     case, path = CASES[name], tiny(name)
     if not Checkpoint.open(str(path)).family.shares_features:
         pytest.skip("its tower's output is not kept before the projector")
@@ -212,7 +210,7 @@ def test_llms_of_two_widths_share_the_features_of_one_tower(name: str, tiny: Tin
 
 
 @each_case
-def test_a_fine_tune_with_a_quantised_llm_shares_embeddings(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_towers_fine_tune_with_quantised_llm_shares_embeddings(name: str, tiny: Tiny, tmp_path: Path) -> None:
     path = tiny(name)
     tuned = fine_tuned_and_quantised(path, tmp_path / "tuned")
     registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")
@@ -224,9 +222,7 @@ def test_a_fine_tune_with_a_quantised_llm_shares_embeddings(name: str, tiny: Tin
 
 
 @each_case
-def test_a_fine_tune_whose_tower_differs_in_one_value_never_shares(
-    name: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_towers_fine_tune_of_another_tower_never_shares(name: str, tiny: Tiny, tmp_path: Path) -> None:
     case, path = CASES[name], tiny(name)
     tuned = nudged(path, tmp_path / "tuned", "tower")
     registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")

@@ -31,7 +31,7 @@ def full_float32() -> Iterator[None]:
 
 
 @each_case
-def test_a_family_on_a_gpu_equals_itself_on_the_cpu(name: str, tiny: Tiny) -> None:
+def test_towers_gpu_embeddings_equal_cpu(name: str, tiny: Tiny) -> None:
     path = tiny(name)
     here, there = loaded(path, "float32", CPU), loaded(path, "float32", GPU)
     items = items_of(name, path, here)
@@ -47,7 +47,7 @@ def test_a_family_on_a_gpu_equals_itself_on_the_cpu(name: str, tiny: Tiny) -> No
 
 
 @each_case
-def test_half_precision_on_a_gpu_is_near(name: str, tiny: Tiny) -> None:
+def test_towers_gpu_half_precision_is_near_float32(name: str, tiny: Tiny) -> None:
     path = tiny(name)
     exact, half = loaded(path, "float32", CPU), loaded(path, "bfloat16", GPU)
     items = items_of(name, path, half)

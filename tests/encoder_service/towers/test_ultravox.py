@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def test_a_whisper_under_two_llms_is_one_tower_with_one_feature(pair: tuple[Path, Path]) -> None:
+def test_ultravox_whisper_under_two_llms_is_one_tower(pair: tuple[Path, Path]) -> None:
     one, other = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded()
     assert one.tower is other.tower
     assert one.served.identity != other.served.identity
@@ -48,18 +48,14 @@ def test_a_whisper_under_two_llms_is_one_tower_with_one_feature(pair: tuple[Path
     assert len(keys) == 1
 
 
-def test_a_tower_of_its_own_with_equal_weights_is_the_same_tower(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_ultravox_tower_of_equal_weights_is_shared(pair: tuple[Path, Path], tmp_path: Path) -> None:
     own = checkpoints.ultravox(tmp_path / "own", seconds=4)
     ids, theirs = (Checkpoint.open(str(p)).identity("float32") for p in (own, pair[0]))
     assert ids == theirs
     assert torch.equal(Halves.load(own).embed([MADE])[0], Halves.load(pair[0]).embed([MADE])[0])
 
 
-def test_a_whisper_that_differs_in_one_value_is_another_tower(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_ultravox_changed_whisper_is_another_tower(pair: tuple[Path, Path], tmp_path: Path) -> None:
     own = nudged(checkpoints.ultravox(tmp_path / "own", seconds=4), tmp_path / "nudged", "tower")
     base = tmp_path / "whisper"
     checkpoints.ultravox(tmp_path / "a", seconds=4, base=base)
@@ -70,7 +66,7 @@ def test_a_whisper_that_differs_in_one_value_is_another_tower(
     assert fps[0] == fps[1] != fps[2]
 
 
-def test_a_tower_in_both_places_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ultravox_tower_in_both_checkpoints_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """vLLM lets the base count, Ultravox's own code the checkpoint: neither would be always right."""
     own = edit_config(
         checkpoints.ultravox(tmp_path / "own", seconds=4), audio_model_id=str(pair[0].parent / "whisper")
@@ -80,14 +76,14 @@ def test_a_tower_in_both_places_is_refused(pair: tuple[Path, Path], tmp_path: Pa
     assert e.value.reason == "duplicate_tensor"
 
 
-def test_a_base_that_is_not_here_is_named(tmp_path: Path) -> None:
+def test_ultravox_missing_base_checkpoint_is_named(tmp_path: Path) -> None:
     lost = edit_config(checkpoints.ultravox(tmp_path / "u", seconds=4), audio_model_id="nobody/whisper-lost")
     with pytest.raises(CheckpointError, match="nobody/whisper-lost") as e:
         Checkpoint.open(str(lost))
     assert e.value.reason == "not_found"
 
 
-def test_a_transformer_projector_is_refused_not_guessed(tmp_path: Path) -> None:
+def test_ultravox_transformer_projector_is_refused(tmp_path: Path) -> None:
     path = edit_config(checkpoints.ultravox(tmp_path / "u", seconds=4), num_projector_layers=2)
     with pytest.raises(CheckpointError, match="num_projector_layers"):
         Checkpoint.open(str(path)).identity("float32")
@@ -97,14 +93,14 @@ def test_a_transformer_projector_is_refused_not_guessed(tmp_path: Path) -> None:
     ("seconds", "lens", "tokens"),
     [(1, [100], 7), (10, [1000], 63), (35, [3000, 500], 188 + 32), (0.001, [2], 1), (30, [3000], 188)],
 )
-def test_sounds_are_chunked_as_ultravox_s_own_tests_say(seconds: float, lens: list[int], tokens: int) -> None:
+def test_chunked_log_mel_chunks_as_ultravox_processor(seconds: float, lens: list[int], tokens: int) -> None:
     made = ChunkedLogMel(mel_json(80)).extract(np.zeros(int(seconds * 16_000), np.float32))
     assert made["audio_lens"].tolist() == lens
     assert made["audio_features"].shape[0] == len(lens)
     assert sum(-(-length // 16) for length in lens) == tokens
 
 
-def test_what_an_engine_pads_for_its_other_sounds_changes_nothing(pair: tuple[Path, Path]) -> None:
+def test_ultravox_padding_of_engine_changes_no_features(pair: tuple[Path, Path]) -> None:
     halves = Halves.load(pair[0])
     padded = {**MADE, "audio_features": torch.nn.functional.pad(MADE["audio_features"], (0, 77), value=0.3)}
     assert torch.equal(halves.embed([padded])[0], halves.embed([MADE])[0])
@@ -123,7 +119,7 @@ def test_what_an_engine_pads_for_its_other_sounds_changes_nothing(pair: tuple[Pa
         ({"audio_features": torch.full((1, 80, 100), torch.nan)}, "NaN"),
     ],
 )
-def test_bad_inputs_name_the_field(
+def test_ultravox_bad_inputs_are_refused_by_field(
     changes: dict[str, torch.Tensor], says: str, pair: tuple[Path, Path]
 ) -> None:
     with pytest.raises(EncoderRefused, match=says):

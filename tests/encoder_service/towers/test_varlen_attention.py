@@ -42,13 +42,13 @@ def looped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
-def test_any_segments_equal_the_plain_loop(lengths: list[int], seed: int) -> None:
+def test_attention_any_segments_equal_plain_loop(lengths: list[int], seed: int) -> None:
     q, k, v = random(sum(lengths), seed)
     ours = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
     torch.testing.assert_close(ours, looped(q, k, v, lengths), atol=1e-6, rtol=0)
 
 
-def test_a_segment_sees_nothing_of_the_others() -> None:
+def test_attention_segment_is_independent_of_others() -> None:
     lengths = [3, 5, 3, 4]
     q, k, v = random(15)
     before = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
@@ -58,7 +58,7 @@ def test_a_segment_sees_nothing_of_the_others() -> None:
     assert not torch.isfinite(after[3:8]).any()
 
 
-def test_neighbours_of_one_length_are_one_run() -> None:
+def test_segment_offsets_equal_neighbours_are_one_run() -> None:
     segments = SegmentOffsets([4, 4, 2, 4, 4, 4], CPU)
     assert segments.runs == ((4, slice(0, 8)), (2, slice(8, 10)), (4, slice(10, 22)))
     assert segments.longest == 4
@@ -66,7 +66,7 @@ def test_neighbours_of_one_length_are_one_run() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [4, 0], [-1]])
-def test_an_empty_segment_is_refused(lengths: list[int]) -> None:
+def test_segment_offsets_empty_segment_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="segments"):
         SegmentOffsets(lengths, CPU)
 
@@ -83,13 +83,13 @@ def test_an_empty_segment_is_refused(lengths: list[int]) -> None:
         (torch.float16, 64, (7, 5), False),
     ],
 )
-def test_which_tensors_the_kernels_take(
+def test_suits_kernel_dtypes_head_sizes_and_capabilities(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], suits: bool
 ) -> None:
     assert varlen_attention.suits_kernel(dtype, head_dim, capability) == suits
 
 
-def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_call_fits_torch_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own shape inference: no GPU, and no result, but every argument is checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     called = []
@@ -103,7 +103,7 @@ def test_on_cuda_the_kernel_is_called_as_torch_declares_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> None:
+def test_packed_attention_output_equals_transformers(dtype: torch.dtype) -> None:
     config = Qwen2VLVisionConfig(
         embed_dim=64, num_heads=2, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}
     )
@@ -121,7 +121,7 @@ def test_packed_attention_equals_that_of_transformers(dtype: torch.dtype) -> Non
     torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
 
 
-def test_a_compiled_block_takes_other_batches_without_being_compiled_again() -> None:
+def test_packed_attention_compiled_is_not_recompiled_per_batch() -> None:
     config = Qwen2VLVisionConfig(embed_dim=64, num_heads=2, mlp_ratio=2)
     torch.manual_seed(0)
     plain = Qwen2VLVisionBlock(config)

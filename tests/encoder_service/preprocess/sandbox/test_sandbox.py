@@ -76,7 +76,7 @@ def images() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> None:
+def test_sandboxed_decoder_images_equal_in_process_bit_for_bit(cell: Cell) -> None:
     """Good and bad ones: the same pixels, or refused for the same reason in the same words."""
     for name, data in images():
         for way in ("image", "image_for_sglang"):
@@ -93,14 +93,14 @@ def test_pictures_are_bit_for_bit_what_they_are_without_a_jail(cell: Cell) -> No
     [wav(tone(1.3)), encoded(tone(0.7), "flac", "flac"), encoded(tone(2.0), "mp3", "libmp3lame"), b"", b"x"],
     ids=["wav", "flac", "mp3", "nothing", "garbage"],
 )
-def test_sounds_are_what_they_are_without_a_jail(cell: Cell, data: bytes) -> None:
+def test_sandboxed_decoder_audio_equals_in_process(cell: Cell, data: bytes) -> None:
     def decode(decoder: MediumDecoder) -> Any:
         return decoder.audio(data, 5.0, accept_any)
 
     assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder())
 
 
-def test_videos_are_what_they_are_without_a_jail(cell: Cell) -> None:
+def test_sandboxed_decoder_videos_equal_in_process(cell: Cell) -> None:
     shown = moving(9)
     film = video(shown, "mp4", "libx264", pix_fmt="yuv420p")
 
@@ -124,7 +124,7 @@ def test_videos_are_what_they_are_without_a_jail(cell: Cell) -> None:
         assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), decode.__name__
 
 
-def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(cell: Cell) -> None:
+def test_sandboxed_decoder_jpeg_of_many_scans_is_refused(cell: Cell) -> None:
     """Before: 25 ms a scan for 92 bytes, 9,000 scans took 230 s of one core."""
     attack = many_scans(7900, 7900, 9000)
     assert len(attack) < 2 << 20
@@ -146,7 +146,7 @@ def slow() -> bytes:
     return many_scans(7900, 7900, MAX_SCANS - 20)
 
 
-def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
+def test_decoder_process_slow_job_is_killed_next_is_decoded() -> None:
     cell = Cell()
     cell.process.start()
     before = cell.process.pid
@@ -167,7 +167,7 @@ def test_what_takes_too_long_is_killed_and_the_next_one_is_decoded() -> None:
     cell.process.close()
 
 
-def test_memory_is_limited() -> None:
+def test_decoder_process_memory_bomb_is_refused_next_is_decoded() -> None:
     cell = Cell(max_bytes=500 << 20)
     huge = saved(Image.new("RGB", (12_000, 12_000)), "PNG")
     with pytest.raises(MediaError) as refused:
@@ -178,7 +178,7 @@ def test_memory_is_limited() -> None:
     cell.process.close()
 
 
-def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
+def test_decoder_process_death_costs_one_medium_at_most(cell: Cell) -> None:
     good = saved(hostile_images.sample_image(1), "PNG")
     cell.decoder().image(good, MAX_PIXELS, accept_any)
     assert cell.process.pid is not None
@@ -199,7 +199,7 @@ def test_a_process_that_dies_costs_one_medium_at_most(cell: Cell) -> None:
     assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
 
 
-def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
+def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell) -> None:
     on_header: list[MediumHeader] = []
 
     def object_to(header: MediumHeader) -> None:
@@ -221,7 +221,9 @@ def test_whoever_objects_to_a_header_pays_for_nothing_more(cell: Cell) -> None:
     assert cell.process.pid == before
 
 
-def test_a_process_has_no_keys_and_ends_with_its_service(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_process_has_no_keys_and_ends_with_its_service(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CORNPLUG_ENCODER_ADMIN_KEY", "secret")
     other = Cell()
     other.process.start()
