@@ -14,7 +14,7 @@ from integration.stack import ASKS, Stack, services
 
 from devkit import checkpoints
 from devkit.engines import Answer, VllmServer
-from devkit.processes import at_once
+from devkit.processes import at_once, together
 
 A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 """Small blocks and chunked prefill."""
@@ -48,12 +48,11 @@ def stock(
     """Answers of stock engines to every ask, by (model, index)."""
     folder = tmp_path_factory.mktemp("stock")
 
-    def answered(name: str, *args: str) -> dict[tuple[str, int], Answer]:
-        with VllmServer(models[name], *args, log=folder / f"{name}.log") as server:
-            return {(name, i): ask.put(server) for i, ask in enumerate(ASKS)}
-
-    a, b, q = at_once(lambda: answered("a", *A_ARGS), lambda: answered("b"), lambda: answered("q"))
-    return a | b | q
+    args = {"a": A_ARGS, "b": (), "q": ()}
+    servers = {name: VllmServer(models[name], *args[name], log=folder / f"{name}.log") for name in models}
+    # They start side by side and answer one after the other: their times are limits in test_survives_faults.
+    with together(*servers.values()):
+        return {(name, i): ask.put(servers[name]) for name in models for i, ask in enumerate(ASKS)}
 
 
 @pytest.fixture(scope="session")
